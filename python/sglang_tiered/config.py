@@ -1,0 +1,191 @@
+"""The configuration of the tiers: parsed once by the launcher, read in every process.
+
+``TieredConfig`` travels from the launcher to SGLang's spawned processes in one environment
+variable, because SGLang re-runs the plugin in each of them and module state does not survive.
+All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "GiB",
+    "KiB",
+    "MiB",
+    "NvmeConfig",
+    "TierMode",
+    "TieredConfig",
+    "default_region_bytes",
+    "default_tier_directory",
+    "format_bytes",
+    "parse_bytes",
+    "parse_mode",
+]
+
+ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+MIN_REGION_BYTES = 4 * MiB
+MAX_DEFAULT_REGION_BYTES = 64 * MiB
+MIN_REGIONS = 2
+"""One being written, one that can be evicted: with fewer, every eviction empties the tier."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+}
+
+
+class TierMode(enum.Enum):
+    """Which tiers a server runs below device memory."""
+
+    OFF = "off"  # stock SGLang: device memory only
+    HOST = "host"
+    NVME = "nvme"  # host memory and NVMe
+
+
+class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together."""
+
+    directory: str
+    capacity_bytes: int
+    region_bytes: int
+
+    def __post_init__(self) -> None:
+        _require_positive("--tier-nvme-bytes", self.capacity_bytes)
+        _require_positive("--tier-nvme-region-bytes", self.region_bytes)
+        if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
+            raise ConfigError(
+                f"--tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
+                f"least {format_bytes(MIN_REGION_BYTES)}."
+            )
+
+
+class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the tiers need to know that SGLang's own arguments do not say."""
+
+    mode: TierMode
+    host_bytes: int | None = None  # None: SGLang's --hicache-ratio or --hicache-size decides
+    nvme: NvmeConfig | None = None
+    num_ranks: int = 1  # scheduler processes of this server on this machine; they share the caps
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"num_ranks is {self.num_ranks}, but a server has at least one rank.")
+        if self.host_bytes is not None:
+            _require_positive("--tier-host-bytes", self.host_bytes)
+        if (self.mode is TierMode.NVME) != (self.nvme is not None):
+            raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
+        if self.nvme is not None:
+            share, region = self.nvme_bytes_per_rank, self.nvme.region_bytes
+            if share < MIN_REGIONS * region:
+                ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+                raise ConfigError(
+                    f"--tier-nvme-bytes {format_bytes(self.nvme.capacity_bytes)} is too small: it "
+                    f"must hold {MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it, "
+                    "lower --tier-nvme-region-bytes, or pass --tier-mode host."
+                )
+
+    @property
+    def host_bytes_per_rank(self) -> int | None:
+        return None if self.host_bytes is None else self.host_bytes // self.num_ranks
+
+    @property
+    def nvme_bytes_per_rank(self) -> int:
+        return 0 if self.nvme is None else self.nvme.capacity_bytes // self.num_ranks
+
+    def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Publish to the processes started from here on."""
+        environment[ENVIRONMENT_VARIABLE] = msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_environment(
+        cls, environment: MutableMapping[str, str] = os.environ
+    ) -> TieredConfig | None:
+        """The launcher's configuration, or None where our launcher did not start this process."""
+        text = environment.get(ENVIRONMENT_VARIABLE)
+        if not text:
+            return None
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, ConfigError) as error:
+            raise ConfigError(
+                f"{ENVIRONMENT_VARIABLE} is set to {text!r}, which is not a tier configuration "
+                f"({error}); unset it and start through sglang_tiered.launch_server."
+            ) from error
+
+
+def parse_mode(text: str) -> TierMode:
+    """``off``, ``host`` or ``nvme``; anything else is a ``ConfigError``."""
+    try:
+        return TierMode(text)
+    except ValueError:
+        names = ", ".join(mode.value for mode in TierMode)
+        raise ConfigError(f"--tier-mode {text} is unknown; choose one of {names}.") from None
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """``64GiB`` (1024-based), ``64GB`` (1000-based) or plain bytes, as a positive integer."""
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(
+            f"{flag} {text!r} is not a size; write a number with KiB, MiB, GiB, TiB (powers of "
+            "1024), KB, MB, GB, TB (powers of 1000), or plain bytes."
+        )
+    value = int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1])
+    if "." not in match[1]:
+        value *= _UNITS[match[2].lower()]
+    if value <= 0:
+        raise ConfigError(
+            f"{flag} {text} must be greater than zero; use --tier-mode to go without."
+        )
+    return value
+
+
+def format_bytes(num_bytes: int) -> str:
+    """The shortest exact-looking form: ``64GiB``, ``1.5GiB``, ``512B``."""
+    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g}{unit}"
+    return f"{num_bytes}B"
+
+
+def default_region_bytes(capacity_bytes_per_rank: int) -> int:
+    """64 MiB, or a power of two that leaves a small cap at least eight regions to evict by."""
+    region = MAX_DEFAULT_REGION_BYTES
+    while region > MIN_REGION_BYTES and region * 8 > capacity_bytes_per_rank:
+        region //= 2
+    return region
+
+
+def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/sglang-tiered/kv``, by default under ``~/.cache``."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sglang-tiered" / "kv"
+
+
+def _require_positive(flag: str, value: int) -> None:
+    if value <= 0:
+        raise ConfigError(f"{flag} {value} must be greater than zero.")

@@ -1,0 +1,52 @@
+"""The error tree. A miss is never an error; see ``storage.base`` for outcomes.
+
+    TieredError
+    +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
+    +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
+    +-- StoreError              a store directory that must not be used
+        +-- StoreLockedError    another process holds it
+        +-- StoreForeignError   the directory holds something that is not ours
+        +-- StoreFormatError    written by a newer version of this package
+
+Every message is one sentence: what is wrong, which value, and the way out.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "StoreError",
+    "StoreForeignError",
+    "StoreFormatError",
+    "StoreLockedError",
+    "TieredError",
+    "UnsupportedSGLangError",
+]
+
+
+class TieredError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(TieredError, ValueError):
+    """A flag or setting that cannot work."""
+
+
+class UnsupportedSGLangError(TieredError):
+    """The installed SGLang is not one whose signatures were checked."""
+
+
+class StoreError(TieredError):
+    """A store directory that must not be used as it is."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the directory."""
+
+
+class StoreForeignError(StoreError):
+    """The directory holds something this package did not write."""
+
+
+class StoreFormatError(StoreError):
+    """The store was written in a newer format than this version reads."""

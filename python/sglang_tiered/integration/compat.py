@@ -1,0 +1,109 @@
+"""The SGLang versions and signatures our seams were checked against.
+
+Upstream moves fast, so nothing here is assumed: the launcher calls ``check_version`` before it
+imports SGLang, and every process calls ``check_signatures`` before the ``tiered`` names are
+registered. Either fails with one sentence.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+
+from sglang_tiered.errors import UnsupportedSGLangError
+
+__all__ = ["SUPPORTED_VERSIONS", "check_signatures", "check_version"]
+
+SUPPORTED_VERSIONS = ("0.5.23",)
+
+_CACHE = "sglang.srt.mem_cache"
+_TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
+
+# Every parameter we pass by name or rely on by position, per seam.
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    f"{_CACHE}.registry:register_radix_cache_backend": ("name", "factory"),
+    f"{_CACHE}.registry:create_unified_radix_cache": ("ctx", "cache_class"),
+    f"{_CACHE}.registry:default_radix_cache_factory": ("ctx",),
+    f"{_TREE}.reset": ("self",),
+    f"{_TREE}.init_hicache": ("self", "server_args", "params"),
+    f"{_TREE}.shutdown": ("self",),
+    f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
+    f"{_TREE}.prefetch_from_storage": (
+        "self",
+        "request",
+        "last_host_node_id",
+        "new_input_tokens",
+        "last_hash",
+        "prefix_keys",
+        "matched_prefix_tokens",
+        "extra_key",
+        "cache_salt",
+        "storage_hit_end",
+    ),
+    f"{_TREE}.check_prefetch_progress": ("self", "request"),
+    f"{_TREE}._prefetch_deadline_expired": ("self", "operation"),
+    f"{_TREE}.release_aborted_request": ("self", "request"),
+    f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),
+    f"{_CACHE}.storage_prefetch:StoragePrefetchRetries.refetch": (
+        "self",
+        "req_id",
+        "storage_hit_end",
+    ),
+    f"{_CACHE}.utils:get_storage_hash_str": ("key", "prior_hash", "page_size"),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v1": (
+        "self",
+        "keys",
+        "host_indices",
+        "extra_info",
+    ),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.batch_set_v1": (
+        "self",
+        "keys",
+        "host_indices",
+        "extra_info",
+    ),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.batch_exists_v2": (
+        "self",
+        "keys",
+        "pool_transfers",
+        "extra_info",
+    ),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.on_host_pools_registered": ("self",),
+    "sglang.srt.layers.attention.attention_registry:register_attention_backend": ("name",),
+    "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
+}
+
+
+def check_version() -> None:
+    """Raise ``UnsupportedSGLangError`` unless a supported SGLang is installed. Imports nothing."""
+    supported = ", ".join(SUPPORTED_VERSIONS)
+    try:
+        installed = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedSGLangError(
+            f"sglang is not installed; install sglang=={SUPPORTED_VERSIONS[-1]}."
+        ) from None
+    if installed not in SUPPORTED_VERSIONS:
+        raise UnsupportedSGLangError(
+            f"sglang {installed} is installed, but sglang-tiered was checked against {supported} "
+            f"only; install sglang=={SUPPORTED_VERSIONS[-1]}."
+        )
+
+
+def check_signatures() -> None:
+    """Raise ``UnsupportedSGLangError`` naming the first seam that is not what we rely on."""
+    for target, expected in _SIGNATURES.items():
+        try:
+            function = pkgutil.resolve_name(target)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedSGLangError(
+                f"SGLang has no {target} ({error}); reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
+            ) from error
+        parameters = tuple(inspect.signature(inspect.unwrap(function)).parameters)
+        missing = [name for name in expected if name not in parameters]
+        if missing:
+            raise UnsupportedSGLangError(
+                f"SGLang's {target} takes ({', '.join(parameters)}), without "
+                f"{', '.join(missing)}; reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
+            )

@@ -1,0 +1,163 @@
+"""The reference CPU platform: SGLang and its host tier without CUDA or ``sgl_kernel``.
+
+Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CPU engine
+(``SGLANG_USE_CPU_ENGINE``) needs the compiled ``sgl_kernel`` and stays unset; this one runs the
+"native" PyTorch forwards of every layer and our ``reference`` attention backend.
+
+The process is patched in five places, because SGLang 0.5.23 builds its host pools for a GPU:
+
+1. ``torchvision``'s compiled operators may not load beside a CPU build of torch; SGLang needs only
+   ``torchvision.transforms``, so declaring the two operators it looks up at import is enough.
+2. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
+3. ``HostKVCache.__init__``: ``pin_memory`` is always false.
+4. ``transfer_kv_*direct*`` in ``pool_host.mha`` and ``pool_host.mla``: copies in PyTorch, since the
+   names are imported from ``sgl_kernel`` only under CUDA.
+5. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
+   machine has less in all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+__all__ = ["ReferenceCpuPlatform", "declare_torchvision_operators", "patch_host_pools"]
+
+HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+
+class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """An out-of-tree platform whose device is the CPU."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        # SGLang splits the name of the default device; every rank shares the one CPU.
+        return "cpu"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # An idle scheduler polls without pause, which on a GPU server costs one core of many and
+        # on a small machine half of the compute.
+        server_args.sleep_on_idle = True
+
+    def get_default_attention_backend(self) -> str:
+        return "reference"
+
+
+# torch.library objects undo their definitions when collected, so they live as long as the process.
+_torchvision_library: list[torch.library.Library] = []
+
+
+def declare_torchvision_operators() -> None:
+    """Make ``import torchvision`` work where its compiled operators do not load. Idempotent."""
+    if _torchvision_library or hasattr(torch.ops.torchvision, "nms"):
+        return
+    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision_library.append(library)
+
+
+def patch_host_pools() -> None:
+    """Apply patches 2 to 5 of the module docstring. Idempotent; scheduler processes only need it,
+    every process may do it."""
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unregistered
+    for module in (mha, mla):
+        for function in (
+            transfer_kv_direct,
+            transfer_kv_all_layer_direct_lf_pf,
+            transfer_kv_per_layer_direct_pf_lf,
+        ):
+            setattr(module, function.__name__, function)
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_MEMORY_RESERVE_BYTES
+    _never_pin(base.HostKVCache)
+
+
+def _allocate_unregistered(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    buffer: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return buffer
+
+
+def _never_pin(host_pool_class: Any) -> None:
+    original = host_pool_class.__init__
+    if original.__module__ == __name__:
+        return
+    signature = inspect.signature(original)
+
+    def without_pinning(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["pin_memory"] = False
+        original(*bound.args, **bound.kwargs)
+
+    host_pool_class.__init__ = without_pinning
+
+
+def _page_ids(token_indices: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Page numbers of page-aligned token indices. token_indices: [pages * page_size] int64."""
+    return token_indices.view(-1, page_size)[:, 0] // page_size
+
+
+def transfer_kv_direct(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy tokens between two layer-first pools, layer by layer. Each layer: [tokens, ...]."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Device (layer first) to host (page first), every layer.
+
+    ``src_ptrs``: the layers of each half in turn (MHA: K layers, then V layers; MLA: the layers),
+    each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
+    """
+    num_layers = len(src_ptrs) // len(dst_ptrs)
+    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    for half, target in enumerate(dst_ptrs):
+        for layer in range(num_layers):
+            source = src_ptrs[half * num_layers + layer]
+            pages = source.view(-1, page_size, *source.shape[1:])
+            target[dst_pages, layer] = pages[src_pages].view(-1, *target.shape[2:])
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Host (page first) to device (layer first), one layer; the halves as above."""
+    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        pages = target.view(-1, page_size, *target.shape[1:])
+        pages[dst_pages] = source[src_pages, layer_id].view(-1, *pages.shape[1:])

@@ -1,0 +1,97 @@
+"""Every hook into SGLang that has no seam, each with its reason. For SGLang 0.5.23.
+
+| target | kind | reason |
+|---|---|---|
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics`` |
+| log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.metrics import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["RepeatFilter", "register"]
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+_REPEATED_MESSAGES = ("Write page to storage:", "Prefetch operation ")
+REPEAT_INTERVAL_S = 60.0
+
+
+def register() -> None:
+    """Register the hooks; SGLang applies them after every plugin ran."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for method in _WEIGHT_UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{method}", _after_weight_update, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        _after_internal_state,
+        HookType.AFTER,
+    )
+    target = logging.getLogger("sglang.srt.managers.cache_controller")
+    if not any(isinstance(existing, RepeatFilter) for existing in target.filters):
+        target.addFilter(RepeatFilter(_REPEATED_MESSAGES))
+
+
+def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    cache = getattr(updater.scheduler, "tree_cache", None)
+    if isinstance(cache, TieredRadixCache):
+        # A failed update may have replaced some weights, so it counts as one too.
+        flushed = bool(getattr(recv_req, "flush_cache", False)) and bool(result.success)
+        cache.change_weights(tree_was_flushed=flushed)
+
+
+def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
+    from sglang_tiered.integration.metrics_exporter import samples
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    cache = scheduler.tree_cache
+    if not isinstance(cache, TieredRadixCache):
+        return result
+    state: dict[str, Any] = {"host_tokens": cache.cache_controller.mem_pool_host.logical_size}
+    if cache.storage is not None:
+        stats = cache.storage.stats()
+        for metric in METRICS:
+            for labels, value in samples(metric, stats):
+                state[":".join((metric.name, *labels))] = value
+    result.internal_state["sglang_tiered"] = state
+    return result
+
+
+class RepeatFilter(logging.Filter):
+    """Lets a message with one of the prefixes through once a minute, the rest always."""
+
+    def __init__(
+        self, prefixes: tuple[str, ...], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._prefixes = prefixes
+        self._clock = clock
+        self._next: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        for prefix in self._prefixes:
+            if message.startswith(prefix):
+                now = self._clock()
+                if now < self._next.get(prefix, now):
+                    return False
+                self._next[prefix] = now + REPEAT_INTERVAL_S
+        return True

@@ -1,0 +1,77 @@
+"""Copies engine statistics into prometheus-client, at most once a second.
+
+SGLang exports from several processes through prometheus-client's multiprocess mode, which knows
+no callbacks, so counters are advanced by the difference to the last snapshot.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.metrics import METRICS, Kind, Metric
+from sglang_tiered.storage.base import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.storage.base import EngineStats
+
+__all__ = ["MetricsExporter", "samples"]
+
+INTERVAL_S = 1.0
+
+
+class MetricsExporter:
+    """One per scheduler process; used on the scheduler thread. ``read`` must not block."""
+
+    def __init__(
+        self, read: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # After SGLang set PROMETHEUS_MULTIPROC_DIR, which prometheus-client reads at import.
+        from prometheus_client import Counter, Gauge
+
+        self._read = read
+        self._clock = clock
+        self._due = clock()
+        self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._series: dict[str, Any] = {
+            metric.name: (
+                Counter(metric.full_name, metric.help, metric.labels)
+                if metric.kind is Kind.COUNTER
+                else Gauge(
+                    metric.full_name, metric.help, metric.labels, multiprocess_mode="livesum"
+                )
+            )
+            for metric in METRICS
+        }
+
+    def export(self) -> None:
+        """Publish a snapshot if the last one is old enough."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + INTERVAL_S
+        stats = self._read()
+        for metric in METRICS:
+            for labels, value in samples(metric, stats):
+                series = self._series[metric.name]
+                series = series.labels(*labels) if labels else series
+                if metric.kind is Kind.GAUGE:
+                    series.set(value)
+                    continue
+                last = self._seen.get((metric.name, labels), 0.0)
+                series.inc(value - last)
+                self._seen[metric.name, labels] = value
+
+
+def samples(metric: Metric, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Label values and value of each sample of one metric."""
+    value = getattr(stats, metric.field)
+    if isinstance(value, Health):
+        yield (), float(value is Health.RUNNING)
+    elif isinstance(value, dict):
+        for (kind, reason), count in value.items():
+            yield (kind.value, reason.value), float(count)
+    else:
+        yield (), float(value)

@@ -1,0 +1,106 @@
+"""The namespace: a digest of everything that gives stored KV bytes their meaning.
+
+Pages of one namespace are never read under another. Tokens and tenants (``extra_key``,
+``cache_salt``) are not in it: SGLang's page keys, a SHA-256 chain seeded by both, already tell
+those apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.integration.model_identity import identify_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+__all__ = ["NAMESPACE_VERSION", "describe_pool", "digest", "server_identity", "successor"]
+
+NAMESPACE_VERSION = 1
+"""Raised when the meaning of a page changes without any field below changing."""
+
+# Attributes of SGLang's host pools that decide the byte layout of a page; absent ones are None.
+_POOL_ATTRIBUTES = (
+    "layout",
+    "page_size",
+    "size_per_token",
+    "layer_num",
+    "target_layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "start_layer",
+    "end_layer",
+    "storage_format_tag",
+)
+
+
+def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
+    """Model, weights, number formats and rank geometry of this scheduler process.
+
+    Reads SGLang's published configuration; call it after the model is loaded.
+    """
+    import importlib.metadata
+
+    from sglang.srt.runtime_context import get_exec, get_memory, get_model, get_serving, get_spec
+
+    model, spec = get_model(), get_spec()
+    draft_path = _optional(spec, "speculative_draft_model_path")
+    return {
+        "sglang": importlib.metadata.version("sglang"),
+        "model": identify_model(
+            model.model_path, _optional(model, "revision"), str(model.load_format)
+        ),
+        "draft": draft_path
+        and identify_model(draft_path, _optional(spec, "speculative_draft_model_revision"), "auto"),
+        "speculative_algorithm": _optional(spec, "speculative_algorithm"),
+        "weight_version": get_serving().weight_version,
+        "compute_dtype": str(_optional(model, "dtype")),
+        "quantization": _optional(model, "quantization"),
+        "model_override_args": str(_optional(model, "json_model_override_args")),
+        "context_length": _optional(model, "context_length"),
+        "kv_cache_dtype": str(_optional(get_memory(), "kv_cache_dtype")),
+        "attention_chunk": _optional(get_exec(), "attention_chunk_size"),
+        "tp": [storage_config.tp_rank, storage_config.tp_size],
+        "pp": [storage_config.pp_rank, storage_config.pp_size],
+        "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
+        "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
+    }
+
+
+def describe_pool(pool: Any) -> dict[str, Any]:
+    """The geometry of one host pool, as plain values."""
+    described: dict[str, Any] = {"class": type(pool).__name__, "dtype": str(pool.dtype)}
+    for name in _POOL_ATTRIBUTES:
+        value = getattr(pool, name, None)
+        described[name] = value if isinstance(value, (int, str, type(None))) else str(value)
+    return described
+
+
+def digest(identity: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """32 bytes over the identity and every pool, by name."""
+    document = {"version": NAMESPACE_VERSION, "identity": identity, "pools": pools}
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def successor(namespace: bytes) -> bytes:
+    """A namespace no process has had before: for weights changed in a running server, whose
+    identity nobody can name."""
+    return hashlib.sha256(namespace + uuid.uuid4().bytes).digest()
+
+
+def _optional(bag: Any, name: str) -> Any:
+    """A setting that not every SGLang configuration group carries."""
+    try:
+        return getattr(bag, name)
+    except AttributeError:
+        return None

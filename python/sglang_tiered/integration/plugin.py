@@ -1,0 +1,42 @@
+"""Entry points that SGLang runs in every process it starts.
+
+``sglang.srt.platforms`` -> ``activate_platform``; ``sglang.srt.plugins`` -> ``register``. SGLang
+logs and swallows an error in either, so whatever must stop a launch is checked by the launcher
+first (``compat.check``) and again here, where a failure leaves the ``tiered`` names unregistered:
+``--radix-cache-backend tiered`` then fails at start instead of running unchecked.
+"""
+
+from __future__ import annotations
+
+__all__ = ["activate_platform", "register"]
+
+
+def activate_platform() -> str | None:
+    """The platform class for this machine: ours without an accelerator, else SGLang's choice."""
+    if _has_accelerator():
+        return None
+    from sglang_tiered.integration.cpu_platform import declare_torchvision_operators
+
+    declare_torchvision_operators()
+    return "sglang_tiered.integration.cpu_platform.ReferenceCpuPlatform"
+
+
+def register() -> None:
+    """Register the ``tiered`` cache, the ``reference`` attention backend and the hooks."""
+    from sglang_tiered.integration import compat, hooks, radix_cache, reference_backend
+
+    compat.check_version()
+    reference_backend.register()
+    if not _has_accelerator():
+        from sglang_tiered.integration import cpu_platform
+
+        cpu_platform.patch_host_pools()
+    compat.check_signatures()
+    radix_cache.register()
+    hooks.register()
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()

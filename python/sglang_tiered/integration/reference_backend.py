@@ -1,0 +1,217 @@
+"""SGLang attention backend ``reference``: plain PyTorch that computes only the new queries.
+
+SGLang's ``torch_native`` pads an extend with the prefix's queries and attends from all of them, so
+on a CPU a prefix-cache hit saves little of the attention it should save. It also reads a
+sliding-window pool at untranslated slots and knows neither a soft cap nor sinks. This backend keeps
+its construction and its KV writes and replaces the rest with ``sglang_tiered_kernels``.
+
+Refused, rather than computed wrongly: speculative verification (needs a tree mask), ``return_lse``
+and sparse-index arguments (not parameters here), Grok's attention temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_tiered_kernels.paged_attention import DecodePlan, decode, extend, plan_decode
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+__all__ = ["NAME", "ReferenceAttnBackend", "register"]
+
+NAME = "reference"
+
+
+@dataclass
+class _ForwardRows:
+    """The cache rows of one forward's sequences, read from ``req_to_token`` once for all layers.
+
+    own, encoder: per sequence [length] int64 slots of the full pool; ``encoder`` is empty without
+    cross attention. query_lens: new tokens per sequence, None for a decode. sliding: ``own`` in
+    the sliding-window pool, once a layer of that pool has asked. plans: by source and window.
+    """
+
+    own: list[torch.Tensor]
+    encoder: list[torch.Tensor]
+    query_lens: list[int] | None
+    sliding: list[torch.Tensor] | None = None
+    plans: dict[tuple[str, int | None], DecodePlan] = field(default_factory=dict)
+
+
+class ReferenceAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+    """One per model runner. Borrows the runner's pools; owns the rows of the current forward.
+
+    Models with multi-head latent attention call it in the absorbed form: one KV head, keys of
+    ``kv_lora_rank + rope`` and values that are their leading ``kv_lora_rank``.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        self._rows = _ForwardRows([], [], None)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        query_lens = None
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            if forward_batch.extend_seq_lens is None:
+                raise NotImplementedError(
+                    f"attention backend {NAME!r} has no {forward_batch.forward_mode.name} mode"
+                )
+            query_lens = forward_batch.extend_seq_lens.tolist()
+        requests = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        # A cross-attending request keeps its encoder's slots before its own.
+        encoder_lengths = [0] * len(lengths)
+        if forward_batch.encoder_lens is not None:
+            encoder_lengths = forward_batch.encoder_lens.tolist()
+        table = self.req_to_token_pool.req_to_token
+        own, encoder = [], []
+        for request, split, length in zip(requests, encoder_lengths, lengths, strict=True):
+            encoder.append(table[request, :split].long())
+            own.append(table[request, split : split + length].long())
+        self._rows = _ForwardRows(own, encoder, query_lens)
+
+    def forward_extend(  # noqa: PLR0917 - wrapping backends pass save_kv_cache by position
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q: [tokens, heads * qk_dim] or [tokens, heads, qk_dim]; k, v: [tokens, kv_heads, dim],
+        or None for a layer that reads another's. sinks: [heads] or None.
+        Returns [tokens, heads * v_dim]; k and v are copied into the pool."""
+        self._save(k, v, layer, forward_batch, save_kv_cache)
+        _, rows = self._source(layer)
+        query_lens = self._rows.query_lens
+        assert query_lens is not None
+        out = extend(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            rows,
+            query_lens,
+            causal=not (layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY),
+            sliding_window=_window(layer),
+            sinks=sinks,
+            **_score_options(layer),
+        )
+        return out.flatten(1)
+
+    def forward_decode(  # noqa: PLR0917 - wrapping backends pass save_kv_cache by position
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``forward_extend`` with one token per sequence."""
+        self._save(k, v, layer, forward_batch, save_kv_cache)
+        source, rows = self._source(layer)
+        window = _window(layer)
+        plan = self._rows.plans.get((source, window))
+        if plan is None:
+            plan = plan_decode(rows, sliding_window=window)
+            self._rows.plans[source, window] = plan
+        out = decode(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            plan,
+            sinks=sinks,
+            **_score_options(layer),
+        )
+        return out.flatten(1)
+
+    def _save(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> None:
+        if save_kv_cache and k is not None and v is not None:
+            location = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+    def _source(self, layer: RadixAttention) -> tuple[str, list[torch.Tensor]]:
+        """Which slots ``layer`` reads: its key in ``plans``, and the rows per sequence."""
+        rows = self._rows
+        if layer.is_cross_attention:
+            return "encoder", rows.encoder
+        pool = self.token_to_kv_pool
+        if not (self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]):
+            return "own", rows.own
+        if rows.sliding is None:
+            rows.sliding = [pool.translate_loc_from_full_to_swa(r) for r in rows.own]
+        return "sliding", rows.sliding
+
+
+def _window(layer: RadixAttention) -> int | None:
+    """The layer's window, None where it has none. SGLang writes none as -1 or None."""
+    window = layer.sliding_window_size
+    if layer.is_cross_attention or window is None or window < 0:
+        return None
+    return int(window)
+
+
+def _score_options(layer: RadixAttention) -> dict[str, float]:
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise NotImplementedError(f"logit capping method {layer.logit_capping_method!r}")
+    if layer.xai_temperature_len > 0:
+        raise NotImplementedError("attention temperature (xai_temperature_len)")
+    return {"scale": layer.scaling, "logit_cap": layer.logit_cap}
+
+
+def register() -> None:
+    """Make ``--attention-backend reference`` known to SGLang in this process. Idempotent."""
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_create)
+
+
+def _create(runner: ModelRunner) -> ReferenceAttnBackend:
+    if runner.use_mla_backend:
+        _always_absorb()
+    return ReferenceAttnBackend(runner)
+
+
+def _always_absorb() -> None:
+    """Send every MLA forward through the absorbed form.
+
+    For an unknown backend DeepSeek's dispatcher borrows Triton's choice, which expands K and V for
+    a prefill without prefix and expects the backend to attend to those instead of the latent cache.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    def absorbed(attention: Any, forward_batch: Any) -> Any:
+        return AttnForwardMethod.MLA
+
+    AttentionBackendRegistry.register(NAME, absorbed)

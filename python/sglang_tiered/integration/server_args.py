@@ -1,0 +1,334 @@
+"""Our flags beside SGLang's, and what they make of SGLang's.
+
+``resolve`` is pure but for reading the machine's free memory and disk: it refuses every bad
+combination with one sentence before anything is touched, and returns the configuration and the
+argument list for SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from sglang_tiered.config import (
+    GiB,
+    MiB,
+    NvmeConfig,
+    TieredConfig,
+    TierMode,
+    default_region_bytes,
+    default_tier_directory,
+    format_bytes,
+    parse_bytes,
+    parse_mode,
+)
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.radix_cache import BACKEND_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "TIER_FLAGS",
+    "Resolved",
+    "add_tier_arguments",
+    "explicit_arguments",
+    "join_tier_values",
+    "resolve",
+    "resolve_without_nvme",
+]
+
+DEFAULT_PAGE_SIZE = 64
+DEFAULT_HOST_FRACTION = 0.25
+DEFAULT_HOST_MAX_BYTES = 64 * GiB
+DEFAULT_HOST_MIN_BYTES = 64 * MiB
+DEFAULT_DISK_FRACTION = 0.25
+DEFAULT_DISK_MAX_BYTES = 256 * GiB
+
+# How long a request may wait for its load before it is prefilled instead. A backstop for a disk
+# that hangs: a tier that reports itself unhealthy ends the wait at once.
+LOAD_DEADLINE_S = 10.0
+LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
+
+# SGLang admits a request without its stored prefix once it has re-issued the load this often.
+# A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
+MAX_LOAD_REISSUES = 1_000_000
+
+TIER_FLAGS = {
+    "--tier-mode": (
+        "{off,host,nvme}",
+        "Tiers below device memory: none (stock SGLang), host memory, or host memory and NVMe. "
+        "Default: nvme.",
+    ),
+    "--tier-dir": (
+        "DIR",
+        "Directory of the NVMe tier, on a local disk; created if missing, used by one server at a "
+        "time. Default: $XDG_CACHE_HOME/sglang-tiered/kv.",
+    ),
+    "--tier-host-bytes": (
+        "SIZE",
+        "Host memory tier of all ranks together, e.g. 64GiB. Default: a quarter of the memory "
+        "that is free, at most 64GiB.",
+    ),
+    "--tier-nvme-bytes": (
+        "SIZE",
+        "Cap of the NVMe tier of all ranks together, in physical bytes. Default: a quarter of the "
+        "disk space that is free, at most 256GiB.",
+    ),
+    "--tier-nvme-region-bytes": (
+        "SIZE",
+        "Size of one region file, the unit of eviction. Default: 64MiB, less for small caps.",
+    ),
+}
+
+# SGLang flags that select another cache below or instead of the radix cache.
+_EXCLUSIVE_FLAGS = {
+    "disable_radix_cache": "--disable-radix-cache",
+    "enable_lmcache": "--enable-lmcache",
+    "enable_flexkv": "--enable-flexkv",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+    "radix_cache_backend": "--radix-cache-backend",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a command line comes to. ``notes`` are sentences for the operator."""
+
+    config: TieredConfig
+    sglang_arguments: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our flags, as a section of ``--help``. Values stay text; ``resolve`` judges them."""
+    group = parser.add_argument_group(
+        "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
+    )
+    for flag, (metavar, text) in TIER_FLAGS.items():
+        group.add_argument(flag, metavar=metavar, help=text, default=None)
+
+
+def join_tier_values(arguments: Sequence[str]) -> list[str]:
+    """``--tier-x value`` as ``--tier-x=value``, so that argparse does not take ``-1GiB`` for a
+    flag and answers with our sentence instead of its usage."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in TIER_FLAGS and not argument.startswith("--"):
+            joined[-1] += "=" + argument
+        else:
+            joined.append(argument)
+    return joined
+
+
+def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the user gave, without defaults, parsed and checked by ``parser``.
+
+    Unknown flags end the process with argparse's own sentence and exit code 2.
+    """
+    defaults = {id(action): action.default for action in parser._actions}  # noqa: SLF001
+    parser_defaults = dict(parser._defaults)  # noqa: SLF001
+    for action in parser._actions:  # noqa: SLF001
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()  # noqa: SLF001
+    try:
+        return vars(parser.parse_args(list(arguments)))
+    finally:
+        for action in parser._actions:  # noqa: SLF001
+            action.default = defaults[id(action)]
+        parser._defaults.update(parser_defaults)  # noqa: SLF001
+
+
+def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
+    """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
+    rest = _without_tier_flags(arguments)
+    mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
+    if mode is TierMode.OFF:
+        _refuse_given(explicit, TIER_FLAGS, except_for="--tier-mode", reason="--tier-mode off")
+        return Resolved(TieredConfig(mode=mode), rest)
+
+    for name, flag in _EXCLUSIVE_FLAGS.items():
+        if explicit.get(name):
+            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
+    if explicit.get("hicache_host_memory_mode", "cache") != "cache":
+        raise ConfigError(
+            "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
+            "--tier-mode off."
+        )
+    page_size = explicit.get("page_size", DEFAULT_PAGE_SIZE)
+    if page_size < 1:
+        raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
+
+    added: dict[str, str | None] = {
+        "--radix-cache-backend": BACKEND_NAME,
+        "--enable-hierarchical-cache": None,
+        "--page-size": str(DEFAULT_PAGE_SIZE),
+    }
+    if on_cpu:
+        added["--hicache-io-backend"] = "direct"
+        added["--hicache-mem-layout"] = "page_first_direct"
+
+    num_ranks = _num_ranks(explicit)
+    host_bytes = _resolve_host(explicit, num_ranks)
+    if host_bytes is not None:
+        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
+        added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
+
+    nvme = None
+    notes: list[str] = []
+    if mode is TierMode.NVME:
+        nvme = _resolve_nvme(explicit, num_ranks, notes)
+        added |= _storage_arguments(page_size)
+    else:
+        _refuse_given(
+            explicit,
+            ("--tier-dir", "--tier-nvme-bytes", "--tier-nvme-region-bytes"),
+            reason="--tier-mode host",
+        )
+    config = TieredConfig(mode=mode, host_bytes=host_bytes, nvme=nvme, num_ranks=num_ranks)
+    for flag, value in added.items():
+        if flag.lstrip("-").replace("-", "_") not in explicit:
+            rest += [flag] if value is None else [flag, value]
+    return Resolved(config, rest, tuple(notes))
+
+
+def resolve_without_nvme(
+    explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
+) -> Resolved:
+    """The same command line with host memory only, where pages cannot be named for storage."""
+    nvme_only = {"tier_dir", "tier_nvme_bytes", "tier_nvme_region_bytes"}
+    kept = {name: value for name, value in explicit.items() if name not in nvme_only}
+    resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
+    note = (
+        f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
+        "the NVMe tier; install a C++ compiler and the OpenSSL headers (Debian: apt-get install "
+        "g++ libssl-dev)."
+    )
+    return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
+
+
+def _storage_arguments(page_size: int) -> dict[str, str | None]:
+    extra = {
+        "backend_name": "sglang-tiered",
+        "module_path": "sglang_tiered.integration.storage_backend",
+        "class_name": "TieredStorage",
+        "interface_v1": 1,
+        # SGLang's default of 256 tokens leaves shorter tails to be computed again.
+        "prefetch_threshold": page_size,
+        "prefetch_timeout_base": LOAD_DEADLINE_S,
+        "prefetch_timeout_per_ki_token": LOAD_DEADLINE_S_PER_1024_TOKENS,
+    }
+    return {
+        "--hicache-storage-backend": "dynamic",
+        "--hicache-storage-backend-extra-config": json.dumps(extra),
+        "--hicache-storage-prefetch-policy": "timeout",
+        "--hicache-storage-prefetch-retry-max-attempts": str(MAX_LOAD_REISSUES),
+    }
+
+
+def _resolve_host(explicit: Mapping[str, Any], num_ranks: int) -> int | None:
+    text = explicit.get("tier_host_bytes")
+    given = [
+        flag
+        for flag in ("--hicache-size", "--hicache-ratio")
+        if flag.lstrip("-").replace("-", "_") in explicit
+    ]
+    if text is None and given:
+        return None
+    if text is not None and given:
+        raise ConfigError(
+            f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
+        )
+    available = psutil.virtual_memory().available
+    if text is None:
+        quarter = int(available * DEFAULT_HOST_FRACTION)
+        return max(DEFAULT_HOST_MIN_BYTES * num_ranks, min(DEFAULT_HOST_MAX_BYTES, quarter))
+    host_bytes = parse_bytes("--tier-host-bytes", text)
+    if host_bytes > available:
+        raise ConfigError(
+            f"--tier-host-bytes {text} is more than the {format_bytes(available)} of memory that "
+            "is free; lower it."
+        )
+    return host_bytes
+
+
+def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str]) -> NvmeConfig:
+    for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
+        if explicit.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} names a storage backend of its own, but the NVMe tier is one already; "
+                "drop it, or pass --tier-mode off."
+            )
+    directory = Path(explicit.get("tier_dir") or default_tier_directory()).expanduser().absolute()
+    disk = shutil.disk_usage(_existing_parent(directory))
+    held = _held_bytes(directory)
+    text = explicit.get("tier_nvme_bytes")
+    if text is None:
+        quarter = int((disk.free + held) * DEFAULT_DISK_FRACTION)
+        capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
+    else:
+        capacity = parse_bytes("--tier-nvme-bytes", text)
+        if capacity > disk.free + held:
+            notes.append(
+                f"--tier-nvme-bytes {text} is more than the {format_bytes(disk.free + held)} that "
+                f"{directory} can take now; the tier stops growing when the disk is full."
+            )
+    region_text = explicit.get("tier_nvme_region_bytes")
+    region = (
+        default_region_bytes(capacity // num_ranks)
+        if region_text is None
+        else parse_bytes("--tier-nvme-region-bytes", region_text)
+    )
+    return NvmeConfig(directory=str(directory), capacity_bytes=capacity, region_bytes=region)
+
+
+def _num_ranks(explicit: Mapping[str, Any]) -> int:
+    """Scheduler processes of this server on this machine."""
+    ranks = 1
+    for name in ("tp_size", "pp_size"):
+        ranks *= explicit.get(name) or 1
+    if not explicit.get("enable_dp_attention"):
+        ranks *= explicit.get("dp_size") or 1
+    return max(1, ranks // (explicit.get("nnodes") or 1))
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _held_bytes(directory: Path) -> int:
+    """Bytes that an earlier run's regions already take; they count against the same cap."""
+    try:
+        return sum(file.stat().st_blocks * 512 for file in directory.glob("shard-*/region-*.kv"))
+    except OSError:
+        return 0
+
+
+def _without_tier_flags(arguments: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in TIER_FLAGS:
+        parser.add_argument(flag)
+    return parser.parse_known_args(list(arguments))[1]
+
+
+def _refuse_given(
+    explicit: Mapping[str, Any],
+    flags: Mapping[str, Any] | Sequence[str],
+    *,
+    reason: str,
+    except_for: str | None = None,
+) -> None:
+    for flag in flags:
+        value = explicit.get(flag.lstrip("-").replace("-", "_"))
+        if flag != except_for and value is not None:
+            raise ConfigError(f"{flag} {value} has no meaning with {reason}; drop one of them.")

@@ -1,0 +1,319 @@
+"""``TieredStorage``: SGLang's storage interface over a tier engine.
+
+SGLang calls it from its own storage threads (query, prefetch I/O, backup), never from the
+scheduler thread, except ``get_stats``, which is memory only. One instance per scheduler process.
+
+Ownership of host pages: SGLang keeps the pages of a call allocated until the call returns, so a
+call returns only after the engine has let go of them (engine contract, rule 5). A late write into
+a page that was freed and given to another request would be silent corruption.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from sglang_tiered.config import TieredConfig
+from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration import namespace
+from sglang_tiered.storage.base import Health, Run
+from sglang_tiered.storage.region.store import RegionEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from sglang_tiered.storage.base import EngineStats, Job, Page, TierEngine
+
+__all__ = ["TieredStorage"]
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStorage(HiCacheStorage):  # type: ignore[misc]
+    """Pages of every registered host pool, in one engine, under one namespace."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        config = TieredConfig.from_environment()
+        if config is None or config.nvme is None:
+            raise ConfigError(
+                "the tiered storage backend has no tier configuration; start the server with "
+                "python -m sglang_tiered.launch_server."
+            )
+        self._config = config
+        self._storage_config = storage_config
+        # SGLang lets only rank 0 write the replicated KV of an MLA model, for backends that all
+        # ranks share. Our shards are private to a rank, so every rank writes its own.
+        storage_config.is_mla_model = False
+        self._engine: TierEngine | None = None
+        self._namespace = b""
+        self._stores_suspended = False
+
+    # ---- Life cycle (scheduler thread, no requests running) ----
+
+    def on_host_pools_registered(self) -> None:
+        """Open the shard: the identity of the bytes is complete once the pools are known."""
+        pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        self._namespace = namespace.digest(
+            namespace.server_identity(self._storage_config),
+            {_pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
+        )
+        self._engine = self._open_shard()
+        stats = self._engine.stats()
+        logger.info(
+            "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
+            self._namespace.hex()[:16],
+            stats.num_pages,
+            stats.physical_bytes,
+            stats.capacity_bytes,
+        )
+
+    def _open_shard(self) -> RegionEngine:
+        """The first free shard of this rank's geometry.
+
+        Plain data parallelism gives every replica the same ranks, so a locked shard is some other
+        replica's and the next one is tried; which replica gets which does not matter, because all
+        hold KV of the same namespace.
+        """
+        nvme = self._config.nvme
+        assert nvme is not None
+        where = self._storage_config
+        geometry = f"tp{where.tp_rank}of{where.tp_size}-pp{where.pp_rank}of{where.pp_size}"
+        for replica in range(self._config.num_ranks):
+            shard = Path(nvme.directory) / f"shard-{geometry}-dp{where.dp_rank}-{replica}"
+            try:
+                return RegionEngine(
+                    shard,
+                    namespace=self._namespace,
+                    capacity_bytes=self._config.nvme_bytes_per_rank,
+                    region_bytes=nvme.region_bytes,
+                )
+            except StoreLockedError:
+                if replica + 1 == self._config.num_ranks:
+                    raise
+        raise AssertionError("a server has at least one rank")
+
+    def close(self) -> None:
+        """Finish running I/O and release the shard. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def clear(self) -> None:
+        """Forget every page of this shard."""
+        self._require_engine().clear()
+
+    def change_weights(self, *, tree_was_flushed: bool) -> None:
+        """Start a namespace of its own for weights that were replaced in this process.
+
+        If the tree still holds KV of the old weights, stores are refused until it is reset, since
+        nothing tells those pages from new ones.
+        """
+        self._stores_suspended = not tree_was_flushed
+        self._namespace = namespace.successor(self._namespace)
+        engine = self._require_engine()
+        assert isinstance(engine, RegionEngine)
+        engine.set_namespace(self._namespace)
+        logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
+
+    def tree_was_reset(self) -> None:
+        """No page of an earlier state is left in the tree: stores are safe again."""
+        self._stores_suspended = False
+
+    # ---- Queries (any thread, memory only) ----
+
+    def lookup_leading(self, hashes: Sequence[str]) -> int:
+        """Leading KV pages a load could serve now; for the scheduler thread."""
+        return self._require_engine().lookup(_keys(PoolName.KV, hashes)).num_hits
+
+    @property
+    def serves_loads(self) -> bool:
+        """Whether waiting for a load can still pay off."""
+        return self.stats().health is Health.RUNNING
+
+    def stats(self) -> EngineStats:
+        return self._require_engine().stats()
+
+    def get_stats(self) -> None:
+        """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
+        return
+
+    def exists(self, key: str) -> bool:
+        return self.lookup_leading([key]) == 1
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return self.lookup_leading(keys)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The longest prefix that KV and every other pool can restore together.
+
+        ALL_PAGES pools must hold every page of the prefix, TRAILING_PAGES pools (SWA windows,
+        Mamba states) its last ``len(transfer.keys)`` pages.
+        """
+        kv_pages = self.lookup_leading(keys)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            held = self._held(transfer.name, keys[:kv_pages])
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                window = kv_pages
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+            else:
+                raise ValueError(
+                    f"pool {transfer.name} has hit policy {transfer.hit_policy}, which the tiered "
+                    "storage does not serve; start with --tier-mode host."
+                )
+            covered = {
+                end for end in range(1, kv_pages + 1) if all(held[max(0, end - window) : end])
+            }
+            if covered:
+                hits[transfer.name] = max(covered)
+            restorable = [end for end in restorable if end in covered]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
+        engine = self._require_engine()
+        return [engine.lookup([key]).num_hits == 1 for key in _keys(pool, hashes)]
+
+    # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,  # [pages * page_size] int64
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._load(PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,  # [pages * page_size] int64
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._store(PoolName.KV, keys, host_indices)
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._load(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._store(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    def _load(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        return self._transfer(self._require_engine().submit_load, pool, hashes, host_indices)
+
+    def _store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        if self._stores_suspended:
+            return [False] * len(hashes)
+        return self._transfer(self._require_engine().submit_store, pool, hashes, host_indices)
+
+    def _transfer(
+        self,
+        submit: Callable[[Run], Job],
+        pool: PoolName,
+        hashes: Sequence[str],
+        host_indices: torch.Tensor | None,
+    ) -> list[bool]:
+        if not hashes or host_indices is None:
+            return [False] * len(hashes)
+        pages = _page_segments(self._pool(pool), host_indices, len(hashes))
+        job = submit(Run(keys=tuple(_keys(pool, hashes)), pages=pages))
+        job.wait()
+        return job.ok
+
+    def _pool(self, name: PoolName) -> Any:
+        return self.mem_pool_host if name == PoolName.KV else self.registered_pools[name]
+
+    def _require_engine(self) -> TierEngine:
+        assert self._engine is not None, "SGLang registers the host pools before it transfers"
+        return self._engine
+
+    # ---- SGLang's deprecated copying interface: abstract upstream, never called with v1 ----
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return False
+
+
+def _pool_label(name: Any) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _keys(pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
+    """Engine keys of SGLang's page hashes: the KV pool's are the hashes themselves, another
+    pool's are derived from them, so that one log holds all pools of a page."""
+    digests = [bytes.fromhex(text) for text in hashes]
+    if pool == PoolName.KV:
+        return digests
+    label = _pool_label(pool).encode()
+    return [hashlib.sha256(label + b"\0" + digest).digest() for digest in digests]
+
+
+def _page_segments(pool: Any, host_indices: torch.Tensor, num_pages: int) -> tuple[Page, ...]:
+    """Views of the host pool's memory, one tuple of segments per page; nothing is copied.
+
+    Valid as long as the pool is: SGLang frees pools only after ``close``.
+    """
+    pointers, sizes = pool.get_page_buffer_meta(host_indices)
+    assert len(pointers) % num_pages == 0, (len(pointers), num_pages)
+    per_page = len(pointers) // num_pages
+    segments = [
+        memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
+        for pointer, size in zip(pointers, sizes, strict=True)
+    ]
+    return tuple(
+        tuple(segments[page * per_page : (page + 1) * per_page]) for page in range(num_pages)
+    )

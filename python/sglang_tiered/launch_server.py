@@ -1,0 +1,171 @@
+"""``python -m sglang_tiered.launch_server``: SGLang's server with the tiers below its radix cache.
+
+Takes every flag of ``sglang.launch_server`` and the tiering flags of ``integration.server_args``.
+Whatever cannot work is refused here, with one sentence and exit code 2, before a model is loaded
+or a file is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import TieredConfig, TierMode, format_bytes
+from sglang_tiered.errors import TieredError
+from sglang_tiered.integration import compat
+from sglang_tiered.storage.region import directory as store_directory
+from sglang_tiered.storage.region.lock import DirectoryLock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.integration.server_args import Resolved
+
+__all__ = ["main"]
+
+LOCK_TIMEOUT_S = 3.0
+"""A server that was just killed may take a moment to let go of its directory."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a server until it stops. Returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        compat.check_version()
+        resolved = _resolve(arguments)
+        for note in resolved.notes:
+            print(f"sglang-tiered: {note}", file=sys.stderr)
+        with ExitStack() as held:
+            _claim_directory(resolved.config, held)
+            resolved.config.to_environment()
+            return _serve(resolved)
+    except TieredError as error:
+        print(f"sglang-tiered: {error}", file=sys.stderr)
+        return 2
+
+
+def _resolve(arguments: list[str]) -> Resolved:
+    """Parse with SGLang's parser and ours at once, so that ``--help`` and errors know both."""
+    _prepare_sglang()
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_tiered.integration import server_args
+
+    compat.check_signatures()
+    parser = argparse.ArgumentParser(prog="python -m sglang_tiered.launch_server")
+    ServerArgs.add_cli_args(parser)
+    server_args.add_tier_arguments(parser)
+    if "--config" in arguments:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+    arguments = server_args.join_tier_values(arguments)
+    explicit = server_args.explicit_arguments(parser, arguments)
+    on_cpu = not torch.cuda.is_available()
+    resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
+    if resolved.config.mode is TierMode.NVME:
+        problem = _page_hash_problem()
+        if problem is not None:
+            return server_args.resolve_without_nvme(
+                explicit, arguments, on_cpu=on_cpu, problem=problem
+            )
+    return resolved
+
+
+def _prepare_sglang() -> None:
+    """What ``sglang.launch_server`` does before it parses."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def _claim_directory(config: TieredConfig, held: ExitStack) -> None:
+    """Check, create and lock the tier directory; the lock lives as long as this process."""
+    if config.nvme is None:
+        return
+    path = Path(config.nvme.directory)
+    store_directory.inspect(path)
+    store_directory.prepare(path)
+    held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
+
+
+def _serve(resolved: Resolved) -> int:
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(resolved.sglang_arguments)
+    try:
+        _run(server_args, resolved.config)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _run(server_args: Any, config: TieredConfig) -> None:
+    """SGLang's ``run_server``, with our banner once the server answers where it is HTTP."""
+    from sglang.launch_server import run_server
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args.resolve_once()
+    resolved = resolving_view(server_args)
+    special = ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray")
+    if any(getattr(resolved, name, False) for name in special):
+        run_server(server_args)
+        return
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    launch_server(server_args, launch_callback=lambda: print(banner(resolved, config), flush=True))
+
+
+def _page_hash_problem() -> str | None:
+    """Build SGLang's page hash extension now, or say why it cannot be built.
+
+    SGLang builds it at the first prefill, where it would stall a request for seconds, and where
+    a missing compiler would end the scheduler.
+    """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], page_size=1)
+    except Exception as error:
+        # Whatever the build tools raised: the server can run without this tier.
+        return str(error.__cause__ or error).strip().splitlines()[0]
+    return None
+
+
+def banner(server_args: Any, config: TieredConfig) -> str:
+    """Address, tiers with their capacities, and a first request to try."""
+    host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
+    address = f"http://{host}:{server_args.port}"
+    lines = ["", f"sglang-tiered is ready at {address}", "  device  SGLang's KV pool"]
+    if config.mode is not TierMode.OFF:
+        size = "sized by SGLang" if config.host_bytes is None else format_bytes(config.host_bytes)
+        lines.append(f"  host    {size}")
+    if config.nvme is not None:
+        size = format_bytes(config.nvme.capacity_bytes)
+        lines.append(f"  nvme    {size} in {config.nvme.directory}")
+    body = json.dumps(
+        {
+            "model": server_args.served_model_name,
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 32,
+        }
+    )
+    lines += [
+        "try:",
+        f"  curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

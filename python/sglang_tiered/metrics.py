@@ -1,0 +1,77 @@
+"""Every metric this package exports, in one table, beside SGLang's own on ``/metrics``.
+
+Names carry the prefix ``sglang_tiered:``; counters end in ``_total`` as prometheus-client adds it.
+The README's table is generated from this one (``test/meta/test_documentation.py`` compares them).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["METRICS", "Kind", "Metric"]
+
+PREFIX = "sglang_tiered:"
+
+
+class Kind(enum.Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One exported series. ``field`` is the ``EngineStats`` attribute it is read from."""
+
+    name: str
+    kind: Kind
+    field: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+
+METRICS = (
+    Metric("nvme_pages", Kind.GAUGE, "num_pages", (), "Pages a lookup can hit."),
+    Metric("nvme_stored_bytes", Kind.GAUGE, "stored_bytes", (), "Payload bytes of those pages."),
+    Metric(
+        "nvme_physical_bytes",
+        Kind.GAUGE,
+        "physical_bytes",
+        (),
+        "Bytes taken on the device; never above the capacity.",
+    ),
+    Metric("nvme_capacity_bytes", Kind.GAUGE, "capacity_bytes", (), "The byte cap of this rank."),
+    Metric(
+        "nvme_healthy",
+        Kind.GAUGE,
+        "health",
+        (),
+        "1 while the tier serves, 0 while it answers misses only.",
+    ),
+    Metric("nvme_inflight_jobs", Kind.GAUGE, "num_inflight_jobs", (), "Jobs submitted, not done."),
+    Metric("nvme_pages_stored", Kind.COUNTER, "num_pages_stored", (), "Pages written."),
+    Metric("nvme_pages_loaded", Kind.COUNTER, "num_pages_loaded", (), "Pages read and verified."),
+    Metric(
+        "nvme_pages_evicted", Kind.COUNTER, "num_pages_evicted", (), "Pages given up for space."
+    ),
+    Metric("nvme_bytes_stored", Kind.COUNTER, "bytes_stored", (), "Payload bytes written."),
+    Metric(
+        "nvme_bytes_written",
+        Kind.COUNTER,
+        "bytes_written",
+        (),
+        "Bytes written to the device, headers and padding included.",
+    ),
+    Metric("nvme_bytes_loaded", Kind.COUNTER, "bytes_loaded", (), "Payload bytes read."),
+    Metric(
+        "nvme_page_outcomes",
+        Kind.COUNTER,
+        "reasons",
+        ("operation", "reason"),
+        "Pages by outcome: why each load or store did or did not succeed.",
+    ),
+)

@@ -1,0 +1,237 @@
+"""The contract of a tier engine.
+
+An engine keeps *pages* under 32-byte keys. Pages come in *runs*: the consecutive pages of one
+radix node's chain. The rules every engine keeps (``test/contract/test_tier_engine.py`` runs over
+all of them):
+
+1. ``lookup`` reads memory only and returns at once; it may run on the scheduler thread.
+2. ``submit_store`` and ``submit_load`` return a ``Job`` at once. They never raise for a condition
+   of the tier: a full disk, a sick device or a closed engine is a job that finishes with a reason.
+3. A key becomes visible to ``lookup`` only after its bytes can be read back, checksums included.
+4. A page is delivered only if its bytes were verified against the key and the namespace they were
+   stored under. Anything doubtful is a miss, and the doubtful entry is forgotten.
+5. The buffers of a run belong to the engine from submission until the job is done; the engine
+   never touches them afterwards. This is what makes it safe to hand them to someone else.
+6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``.
+7. Nothing blocks except ``drain``, ``clear``, ``close`` and ``Job.wait``; none of those may be
+   called on the scheduler thread while requests are running.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "KEY_BYTES",
+    "EngineStats",
+    "Health",
+    "Job",
+    "JobKind",
+    "LookupResult",
+    "Page",
+    "Reason",
+    "Run",
+    "Stop",
+    "TierEngine",
+]
+
+KEY_BYTES = 32
+
+Page = tuple[memoryview, ...]
+"""The segments of one page, in order; its bytes are their concatenation. Format ``B``, 1-D,
+C-contiguous; writable where the run is to be loaded."""
+
+
+class Health(enum.Enum):
+    """What an engine can do now. RUNNING -> MISS_ONLY -> FAILED, with automatic retry back."""
+
+    RUNNING = "running"
+    MISS_ONLY = "miss_only"  # answers every lookup with a miss and drops stores; retries by itself
+    FAILED = "failed"  # closed, or beyond retrying
+
+
+class Stop(enum.Enum):
+    """Why the leading hits of a lookup ended."""
+
+    END = "end"  # every key was a hit
+    MISS = "miss"  # the next key is not held
+    PENDING = "pending"  # the next key is being stored and not yet readable
+    UNHEALTHY = "unhealthy"  # the engine answers misses only
+
+
+class LookupResult(NamedTuple):
+    """Leading hits of a key chain, and why they ended."""
+
+    num_hits: int
+    stop: Stop
+
+
+class JobKind(enum.Enum):
+    STORE = "store"
+    LOAD = "load"
+
+
+class Reason(enum.Enum):
+    """Why a page of a finished job was or was not served."""
+
+    OK = "ok"
+    DUPLICATE = "duplicate"  # store only: already held or on its way; counts as success
+    MISS = "miss"  # load only: the key is not held (any more)
+    CORRUPT = "corrupt"  # load only: bytes did not verify; the entry was dropped
+    IO_ERROR = "io_error"
+    NO_SPACE = "no_space"  # store only: cap or device full and nothing could be reclaimed
+    REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
+    CANCELLED = "cancelled"  # cancelled before its I/O began, or the engine was closed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive pages of one chain: ``keys[i]`` names the bytes of ``pages[i]``.
+
+    Keys are ``KEY_BYTES`` long and unique within the run. Raises ``ValueError`` otherwise: a
+    malformed run is our own bug, not a condition of the tier.
+    """
+
+    keys: tuple[bytes, ...]
+    pages: tuple[Page, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.pages):
+            raise ValueError(f"a run has {len(self.keys)} keys but {len(self.pages)} pages")
+        for key in self.keys:
+            if len(key) != KEY_BYTES:
+                raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        if len(set(self.keys)) != len(self.keys):
+            raise ValueError("a run names the same key twice")
+        for page in self.pages:
+            if sum(segment.nbytes for segment in page) == 0:
+                raise ValueError("a page of a run is empty")
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.nbytes for page in self.pages for segment in page)
+
+
+@dataclass(eq=False)
+class Job:
+    """One submitted run. Made by the engine, watched by the caller, finished exactly once.
+
+    ``reasons[i]`` tells what became of page ``i``; complete once ``done`` is true.
+    """
+
+    kind: JobKind
+    run: Run
+    reasons: list[Reason] = field(init=False)
+    _done: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+    _cancelled: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.reasons = [Reason.CANCELLED] * self.run.num_pages
+
+    @property
+    def done(self) -> bool:
+        """True once the engine has let go of the run's buffers."""
+        return self._done.is_set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def ok(self) -> list[bool]:
+        """Per page: served (load) or held now (store). Valid once ``done``."""
+        return [reason in (Reason.OK, Reason.DUPLICATE) for reason in self.reasons]
+
+    @property
+    def num_leading_ok(self) -> int:
+        """Leading pages that succeeded; a chain is usable only up to its first failure."""
+        results = self.ok
+        return results.index(False) if False in results else len(results)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until done; false when the time ran out. Never on the scheduler thread."""
+        return self._done.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Ask the engine to skip what it has not begun. The job still finishes by ``done``."""
+        self._cancelled.set()
+
+    def finish(self) -> None:
+        """Called by the engine, once, after its last touch of the run's buffers."""
+        assert not self._done.is_set(), "a job finishes once"
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
+
+    health: Health
+    num_pages: int  # pages a lookup can hit
+    stored_bytes: int  # payload bytes of those pages
+    physical_bytes: int  # bytes of storage taken, the figure the cap bounds
+    capacity_bytes: int
+    num_pages_stored: int
+    num_pages_loaded: int
+    num_pages_evicted: int
+    bytes_stored: int  # payload bytes stored
+    bytes_written: int  # bytes handed to the device, headers and padding included
+    bytes_loaded: int
+    num_inflight_jobs: int
+    reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
+
+
+class TierEngine(ABC):
+    """One tier. Thread-safe: every method may be called from any thread."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        """Count the leading keys that a load could serve now. Memory only; does not pin."""
+
+    @abstractmethod
+    def submit_store(self, run: Run) -> Job:
+        """Queue the pages that are neither held nor on their way; the rest are duplicates."""
+
+    @abstractmethod
+    def submit_load(self, run: Run) -> Job:
+        """Fill ``run.pages`` with the bytes stored under ``run.keys``, verified.
+
+        A page whose length differs from the stored one is a ``MISS``; its buffer is untouched.
+        The content of a buffer whose reason is not ``OK`` is undefined.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Job]:
+        """Jobs finished since the last call, each reported once. Callers that only ``wait`` need
+        not poll: the engine keeps a bounded number of unreported jobs and forgets the oldest."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """A consistent snapshot; O(1) and without I/O."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every page and give the storage back. Blocks until running jobs are done."""
+
+    @abstractmethod
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job submitted so far is done; false when the time ran out."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish running I/O, cancel what has not begun, release files. Idempotent."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` naming every term when the books do not balance."""

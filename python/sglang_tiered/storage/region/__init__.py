@@ -1,0 +1,7 @@
+"""The NVMe tier: an append-only log of fixed-size region files. Format: ``README.md``."""
+
+from __future__ import annotations
+
+from sglang_tiered.storage.region.store import RegionEngine
+
+__all__ = ["RegionEngine"]

@@ -1,0 +1,287 @@
+"""The seam between the region store and the filesystem; alignment is owned here, nowhere else.
+
+Callers read and write whole blocks at block offsets, from segments of any alignment. Where
+``O_DIRECT`` is on, aligned segments go to the device as they are and others pass through a bounce
+buffer; where it is refused (overlay, some network filesystems) I/O is buffered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, cast
+
+from sglang_tiered.storage.region.format import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["PROBE_NAME", "Device", "FileDevice", "aligned_buffer"]
+
+logger = logging.getLogger(__name__)
+
+PROBE_NAME = "PROBE"
+_BOUNCE_BYTES = 1 << 20
+_IOV_MAX = 1024
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Anonymous writable memory starting at a block boundary; freed with its last view."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+class Device(ABC):
+    """Files of one directory, addressed by name, then by descriptor.
+
+    Every method may be called from any thread, may block on the disk, and raises ``OSError`` and
+    nothing else. A descriptor belongs to whoever got it from ``create`` or ``open`` until he
+    passes it to ``close``.
+    """
+
+    @abstractmethod
+    def list_names(self) -> list[str]:
+        """Names in the directory, in no particular order."""
+
+    @abstractmethod
+    def create(self, name: str, nbytes: int) -> int:
+        """Make a new file with its space reserved; leaves no file behind when it raises."""
+
+    @abstractmethod
+    def open(self, name: str) -> int:
+        """Open an existing regular file for reading and writing; never follows a symlink."""
+
+    @abstractmethod
+    def is_intact(self, fd: int, nbytes: int) -> bool:
+        """False when somebody else unlinked the file or changed its size."""
+
+    @abstractmethod
+    def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        """Fill the segments, in all whole blocks, from ``offset``; fewer bytes at the end."""
+
+    @abstractmethod
+    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        """Write the segments, in all whole blocks, at ``offset``; fewer bytes when interrupted."""
+
+    @abstractmethod
+    def sync(self, fd: int) -> None:
+        """Make the file's data durable."""
+
+    @abstractmethod
+    def sync_directory(self) -> None:
+        """Make names durable."""
+
+    @abstractmethod
+    def unlink(self, name: str) -> None: ...
+
+    @abstractmethod
+    def close(self, fd: int) -> None: ...
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes an unprivileged process could still write to this filesystem."""
+
+
+class FileDevice(Device):
+    """Region files in a local directory, mode 0600.
+
+    ``direct=None`` probes ``O_DIRECT``; ``False`` forces buffered I/O. The mode is logged once.
+    """
+
+    def __init__(self, directory: Path, *, direct: bool | None = None) -> None:
+        self._directory = directory
+        self._bounce = threading.local()
+        self._memory_alignment = 1 if direct is False or not _DIRECT else self._probe()
+        self.direct = self._memory_alignment > 1
+        mode = (
+            f"direct I/O from memory aligned to {self._memory_alignment} bytes"
+            if self.direct
+            else "buffered I/O"
+        )
+        logger.info("%s uses %s", directory, mode)
+
+    def _probe(self) -> int:
+        """The alignment of memory that direct I/O needs here; 1 when it is refused.
+
+        NVMe takes any multiple of 4, SATA and virtio want 512; PyTorch aligns host memory to 64,
+        so asking decides whether pages of a host pool move without a copy.
+        """
+        try:
+            fd = self._open(PROBE_NAME, os.O_CREAT | os.O_TRUNC | _DIRECT)
+        except OSError as error:
+            if error.errno in (*_REFUSED, errno.ENOSPC, errno.EDQUOT):
+                return 1
+            raise
+        try:
+            self.unlink(PROBE_NAME)
+            memory = aligned_buffer(2 * BLOCK_BYTES)
+            for alignment in (4, 64, 512, BLOCK_BYTES):
+                try:
+                    os.pwritev(fd, [memory[alignment : alignment + BLOCK_BYTES]], 0)
+                    return alignment
+                except OSError as error:
+                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                        return BLOCK_BYTES  # opened, so not refused; the finer answer must wait
+                    if error.errno not in _REFUSED:
+                        raise
+            return 1
+        finally:
+            os.close(fd)
+
+    def _open(self, name: str, flags: int) -> int:
+        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._directory / name, flags, 0o600)
+
+    def list_names(self) -> list[str]:
+        return os.listdir(self._directory)
+
+    def create(self, name: str, nbytes: int) -> int:
+        flags = os.O_CREAT | os.O_EXCL | (_DIRECT if self.direct else 0)
+        fd = self._open(name, flags)
+        try:
+            os.fchmod(fd, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                # glibc emulates fallocate by small writes, which O_DIRECT answers with EINVAL.
+                if error.errno not in _REFUSED:
+                    raise
+                os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                self.unlink(name)
+            raise
+        return fd
+
+    def open(self, name: str) -> int:
+        return self._open(name, _DIRECT if self.direct else 0)
+
+    def is_intact(self, fd: int, nbytes: int) -> bool:
+        status = os.fstat(fd)
+        return status.st_nlink > 0 and status.st_size == nbytes
+
+    def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        self._check_blocks(segments, offset)
+        if self._can_pass(segments):
+            return _vectored(os.preadv, fd, segments, offset)
+        done = 0
+        bounce = self._bounce_buffer()
+        for batch, nbytes in _batches(segments, _BOUNCE_BYTES):
+            got = os.preadv(fd, [bounce[:nbytes]], offset + done)
+            position = 0
+            for piece in batch:
+                take = min(piece.nbytes, max(got - position, 0))
+                piece[:take] = bounce[position : position + take]
+                position += piece.nbytes
+            done += got
+            if got < nbytes:
+                break
+        return done
+
+    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        self._check_blocks(segments, offset)
+        if self._can_pass(segments):
+            return _vectored(os.pwritev, fd, segments, offset)
+        done = 0
+        bounce = self._bounce_buffer()
+        for batch, nbytes in _batches(segments, _BOUNCE_BYTES):
+            position = 0
+            for piece in batch:
+                bounce[position : position + piece.nbytes] = piece
+                position += piece.nbytes
+            put = os.pwritev(fd, [bounce[:nbytes]], offset + done)
+            done += put
+            if put < nbytes:
+                break
+        return done
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self) -> None:
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(self._directory / name)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._directory)
+        return status.f_bavail * status.f_frsize
+
+    @staticmethod
+    def _check_blocks(segments: Sequence[memoryview], offset: int) -> None:
+        nbytes = sum(segment.nbytes for segment in segments)
+        assert offset % BLOCK_BYTES == 0, f"offset {offset} is not on a block"
+        assert nbytes % BLOCK_BYTES == 0, f"{nbytes} bytes are not whole blocks"
+
+    def _can_pass(self, segments: Sequence[memoryview]) -> bool:
+        if not self.direct:
+            return True
+        return all(
+            segment.nbytes % BLOCK_BYTES == 0 and _address(segment) % self._memory_alignment == 0
+            for segment in segments
+        )
+
+    def _bounce_buffer(self) -> memoryview:
+        buffer = getattr(self._bounce, "buffer", None)
+        if buffer is None:
+            buffer = self._bounce.buffer = aligned_buffer(_BOUNCE_BYTES)
+        return cast("memoryview", buffer)
+
+
+def _address(segment: memoryview) -> int:
+    """Where the segment lies; 1 (aligned to nothing) for memory ctypes will not look at."""
+    if segment.readonly or segment.nbytes == 0:
+        return 1
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment))
+
+
+def _vectored(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    segments: Sequence[memoryview],
+    offset: int,
+) -> int:
+    done = 0
+    for start in range(0, len(segments), _IOV_MAX):
+        batch = segments[start : start + _IOV_MAX]
+        moved = call(fd, batch, offset + done)
+        done += moved
+        if moved < sum(segment.nbytes for segment in batch):
+            break
+    return done
+
+
+def _batches(segments: Sequence[memoryview], limit: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut the segments into lists of ``limit`` bytes (the last may be shorter), with their sizes.
+    As ``limit`` and the total are whole blocks, so is every list."""
+    batch: list[memoryview] = []
+    nbytes = 0
+    for segment in segments:
+        position = 0
+        while position < segment.nbytes:
+            piece = segment[position : position + limit - nbytes]
+            batch.append(piece)
+            nbytes += piece.nbytes
+            position += piece.nbytes
+            if nbytes == limit:
+                yield batch, nbytes
+                batch, nbytes = [], 0
+    if batch:
+        yield batch, nbytes

@@ -1,0 +1,196 @@
+"""The tier directory: is it ours, may we use it, make it so.
+
+::
+
+    <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
+    <tier-dir>/LOCK         held by the process that serves from it
+    <tier-dir>/shard-*/     LOCK and region files, one shard per rank
+
+The manifest is what says that files in here may be deleted. A directory without one is touched only
+when it is empty or holds nothing but our names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import re
+import stat
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from sglang_tiered.errors import StoreError, StoreForeignError, StoreFormatError
+from sglang_tiered.storage.region.device import PROBE_NAME
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    newer_version,
+    parse_region_name,
+)
+from sglang_tiered.storage.region.lock import LOCK_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["MANIFEST_NAME", "DirectoryState", "inspect", "prepare", "shard_path"]
+
+MANIFEST_NAME = "STORE"
+_TEMPORARY = re.compile(r"STORE\.tmp-\d+")
+_MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
+_SHARD = re.compile(r"shard-[A-Za-z0-9._-]+")
+_WAY_OUT = "pass an empty directory or another --tier-dir"
+# An empty filesystem mounted here holds this; it is the kernel's, not somebody's data.
+_IGNORED = frozenset({"lost+found"})
+
+
+class DirectoryState(enum.Enum):
+    ABSENT = "absent"
+    EMPTY = "empty"
+    OURS = "ours"
+    OURS_DAMAGED = "ours, without a valid manifest"
+
+
+def shard_path(path: Path, name: str) -> Path:
+    """Where the shard of that name lies. Raises ``ValueError`` for a name that cannot be one."""
+    shard = f"shard-{name}"
+    if not _SHARD.fullmatch(shard):
+        raise ValueError(f"{name!r} cannot name a shard")
+    return path / shard
+
+
+def inspect(path: Path) -> DirectoryState:
+    """Say what is at ``path``, touching nothing.
+
+    Raises ``StoreForeignError`` for what is not ours, ``StoreFormatError`` for a store of a newer
+    format, ``StoreError`` for a directory that cannot be read.
+    """
+    try:
+        return _inspect(path)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
+        ) from error
+
+
+def prepare(path: Path) -> DirectoryState:
+    """Make ``path`` a store directory, or refuse as ``inspect`` does; returns what was found.
+
+    Creates it with its parents (mode 0700), writes a missing or damaged manifest, and makes sure
+    that files can be created. The caller should hold no lock yet: shards have their own.
+    """
+    state = inspect(path)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Written even over a valid one: it is the only honest test of a writable directory, as
+        # root passes every permission check and a read-only mount fails none of them.
+        _write_manifest(path)
+    except OSError as error:
+        if state is DirectoryState.OURS and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return state  # a full disk must not keep a server with a good store from starting
+        raise StoreError(
+            f"{path} is not writable ({error.strerror}); "
+            "fix its permissions or pass another --tier-dir"
+        ) from error
+    return state
+
+
+def _inspect(path: Path) -> DirectoryState:
+    if not os.path.lexists(path):
+        return DirectoryState.ABSENT
+    if not path.is_dir():
+        raise StoreForeignError(f"{path} is not a directory; {_WAY_OUT}")
+    names = set(os.listdir(path)) - _IGNORED
+    if not names:
+        return DirectoryState.EMPTY
+    version = _manifest_version(path)
+    if version is not None:
+        if version > FORMAT_VERSION:
+            raise _newer(path, version)
+        return DirectoryState.OURS
+    for name in sorted(names):
+        if not _is_ours(path / name):
+            raise StoreForeignError(f"{path} holds {name!r}, which is not ours; {_WAY_OUT}")
+    for shard in sorted(name for name in names if _SHARD.fullmatch(name)):
+        _inspect_shard(path / shard)
+    return DirectoryState.OURS_DAMAGED
+
+
+def _is_ours(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    if _SHARD.fullmatch(path.name):
+        return stat.S_ISDIR(mode)
+    known = path.name in (MANIFEST_NAME, LOCK_NAME) or _TEMPORARY.fullmatch(path.name) is not None
+    return stat.S_ISREG(mode) and known
+
+
+def _inspect_shard(shard: Path) -> None:
+    for name in sorted(os.listdir(shard)):
+        if parse_region_name(name) is None:
+            if name not in (LOCK_NAME, PROBE_NAME):
+                raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
+            continue
+        with _reading(shard / name) as fd:
+            version = newer_version(os.read(fd, BLOCK_BYTES))
+        if version is not None:
+            raise _newer(shard / name, version)
+
+
+def _manifest_version(path: Path) -> int | None:
+    """The version a manifest states; ``None`` when it is missing or does not verify."""
+    try:
+        with _reading(path / MANIFEST_NAME) as fd:
+            text = os.read(fd, 256)
+    except OSError:
+        return None
+    match = _MANIFEST.fullmatch(text)
+    if match is None or xxhash.xxh3_64_hexdigest(match[1]).encode() != match[3]:
+        return None
+    return int(match[2])
+
+
+def _write_manifest(path: Path) -> None:
+    statement = b"sglang-tiered store %d" % FORMAT_VERSION
+    text = statement + b" %s\n" % xxhash.xxh3_64_hexdigest(statement).encode()
+    # By process, as the ranks of one server may prepare their directory at the same time.
+    temporary = path / f"STORE.tmp-{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        try:
+            os.fchmod(fd, 0o600)
+            if os.write(fd, text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path / MANIFEST_NAME)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    # O_NONBLOCK: a FIFO under one of our names must not hang the start.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _newer(path: Path, version: int) -> StoreFormatError:
+    return StoreFormatError(
+        f"{path} was written in format {version}, newer than {FORMAT_VERSION}, which this version "
+        "reads; upgrade sglang-tiered or pass another --tier-dir"
+    )

@@ -1,0 +1,307 @@
+"""The bytes on disk: constants, pack and unpack. Pure; see ``README.md`` for the grammar.
+
+Unpacking never raises for bad bytes: what does not verify is ``None``, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    Buffer = bytes | bytearray | memoryview
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FORMAT_VERSION",
+    "MAX_EXTENT_HEADER_BYTES",
+    "MAX_EXTENT_PAGES",
+    "MIN_REGION_BYTES",
+    "NAMESPACE_BYTES",
+    "NONCE_BYTES",
+    "Extent",
+    "PageRecord",
+    "RegionHeader",
+    "Trailer",
+    "extent_header_bytes",
+    "footer_bytes",
+    "max_page_bytes",
+    "newer_version",
+    "pack_extent_header",
+    "pack_footer",
+    "pack_region_header",
+    "pack_trailer",
+    "padded",
+    "page_checksum",
+    "parse_region_name",
+    "peek_extent_header_bytes",
+    "region_name",
+    "unpack_extent_header",
+    "unpack_footer",
+    "unpack_region_header",
+    "unpack_trailer",
+]
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 4096
+NONCE_BYTES = 16
+NAMESPACE_BYTES = 32
+MAX_EXTENT_PAGES = 128
+
+REGION_MAGIC = b"SGLTREGN"
+EXTENT_MAGIC = b"SGLTEXTN"
+FOOTER_MAGIC = b"SGLTFOOT"
+TRAILER_MAGIC = b"SGLTTRLR"
+
+_REGION = struct.Struct("<8sIIQQ16sQ")  # magic version block_bytes nbytes sequence nonce created
+_EXTENT = struct.Struct("<8sII16sII32sQ")  # magic version header_bytes nonce ordinal pages ns data
+_PAGE = struct.Struct("<32sIQ")  # key length checksum
+_FOOTER = struct.Struct("<8sII16sQ")  # magic version num_extents nonce footer_bytes
+_FOOTER_EXTENT = struct.Struct("<QI32s")  # offset num_pages namespace
+_TRAILER = struct.Struct("<8sII16sQQ")  # magic version num_extents nonce footer_offset footer_bytes
+_CHECKSUM = struct.Struct("<Q")
+_MAGIC_VERSION = struct.Struct("<8sI")
+
+# Sequence numbers stay below 2**63, so the one after the largest name still has a name.
+_NAME = re.compile(r"region-([0-7][0-9a-f]{15})\.kv")
+
+
+class RegionHeader(NamedTuple):
+    nbytes: int
+    sequence: int
+    nonce: bytes
+    created_ns: int
+
+
+class PageRecord(NamedTuple):
+    key: bytes
+    length: int
+    checksum: int
+
+
+class Extent(NamedTuple):
+    """One run of pages on disk, at ``offset`` within its region."""
+
+    offset: int
+    namespace: bytes
+    pages: tuple[PageRecord, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + extent_header_bytes(len(self.pages)) + self.payload_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(padded(page.length) for page in self.pages)
+
+    def placements(self) -> Iterator[tuple[PageRecord, int]]:
+        """Each page with the offset of its bytes within the region."""
+        offset = self.offset + extent_header_bytes(len(self.pages))
+        for page in self.pages:
+            yield page, offset
+            offset += padded(page.length)
+
+
+class Trailer(NamedTuple):
+    nonce: bytes
+    num_extents: int
+    footer_offset: int
+    footer_bytes: int
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def extent_header_bytes(num_pages: int) -> int:
+    return padded(_EXTENT.size + num_pages * _PAGE.size + _CHECKSUM.size)
+
+
+def footer_bytes(num_extents: int, num_pages: int) -> int:
+    tables = num_extents * _FOOTER_EXTENT.size + num_pages * _PAGE.size
+    return padded(_FOOTER.size + tables + _CHECKSUM.size)
+
+
+def max_page_bytes(region_bytes: int) -> int:
+    """The largest page a region can hold: header, footer and trailer must fit beside it."""
+    return region_bytes - 2 * BLOCK_BYTES - extent_header_bytes(1) - footer_bytes(1, 1)
+
+
+MAX_EXTENT_HEADER_BYTES = extent_header_bytes(MAX_EXTENT_PAGES)
+MIN_REGION_BYTES = 8 * BLOCK_BYTES
+
+
+def region_name(sequence: int) -> str:
+    return f"region-{sequence:016x}.kv"
+
+
+def parse_region_name(name: str) -> int | None:
+    """The sequence number in a region's file name; ``None`` when the name is not ours."""
+    match = _NAME.fullmatch(name)
+    return int(match[1], 16) if match else None
+
+
+def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> int:
+    """Binds the bytes to their full key and namespace: bytes read through a wrong index entry
+    fail here exactly as damaged ones do."""
+    state = xxhash.xxh3_64(namespace)
+    state.update(key)
+    for segment in segments:
+        state.update(segment)
+    digest: int = state.intdigest()
+    return digest
+
+
+def _close(fields: bytes, nbytes: int) -> bytes:
+    """Zero-pad to ``nbytes`` with the checksum of all before it in the last eight bytes."""
+    body = fields.ljust(nbytes - _CHECKSUM.size, b"\0")
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _verifies(block: Buffer) -> bool:
+    view = memoryview(block)
+    (stored,) = _CHECKSUM.unpack(view[-_CHECKSUM.size :])
+    return bool(stored == xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size]))
+
+
+def newer_version(block: Buffer) -> int | None:
+    """The version of a region header that verifies but is newer than ours.
+
+    The place of magic, version and checksum in block 0 is frozen for all versions, so a flipped
+    bit in the version field is damage, not a newer format.
+    """
+    if len(block) != BLOCK_BYTES or not _verifies(block):
+        return None
+    magic, version = _MAGIC_VERSION.unpack_from(block)
+    return int(version) if magic == REGION_MAGIC and version > FORMAT_VERSION else None
+
+
+def pack_region_header(header: RegionHeader) -> bytes:
+    fields = _REGION.pack(
+        REGION_MAGIC,
+        FORMAT_VERSION,
+        BLOCK_BYTES,
+        header.nbytes,
+        header.sequence,
+        header.nonce,
+        header.created_ns,
+    )
+    return _close(fields, BLOCK_BYTES)
+
+
+def unpack_region_header(block: Buffer) -> RegionHeader | None:
+    if len(block) != BLOCK_BYTES or not _verifies(block):
+        return None
+    magic, version, block_bytes, nbytes, sequence, nonce, created = _REGION.unpack_from(block)
+    if (magic, version, block_bytes) != (REGION_MAGIC, FORMAT_VERSION, BLOCK_BYTES):
+        return None
+    if nbytes % BLOCK_BYTES or nbytes < MIN_REGION_BYTES:
+        return None
+    return RegionHeader(nbytes, sequence, nonce, created)
+
+
+def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
+    num_pages = len(extent.pages)
+    header_bytes = extent_header_bytes(num_pages)
+    fields = _EXTENT.pack(
+        EXTENT_MAGIC,
+        FORMAT_VERSION,
+        header_bytes,
+        nonce,
+        ordinal,
+        num_pages,
+        extent.namespace,
+        extent.payload_bytes,
+    )
+    return _close(fields + b"".join(_PAGE.pack(*page) for page in extent.pages), header_bytes)
+
+
+def peek_extent_header_bytes(block: Buffer) -> int | None:
+    """How long the extent header starting with this block says it is; not yet verified."""
+    magic, version, header_bytes = struct.unpack_from("<8sII", block)
+    if (magic, version) != (EXTENT_MAGIC, FORMAT_VERSION):
+        return None
+    if header_bytes % BLOCK_BYTES or not 0 < header_bytes <= MAX_EXTENT_HEADER_BYTES:
+        return None
+    return int(header_bytes)
+
+
+def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int) -> Extent | None:
+    """The extent at ``offset``, if the header verifies and was written there for that region."""
+    if not _verifies(header):
+        return None
+    (magic, version, header_bytes, found_nonce, found_ordinal, num_pages, namespace, payload) = (
+        _EXTENT.unpack_from(header)
+    )
+    if (magic, version, header_bytes) != (EXTENT_MAGIC, FORMAT_VERSION, len(header)):
+        return None
+    if (found_nonce, found_ordinal) != (nonce, ordinal):
+        return None
+    if header_bytes != extent_header_bytes(num_pages):
+        return None
+    extent = Extent(offset, namespace, _unpack_pages(header, _EXTENT.size, num_pages))
+    return extent if extent.payload_bytes == payload else None
+
+
+def _unpack_pages(buffer: Buffer, position: int, num_pages: int) -> tuple[PageRecord, ...]:
+    table = memoryview(buffer)[position : position + num_pages * _PAGE.size]
+    return tuple(PageRecord(*fields) for fields in _PAGE.iter_unpack(table))
+
+
+def pack_footer(extents: Iterable[Extent], nonce: bytes) -> bytes:
+    tables = []
+    num_extents = num_pages = 0
+    for extent in extents:
+        num_extents += 1
+        num_pages += len(extent.pages)
+        tables.append(_FOOTER_EXTENT.pack(extent.offset, len(extent.pages), extent.namespace))
+        tables.extend(_PAGE.pack(*page) for page in extent.pages)
+    nbytes = footer_bytes(num_extents, num_pages)
+    fields = _FOOTER.pack(FOOTER_MAGIC, FORMAT_VERSION, num_extents, nonce, nbytes)
+    return _close(fields + b"".join(tables), nbytes)
+
+
+def unpack_footer(footer: Buffer, nonce: bytes) -> list[Extent] | None:
+    if not _verifies(footer):
+        return None
+    magic, version, num_extents, found_nonce, nbytes = _FOOTER.unpack_from(footer)
+    if (magic, version) != (FOOTER_MAGIC, FORMAT_VERSION):
+        return None
+    if (found_nonce, nbytes) != (nonce, len(footer)):
+        return None
+    extents = []
+    position = _FOOTER.size
+    for _ in range(num_extents):
+        offset, num_pages, namespace = _FOOTER_EXTENT.unpack_from(footer, position)
+        position += _FOOTER_EXTENT.size
+        extents.append(Extent(offset, namespace, _unpack_pages(footer, position, num_pages)))
+        position += num_pages * _PAGE.size
+    return extents
+
+
+def pack_trailer(trailer: Trailer) -> bytes:
+    fields = _TRAILER.pack(
+        TRAILER_MAGIC,
+        FORMAT_VERSION,
+        trailer.num_extents,
+        trailer.nonce,
+        trailer.footer_offset,
+        trailer.footer_bytes,
+    )
+    return _close(fields, BLOCK_BYTES)
+
+
+def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | None:
+    if len(block) != BLOCK_BYTES or not _verifies(block):
+        return None
+    magic, version, num_extents, found_nonce, offset, nbytes = _TRAILER.unpack_from(block)
+    if (magic, version, found_nonce) != (TRAILER_MAGIC, FORMAT_VERSION, nonce):
+        return None
+    if nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
+        return None
+    return Trailer(found_nonce, num_extents, offset, nbytes)

@@ -1,0 +1,124 @@
+"""When the device may be used. Pure state behind a small lock; the clock is passed in.
+
+Nothing runs in the background: an I/O that hangs is noticed by whoever asks next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Health
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Backoff", "HealthMonitor", "OnceLog"]
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 60.0
+_READ_FAILURES_TOLERATED = 2
+
+
+class Backoff:
+    """Doubling pause after each failure in a row: 1 s up to 60 s."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        self._retry_at = 0.0
+
+    def is_over(self, now: float) -> bool:
+        return self.num_failures == 0 or now >= self._retry_at
+
+    def fail(self, now: float) -> None:
+        if not self.is_over(now):
+            return  # one incident: jobs already under way when it began do not lengthen the pause
+        exponent = min(self.num_failures, 16)
+        self._retry_at = now + min(_FIRST_RETRY_S * 2**exponent, _LAST_RETRY_S)
+        self.num_failures += 1
+
+    def succeed(self) -> None:
+        self.num_failures = 0
+
+
+class HealthMonitor:
+    """RUNNING while reads work and nothing hangs; MISS_ONLY otherwise, with automatic retry.
+
+    Failed stores pause stores only. Every method is thread-safe and returns at once.
+    """
+
+    def __init__(self, clock: Callable[[], float], io_timeout_s: float) -> None:
+        self._clock = clock
+        self._io_timeout_s = io_timeout_s
+        self._lock = threading.Lock()
+        self._tokens = itertools.count()
+        self._started: dict[int, float] = {}  # guarded by _lock
+        self._stores = Backoff()  # guarded by _lock
+        self._device = Backoff()  # guarded by _lock
+        self._num_read_failures = 0  # in a row; guarded by _lock
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Put around every blocking call to the device."""
+        token = next(self._tokens)
+        with self._lock:
+            self._started[token] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                now = self._clock()
+                if now - self._started.pop(token) > self._io_timeout_s:
+                    self._device.fail(now)
+
+    def state(self) -> Health:
+        with self._lock:
+            now = self._clock()
+            oldest = min(self._started.values(), default=now)
+            if now - oldest > self._io_timeout_s or not self._device.is_over(now):
+                return Health.MISS_ONLY
+            return Health.RUNNING
+
+    def accepts_stores(self) -> bool:
+        with self._lock:
+            return self._stores.is_over(self._clock())
+
+    def store_failed(self) -> None:
+        with self._lock:
+            self._stores.fail(self._clock())
+
+    def store_succeeded(self) -> None:
+        with self._lock:
+            self._stores.succeed()
+
+    def read_failed(self) -> None:
+        with self._lock:
+            self._num_read_failures += 1
+            # After one incident a single failed retry is enough to back off again.
+            if self._num_read_failures > _READ_FAILURES_TOLERATED or self._device.num_failures:
+                self._device.fail(self._clock())
+
+    def read_succeeded(self) -> None:
+        with self._lock:
+            self._num_read_failures = 0
+            if self._device.is_over(self._clock()):
+                self._device.succeed()
+
+
+class OnceLog:
+    """One warning per cause, until the cause is settled and comes back."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._active: set[str] = set()
+
+    def report(self, cause: str, message: str, *args: object) -> None:
+        if cause not in self._active:
+            self._active.add(cause)
+            self._logger.warning(message, *args)
+
+    def settle(self, cause: str) -> None:
+        self._active.discard(cause)

@@ -1,0 +1,347 @@
+"""``RegionEngine``: the tier engine over a log of region files.
+
+One writer thread keeps the append order; ``num_readers`` threads serve loads, which therefore never
+wait behind stores. What they share, and its one lock, is in ``state``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import StoreError
+from sglang_tiered.storage.base import (
+    EngineStats,
+    Health,
+    Job,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    TierEngine,
+)
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    MIN_REGION_BYTES,
+    NAMESPACE_BYTES,
+    max_page_bytes,
+    parse_region_name,
+    region_name,
+)
+from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+from sglang_tiered.storage.region.jobs import ClearOrder
+from sglang_tiered.storage.region.lock import DirectoryLock
+from sglang_tiered.storage.region.reader import RegionReader, Wanted, plan_spans
+from sglang_tiered.storage.region.reclaim import Reclaimer
+from sglang_tiered.storage.region.recovery import recover
+from sglang_tiered.storage.region.state import StoreState
+from sglang_tiered.storage.region.workers import LoadWorker, StoreWorker
+from sglang_tiered.storage.region.writer import RegionWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.recovery import RecoveryReport
+
+__all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_REGION_BYTES = 256 << 20
+
+
+class RegionEngine(TierEngine):
+    """Pages in the region files of one directory, which it locks for as long as it is open.
+
+    Opening recovers what earlier processes stored. Raises ``ValueError`` for sizes that cannot
+    work, ``StoreLockedError`` when another process has the directory, ``StoreFormatError`` when a
+    newer version wrote it, ``StoreError`` when the directory cannot be used.
+
+    ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
+    one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
+    holds at least one region; below four, each eviction forgets a large share of the store.
+    ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        namespace: bytes,
+        capacity_bytes: int,
+        region_bytes: int = DEFAULT_REGION_BYTES,
+        num_readers: int = 4,
+        io_timeout_s: float = 30.0,
+        max_queued_store_bytes: int = 1 << 30,
+        device: Device | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_namespace(namespace)
+        if region_bytes % BLOCK_BYTES or region_bytes < MIN_REGION_BYTES:
+            raise ValueError(
+                f"region_bytes is {region_bytes}, must be a multiple of {BLOCK_BYTES} "
+                f"and at least {MIN_REGION_BYTES}"
+            )
+        if capacity_bytes < region_bytes:
+            raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
+        if num_readers < 1:
+            raise ValueError(f"num_readers is {num_readers}, must be at least 1")
+        self._directory = directory
+        self._capacity_bytes = capacity_bytes
+        self._max_page_bytes = max_page_bytes(region_bytes)
+        self._max_queued_store_bytes = max_queued_store_bytes
+        self._close_timeout_s = io_timeout_s
+        self._state = state = StoreState(namespace)
+        self._health = health = HealthMonitor(clock, io_timeout_s)
+        self._log = log = OnceLog(logger)
+        report = self._open(device)
+        self._first_sequence = report.next_sequence
+        self._reclaimer = reclaimer = Reclaimer(
+            self._device, health, state, capacity_bytes, io_timeout_s
+        )
+        self._writer = RegionWriter(
+            self._device, health, reclaimer, region_bytes, report.next_sequence
+        )
+        reader = RegionReader(self._device, health)
+        store_worker = StoreWorker(directory, state, health, log, self._writer, reclaimer)
+        self._load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
+        self._threads = [
+            threading.Thread(target=store_worker.run, name="tier-writer", daemon=True),
+            *(
+                threading.Thread(target=self._load_worker.run, name=f"tier-reader-{i}", daemon=True)
+                for i in range(num_readers)
+            ),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _open(self, device: Device | None) -> RecoveryReport:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(self._directory, error) from error
+        self._directory_lock = DirectoryLock(self._directory)
+        state = self._state
+        try:
+            self._device = device or FileDevice(self._directory)
+            report = recover(
+                self._device, state.namespace, self._capacity_bytes, state.regions, state.index
+            )
+            free = self._device.free_bytes() + state.regions.physical_bytes
+        except OSError as error:
+            self._directory_lock.release()
+            raise _unusable(self._directory, error) from error
+        except BaseException:
+            self._directory_lock.release()
+            raise
+        logger.info("%s recovered: %s", self._directory, report)
+        if free < self._capacity_bytes:
+            logger.warning(
+                "%s may take %d bytes but its filesystem has room for %d, so it will stay smaller",
+                self._directory,
+                self._capacity_bytes,
+                free,
+            )
+        return report
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        if self._check_health() is not Health.RUNNING:
+            return LookupResult(0, Stop.UNHEALTHY)
+        state = self._state
+        with state.lock:
+            for num_hits, key in enumerate(keys):
+                if key not in state.index:
+                    stop = Stop.PENDING if key in state.pending else Stop.MISS
+                    return LookupResult(num_hits, stop)
+        return LookupResult(len(keys), Stop.END)
+
+    def submit_store(self, run: Run) -> Job:
+        health = self._check_health()
+        state = self._state
+        with state.lock:
+            job = state.jobs.open(JobKind.STORE, run)
+            if state.closed:
+                state.jobs.finish(job)
+                return job
+            positions: list[int] = []
+            num_bytes = 0
+            for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
+                length = sum(segment.nbytes for segment in page)
+                if health is not Health.RUNNING:
+                    job.reasons[position] = Reason.REJECTED
+                elif key in state.index or key in state.pending:
+                    job.reasons[position] = Reason.DUPLICATE
+                elif length > self._max_page_bytes:
+                    job.reasons[position] = Reason.NO_SPACE
+                else:
+                    positions.append(position)
+                    num_bytes += length
+            over = state.queued_store_bytes + num_bytes > self._max_queued_store_bytes
+            if not positions or over or not self._health.accepts_stores():
+                state.jobs.finish_with(job, positions, Reason.REJECTED)
+            else:
+                state.queue_store(job, positions, num_bytes)
+        return job
+
+    def submit_load(self, run: Run) -> Job:
+        health = self._check_health()
+        state = self._state
+        with state.lock:
+            job = state.jobs.open(JobKind.LOAD, run)
+            if state.closed:
+                state.jobs.finish(job)
+                return job
+            wanted: list[Wanted] = []
+            for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
+                entry = state.index.get(key) if health is Health.RUNNING else None
+                length = sum(segment.nbytes for segment in page)
+                if entry is None or entry.length != length:
+                    job.reasons[position] = Reason.MISS
+                else:
+                    wanted.append(Wanted(position, key, entry, page))
+            if wanted:
+                # The spans pin their regions from now on: a hit at submission is not evicted
+                # before it is read.
+                state.queue_load(job, plan_spans(wanted))
+            else:
+                state.jobs.finish(job)
+        return job
+
+    def poll(self) -> list[Job]:
+        self._check_health()
+        with self._state.lock:
+            return self._state.jobs.take_finished()
+
+    def stats(self) -> EngineStats:
+        health = self._check_health()
+        state = self._state
+        with state.lock:
+            return EngineStats(
+                health=health,
+                num_pages=len(state.index),
+                stored_bytes=state.index.stored_bytes,
+                physical_bytes=state.regions.physical_bytes,
+                capacity_bytes=self._capacity_bytes,
+                num_pages_stored=state.num_pages_stored,
+                num_pages_loaded=state.num_pages_loaded,
+                num_pages_evicted=self._reclaimer.num_pages_evicted,
+                bytes_stored=state.bytes_stored,
+                bytes_written=self._writer.bytes_written,
+                bytes_loaded=state.bytes_loaded,
+                num_inflight_jobs=state.jobs.num_inflight,
+                reasons=dict(state.jobs.outcomes),
+            )
+
+    def set_namespace(self, namespace: bytes) -> None:
+        """Continue under another namespace, as when a running server's weights are replaced.
+
+        Pages of the old one stop being visible at once; stores and loads submitted before finish
+        under it, and this waits for them. Their bytes stay on disk until reclaimed. Raises
+        ``ValueError`` for a digest of the wrong length.
+        """
+        _check_namespace(namespace)
+        state = self._state
+        with state.lock:
+            state.forget_all()
+            state.namespace = namespace
+            jobs = state.jobs.inflight
+        for job in jobs:
+            job.wait()
+
+    def clear(self) -> None:
+        state = self._state
+        order = ClearOrder()
+        with state.lock:
+            if state.closed:
+                return
+            state.forget_all()
+            jobs = state.jobs.inflight
+            state.stores.append(order)
+            state.store_ready.notify()
+        for job in jobs:
+            job.wait()
+        order.done.wait()
+
+    def drain(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._state.lock:
+            jobs = self._state.jobs.inflight
+        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
+
+    def close(self) -> None:
+        """As the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to its
+        thread: its files and the directory lock are then held until the process ends."""
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return
+            state.closed = True
+            spans = state.shed(Reason.CANCELLED)
+            state.store_ready.notify_all()
+            state.load_ready.notify_all()
+        for span in spans:
+            self._load_worker.skip(span, Reason.CANCELLED)
+        deadline = time.monotonic() + self._close_timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("%s: the device hangs, so its files stay open", self._directory)
+            return
+        for region in state.regions:
+            with contextlib.suppress(OSError):
+                self._device.close(region.fd)
+        self._directory_lock.release()
+
+    def check_integrity(self) -> None:
+        """As the contract says; also lists the directory. Call it while nothing is submitted."""
+        state = self._state
+        with state.lock:
+            state.check_integrity()
+            known = {region.name for region in state.regions}
+            physical_bytes = state.regions.physical_bytes
+        assert physical_bytes <= self._capacity_bytes, (
+            f"physical {physical_bytes} > cap {self._capacity_bytes}"
+        )
+        sequences = map(parse_region_name, self._device.list_names())
+        ours = {region_name(s) for s in sequences if s is not None and s >= self._first_sequence}
+        assert ours <= known, f"files not in the books: {sorted(ours - known)}"
+
+    def _check_health(self) -> Health:
+        """The health of now. When the device just went bad, what is queued is shed: nothing may
+        wait behind an I/O that hangs."""
+        state = self._state
+        if state.closed:
+            return Health.FAILED
+        health = self._health.state()
+        if health is Health.RUNNING:
+            self._log.settle("device")
+            return health
+        self._log.report(
+            "device",
+            "%s fails or hangs; every lookup misses until it works again",
+            self._directory,
+        )
+        with state.lock:
+            spans = state.shed(Reason.REJECTED)
+        for span in spans:
+            self._load_worker.skip(span, Reason.IO_ERROR)
+        return health
+
+
+def _check_namespace(namespace: bytes) -> None:
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
+
+
+def _unusable(directory: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{directory} cannot be used as a store ({error.strerror}); "
+        "check its permissions and limits or pass another --tier-dir"
+    )

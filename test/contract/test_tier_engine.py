@@ -1,0 +1,349 @@
+"""The contract of ``storage.base``, over every engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.storage.base import (
+    Health,
+    Job,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    TierEngine,
+)
+from sglang_tiered.storage.faulty import FaultyEngine
+from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+PageData = Callable[[Run], list[bytes]]
+
+TIMEOUT_S = 20.0
+NAMESPACE = b"\x11" * 32
+CAPACITY = 1 << 20
+ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
+
+
+def make_region_engine(directory: Path, *, direct: bool | None) -> RegionEngine:
+    directory.mkdir(mode=0o700)
+    return RegionEngine(
+        directory,
+        namespace=NAMESPACE,
+        capacity_bytes=CAPACITY,
+        region_bytes=256 * 1024,
+        num_readers=2,
+        device=FileDevice(directory, direct=direct),
+    )
+
+
+@pytest.fixture(params=["memory", "region-direct", "region-buffered", "faulty-without-faults"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
+    made: TierEngine
+    if request.param == "memory":
+        made = MemoryEngine(CAPACITY)
+    elif request.param == "faulty-without-faults":
+        made = FaultyEngine(MemoryEngine(CAPACITY))
+    else:
+        direct = None if request.param == "region-direct" else False
+        made = make_region_engine(tmp_path / "store", direct=direct)
+    yield made
+    assert made.drain(TIMEOUT_S)
+    made.check_integrity()
+    made.close()
+
+
+def store(engine: TierEngine, run: Run) -> list[Reason]:
+    return finished(engine.submit_store(run)).reasons
+
+
+def load(engine: TierEngine, run: Run) -> list[Reason]:
+    return finished(engine.submit_load(run)).reasons
+
+
+def finished(job: Job) -> Job:
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job
+
+
+def select(run: Run, positions: list[int]) -> Run:
+    return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
+
+
+def test_what_was_stored_comes_back(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(1, ODD_SIZES)
+    assert store(engine, run) == [Reason.OK] * run.num_pages
+    assert engine.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
+    target = blank(run)
+    assert load(engine, target) == [Reason.OK] * run.num_pages
+    assert page_data(target) == page_data(run)
+
+
+def test_segmentation_may_differ_between_store_and_load(
+    engine: TierEngine, make_run: MakeRun
+) -> None:
+    run = make_run(2, [(5000, 5000)])
+    store(engine, run)
+    buffer = memoryview(bytearray(10_003))
+    target = Run(run.keys, ((buffer[3:9], buffer[9:7000], buffer[7000:]),))
+    assert load(engine, target) == [Reason.OK]
+    assert bytes(buffer[3:]) == b"".join(run.pages[0])
+    assert bytes(buffer[:3]) == b"\0\0\0", "a byte beside the page was touched"
+
+
+def test_aligned_pages_of_one_pool(engine: TierEngine, make_run: MakeRun) -> None:
+    size, count = 8192, 40
+    pool = aligned_buffer(size * count)
+    source = make_run(3, [size] * count)
+    for i, (segment,) in enumerate(source.pages):
+        pool[i * size : (i + 1) * size] = segment
+    pages = tuple((pool[i * size : (i + 1) * size],) for i in range(count))
+    expected = bytes(pool)
+    assert set(store(engine, Run(source.keys, pages))) == {Reason.OK}
+    pool[:] = bytes(size * count)
+    assert set(load(engine, Run(source.keys, pages))) == {Reason.OK}
+    assert bytes(pool) == expected
+
+
+def test_lookup_counts_leading_hits_only(engine: TierEngine, make_run: MakeRun) -> None:
+    run = make_run(4, [4096] * 5)
+    store(engine, select(run, [0, 1, 3, 4]))
+    assert engine.lookup(run.keys) == LookupResult(2, Stop.MISS)
+    assert engine.lookup(run.keys[3:]) == LookupResult(2, Stop.END)
+    assert engine.lookup(run.keys[2:]) == LookupResult(0, Stop.MISS)
+    assert engine.lookup(()) == LookupResult(0, Stop.END)
+
+
+def test_missing_page_in_the_middle_is_a_miss_and_its_neighbours_load(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(5, [4096, 5000, 4096, 100])
+    store(engine, select(run, [0, 2, 3]))
+    target = blank(run)
+    assert load(engine, target) == [Reason.OK, Reason.MISS, Reason.OK, Reason.OK]
+    assert page_data(target)[1] == b"\xa5" * 5000
+    assert page_data(target)[2:] == page_data(run)[2:]
+
+
+def test_buffer_of_wrong_length_is_a_miss_and_untouched(
+    engine: TierEngine, make_run: MakeRun, page_data: PageData
+) -> None:
+    run = make_run(6, [4096])
+    store(engine, run)
+    for nbytes in (4095, 4097, 8192):
+        target = Run(run.keys, ((memoryview(bytearray(b"\xa5" * nbytes)),),))
+        assert load(engine, target) == [Reason.MISS]
+        assert page_data(target) == [b"\xa5" * nbytes]
+
+
+def test_storing_twice_is_a_duplicate_and_counts_as_success(
+    engine: TierEngine, make_run: MakeRun
+) -> None:
+    run = make_run(7, [4096, 4096])
+    store(engine, select(run, [0]))
+    job = finished(engine.submit_store(run))
+    assert job.reasons == [Reason.DUPLICATE, Reason.OK]
+    assert job.ok == [True, True]
+    assert job.num_leading_ok == 2
+
+
+def test_a_page_larger_than_the_tier_has_no_space(engine: TierEngine, make_run: MakeRun) -> None:
+    run = make_run(8, [100, CAPACITY + 1])
+    assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
+
+
+def test_eviction_holds_the_cap_and_forgets_the_oldest(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    runs = [make_run(seed, [16_384] * 8) for seed in range(100, 130)]
+    for run in runs:
+        assert set(store(engine, run)) == {Reason.OK}
+        stats = engine.stats()
+        assert stats.physical_bytes <= stats.capacity_bytes
+    assert engine.lookup(runs[0].keys).num_hits == 0
+    assert engine.lookup(runs[-1].keys).num_hits == 8
+    assert engine.stats().num_pages_evicted > 0
+    target = blank(runs[-1])
+    assert set(load(engine, target)) == {Reason.OK}
+    assert page_data(target) == page_data(runs[-1])
+
+
+def test_the_store_lets_go_of_the_buffers(
+    engine: TierEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    original = make_run(9, [4096, 4097])
+    buffers = [bytearray(b"".join(page)) for page in original.pages]
+    run = Run(original.keys, tuple((memoryview(buffer),) for buffer in buffers))
+    store(engine, run)
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+    target = blank(run)
+    assert load(engine, target) == [Reason.OK] * 2
+    assert [b"".join(page) for page in target.pages] == [b"".join(p) for p in original.pages]
+
+
+def test_poll_reports_each_job_once(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
+    run = make_run(10, [4096])
+    first = finished(engine.submit_store(run))
+    second = finished(engine.submit_load(blank(run)))
+    assert engine.poll() == [first, second]
+    assert engine.poll() == []
+
+
+def test_cancelled_job_still_finishes(engine: TierEngine, make_run: MakeRun) -> None:
+    run = make_run(11, [65_536] * 8)
+    job = engine.submit_store(run)
+    job.cancel()
+    finished(job)
+    assert set(job.reasons) <= {Reason.OK, Reason.CANCELLED}
+    assert engine.lookup(run.keys).num_hits == job.num_leading_ok
+
+
+def test_clear_forgets_everything_and_works_on(
+    engine: TierEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    run = make_run(12, [4096] * 4)
+    store(engine, run)
+    engine.clear()
+    stats = engine.stats()
+    assert (stats.num_pages, stats.stored_bytes, stats.physical_bytes) == (0, 0, 0)
+    assert load(engine, blank(run)) == [Reason.MISS] * 4
+    assert store(engine, run) == [Reason.OK] * 4
+
+
+def test_closed_engine_answers_and_never_raises(
+    engine: TierEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    run = make_run(13, [4096] * 2)
+    store(engine, run)
+    engine.close()
+    engine.close()
+    assert engine.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
+    assert store(engine, run) == [Reason.CANCELLED] * 2
+    assert load(engine, blank(run)) == [Reason.CANCELLED] * 2
+    engine.clear()
+    assert engine.drain(0.0)
+    assert engine.stats().health is Health.FAILED
+
+
+def test_visible_only_when_readable(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    runs = [make_run(seed, [4096] * 4) for seed in range(200, 230)]
+    wrong: list[str] = []
+    submitted = threading.Event()
+
+    def reader() -> None:
+        for run in runs:
+            while engine.lookup(run.keys).num_hits < run.num_pages and not submitted.is_set():
+                pass
+            num_hits = engine.lookup(run.keys).num_hits
+            target = blank(select(run, list(range(num_hits))))
+            if num_hits and load(engine, target) != [Reason.OK] * num_hits:
+                wrong.append("a visible page could not be read")
+            if page_data(target) != page_data(run)[:num_hits]:
+                wrong.append("a visible page held other bytes")
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    for run in runs:
+        finished(engine.submit_store(run))
+    submitted.set()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert not wrong
+
+
+def test_concurrent_stores_and_loads(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    wrong: list[object] = []
+
+    def work(worker: int) -> None:
+        for step in range(15):
+            run = make_run(1000 * (worker % 2) + step, [8192, 100, (5000, 5000)] * 3)
+            finished(engine.submit_store(run))
+            target = blank(run)
+            reasons = load(engine, target)
+            for i, reason in enumerate(reasons):
+                if reason is Reason.OK and page_data(target)[i] != page_data(run)[i]:
+                    wrong.append((worker, step, i))
+                if reason not in (Reason.OK, Reason.MISS):
+                    wrong.append(reason)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_the_books_balance(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
+    run = make_run(14, [4096, 5000, 100])
+    store(engine, run)
+    store(engine, run)
+    load(engine, blank(run))
+    load(engine, blank(make_run(15, [100])))
+    stats = engine.stats()
+    assert stats.reasons == {
+        (JobKind.STORE, Reason.OK): 3,
+        (JobKind.STORE, Reason.DUPLICATE): 3,
+        (JobKind.LOAD, Reason.OK): 3,
+        (JobKind.LOAD, Reason.MISS): 1,
+    }
+    assert (stats.num_pages, stats.stored_bytes) == (3, run.num_bytes)
+    assert (stats.num_pages_stored, stats.bytes_stored) == (3, run.num_bytes)
+    assert (stats.num_pages_loaded, stats.bytes_loaded) == (3, run.num_bytes)
+    assert stats.bytes_written >= run.num_bytes
+    assert stats.num_inflight_jobs == 0
+    assert stats.health is Health.RUNNING
+
+
+def test_drain_with_nothing_submitted_returns_at_once(engine: TierEngine) -> None:
+    assert engine.drain(0.0)
+
+
+def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
+    """Flip a bit of the stored copy of ``data``, behind the engine's back."""
+    inner = engine.inner if isinstance(engine, FaultyEngine) else engine
+    if isinstance(inner, MemoryEngine):
+        for stored in inner._pages.values():
+            if stored.data == data:
+                stored.data[0] ^= 1
+        return
+    for file in directory.glob("*.kv"):
+        position = file.read_bytes().find(data)
+        if position >= 0:
+            with file.open("r+b") as stream:
+                stream.seek(position)
+                stream.write(bytes([data[0] ^ 1]))
+
+
+def test_a_flipped_bit_is_corrupt_once_and_a_miss_afterwards(
+    engine: TierEngine, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(16, [4096, 4096, 4096])
+    store(engine, run)
+    damage(engine, tmp_path / "store", page_data(run)[1])
+    target = blank(run)
+    assert load(engine, target) == [Reason.OK, Reason.CORRUPT, Reason.OK]
+    assert load(engine, blank(run)) == [Reason.OK, Reason.MISS, Reason.OK]
+    assert engine.lookup(run.keys).num_hits == 1
+    assert store(engine, run) == [Reason.DUPLICATE, Reason.OK, Reason.DUPLICATE]
+    assert load(engine, target) == [Reason.OK] * 3
+    assert page_data(target) == page_data(run)

@@ -1,0 +1,344 @@
+"""The region engine on devices that fail: no exception, no wrong bytes, and it works again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.errors import StoreError
+from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.faulty import Fault, FaultyDevice
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+PageData = Callable[[Run], list[bytes]]
+
+TIMEOUT_S = 20.0
+REGION = 64 * 1024
+NAMESPACE = b"\x11" * 32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_engine(directory: Path, device: FaultyDevice | None = None, **kwargs: Any) -> RegionEngine:
+    options = {"capacity_bytes": 3 * REGION, "region_bytes": REGION, "num_readers": 1} | kwargs
+    return RegionEngine(directory, namespace=NAMESPACE, device=device, **options)
+
+
+def faulty(directory: Path, *faults: Fault, **kwargs: Any) -> FaultyDevice:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return FaultyDevice(FileDevice(directory, direct=False), faults, **kwargs)
+
+
+def done(job: Job) -> list[Reason]:
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job.reasons
+
+
+def check_loaded(run: Run, target: Run, reasons: list[Reason]) -> None:
+    for expected, page, reason in zip(run.pages, target.pages, reasons, strict=True):
+        if reason is Reason.OK:
+            assert b"".join(page) == b"".join(expected), "wrong bytes were served"
+
+
+def workload(engine: RegionEngine, runs: list[Run], blank: Blank) -> None:
+    """Enough to create, seal, read and evict regions."""
+    for run in runs:
+        done(engine.submit_store(run))
+        target = blank(run)
+        check_loaded(run, target, done(engine.submit_load(target)))
+    for run in runs:
+        target = blank(run)
+        check_loaded(run, target, done(engine.submit_load(target)))
+
+
+def make_runs(make_run: MakeRun) -> list[Run]:
+    return [make_run(seed, [4096, 5000, 12_288]) for seed in range(9)]
+
+
+KINDS = [
+    pytest.param({"error": errno.EIO}, id="EIO"),
+    pytest.param({"error": errno.ENOSPC}, id="ENOSPC"),
+    pytest.param({"short_bytes": 4096}, id="short"),
+    pytest.param({"flip_bit": 12_345}, id="flipped-bit"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_single_operation_may_fail(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, kind: dict[str, int]
+) -> None:
+    runs = make_runs(make_run)
+    counting = faulty(tmp_path / "count")
+    engine = open_engine(tmp_path / "count", counting)
+    workload(engine, runs, blank)
+    engine.close()
+    step = 1 if "error" in kind else 2
+    for at in range(0, len(counting.calls), step):
+        directory = tmp_path / f"fail-{at}"
+        clock = Clock()
+        device = faulty(directory, Fault(at, **kind))
+        try:
+            engine = open_engine(directory, device, clock=clock)
+        except StoreError:
+            engine = open_engine(directory, clock=clock)
+        workload(engine, runs, blank)
+        device.faults = []
+        clock.now += 100.0
+        last = make_run(99, [4096] * 3)
+        assert done(engine.submit_store(last)) == [Reason.OK] * 3, f"no recovery from fault {at}"
+        target = blank(last)
+        assert done(engine.submit_load(target)) == [Reason.OK] * 3, f"no recovery from fault {at}"
+        engine.check_integrity()
+        engine.close()
+        reopened = open_engine(directory)
+        assert reopened.lookup(last.keys).num_hits == 3
+        for run in runs:
+            target = blank(run)
+            check_loaded(run, target, done(reopened.submit_load(target)))
+        reopened.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_failing_at_random(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, seed: int
+) -> None:
+    clock = Clock()
+    device = faulty(tmp_path / "s", seed=seed)
+    engine = open_engine(tmp_path / "s", device, clock=clock)
+    device.failure_rate = 0.2
+    for _ in range(3):
+        workload(engine, make_runs(make_run), blank)
+        clock.now += 100.0
+    device.failure_rate = 0.0
+    run = make_run(77, [4096] * 2)
+    assert done(engine.submit_store(run)) == [Reason.OK] * 2
+    assert done(engine.submit_load(blank(run))) == [Reason.OK] * 2
+    engine.check_integrity()
+    engine.close()
+
+
+def test_recovery_with_every_operation_failing_once(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    runs = make_runs(make_run)[:4]
+    engine = open_engine(tmp_path / "s")
+    workload(engine, runs, blank)
+    engine.close()
+    counting = faulty(tmp_path / "s")
+    open_engine(tmp_path / "s", counting).close()
+    for at in range(len(counting.calls)):
+        device = faulty(tmp_path / "s", Fault(at, error=errno.EIO))
+        try:
+            engine = open_engine(tmp_path / "s", device)
+        except StoreError:
+            continue
+        for run in runs:
+            target = blank(run)
+            check_loaded(run, target, done(engine.submit_load(target)))
+            done(engine.submit_store(run))
+        engine.check_integrity()
+        engine.close()
+
+
+def test_full_disk_reclaims_own_regions_and_goes_on(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    device = faulty(tmp_path / "s", writable_bytes=2 * REGION)
+    engine = open_engine(tmp_path / "s", device, capacity_bytes=100 * REGION)
+    runs = [make_run(seed, [12_288] * 4) for seed in range(10)]
+    for run in runs:
+        assert done(engine.submit_store(run)) == [Reason.OK] * 4
+    assert engine.stats().physical_bytes <= 2 * REGION
+    target = blank(runs[-1])
+    assert done(engine.submit_load(target)) == [Reason.OK] * 4
+    assert page_data(target) == page_data(runs[-1])
+    engine.check_integrity()
+    engine.close()
+
+
+def test_disk_full_of_somebody_else_drops_stores_until_a_retry(
+    tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    device = faulty(tmp_path / "s", writable_bytes=0)
+    engine = open_engine(tmp_path / "s", device, clock=clock)
+    run = make_run(1, [4096] * 2)
+    assert done(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
+    assert done(engine.submit_store(run)) == [Reason.REJECTED] * 2
+    clock.now += 1.5
+    assert done(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
+    clock.now += 1.5
+    assert done(engine.submit_store(run)) == [Reason.REJECTED] * 2, "the pause did not double"
+    assert engine.stats().health is Health.RUNNING
+    device.writable_bytes = None
+    clock.now += 1.0
+    assert done(engine.submit_store(run)) == [Reason.OK] * 2
+    warnings = [r for r in caplog.records if "no room" in r.message]
+    assert len(warnings) == 1, "one cause is logged once"
+    engine.close()
+
+
+def test_write_failure_indexes_nothing_and_loads_go_on(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    clock = Clock()
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device, clock=clock)
+    good, bad = make_run(1, [4096] * 2), make_run(2, [4096] * 2)
+    done(engine.submit_store(good))
+    device.faults = [Fault(device.calls.count("writev"), "writev", error=errno.EIO)]
+    assert done(engine.submit_store(bad)) == [Reason.IO_ERROR] * 2
+    assert engine.lookup(bad.keys) == (0, Stop.MISS)
+    assert done(engine.submit_store(bad)) == [Reason.REJECTED] * 2
+    assert done(engine.submit_load(blank(good))) == [Reason.OK] * 2
+    clock.now += 2.0
+    assert done(engine.submit_store(bad)) == [Reason.OK] * 2
+    engine.close()
+    assert len(list((tmp_path / "s").glob("*.kv"))) == 1, "the offset was not used again"
+    reopened = open_engine(tmp_path / "s")
+    assert reopened.lookup(good.keys + bad.keys) == (4, Stop.END)
+    reopened.close()
+
+
+def test_repeated_read_errors_turn_to_misses_and_heal(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device, clock=clock)
+    runs = [make_run(seed, [4096]) for seed in range(8)]
+    for run in runs:
+        done(engine.submit_store(run))
+    device.faults = [Fault(0, "readv", times=10**6, error=errno.EIO)]
+    for run in runs[:3]:
+        assert done(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
+    assert engine.stats().health is Health.MISS_ONLY
+    assert engine.lookup(runs[5].keys) == (0, Stop.UNHEALTHY)
+    num_calls = len(device.calls)
+    assert done(engine.submit_load(blank(runs[5]))) == [Reason.MISS]
+    assert done(engine.submit_store(make_run(50, [4096]))) == [Reason.REJECTED]
+    assert len(device.calls) == num_calls, "something reached a sick device"
+    clock.now += 1.5
+    assert done(engine.submit_load(blank(runs[5]))) == [Reason.IO_ERROR]
+    assert engine.stats().health is Health.MISS_ONLY, "one failed retry must pause again"
+    device.faults = []
+    clock.now += 2.5
+    assert done(engine.submit_load(blank(runs[6]))) == [Reason.OK]
+    assert engine.stats().health is Health.RUNNING
+    assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("operation", ["readv", "writev"])
+def test_hanging_io_is_noticed_by_whoever_asks(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, operation: str
+) -> None:
+    clock = Clock()
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0)
+    run, other = make_run(1, [4096]), make_run(2, [4096])
+    done(engine.submit_store(run))
+    entered, release = threading.Event(), threading.Event()
+
+    def hang(called: str) -> None:
+        if called == operation:
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+
+    device.before = hang
+    submit = engine.submit_load if operation == "readv" else engine.submit_store
+    stuck = submit(blank(run) if operation == "readv" else other)
+    assert entered.wait(TIMEOUT_S)
+    queued = submit(blank(run) if operation == "readv" else make_run(3, [4096]))
+    assert engine.lookup(run.keys).num_hits == 1
+    clock.now += 6.0
+    assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
+    assert queued.done, "a queued job waits behind a hanging device"
+    assert not stuck.done, "the buffers of a hanging job are still the device's"
+    release.set()
+    device.before = None
+    assert done(stuck) == [Reason.OK]
+    assert engine.stats().health is Health.MISS_ONLY, "a late answer is still a sick device"
+    clock.now += 1.5
+    assert engine.lookup(run.keys).num_hits == 1
+    assert done(engine.submit_load(blank(run))) == [Reason.OK]
+    engine.check_integrity()
+    engine.close()
+
+
+def test_corruption_is_logged_once_per_region(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device)
+    run = make_run(1, [4096] * 4)
+    done(engine.submit_store(run))
+    device.faults = [Fault(0, "readv", times=100, flip_bit=3)]
+    assert done(engine.submit_load(blank(run))) == [Reason.CORRUPT] + [Reason.OK] * 3
+    assert done(engine.submit_load(blank(run))) == [Reason.MISS, Reason.CORRUPT] + [Reason.OK] * 2
+    assert len([r for r in caplog.records if "damaged" in r.message]) == 1
+    engine.close()
+
+
+def test_a_read_that_verifies_the_second_time_is_served(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device)
+    run = make_run(1, [4096] * 4)
+    done(engine.submit_store(run))
+    for fault in ({"flip_bit": 40_000}, {"short_bytes": 6000}, {"error": errno.EIO}):
+        device.faults = [Fault(device.calls.count("readv"), "readv", **fault)]
+        target = blank(run)
+        assert done(engine.submit_load(target)) == [Reason.OK] * 4
+        assert page_data(target) == page_data(run)
+    engine.close()
+
+
+def test_eviction_under_a_running_load_lets_it_finish(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device, capacity_bytes=REGION)
+    first = make_run(1, [12_288] * 3)
+    done(engine.submit_store(first))
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(called: str) -> None:
+        if called == "readv":
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+        if called == "unlink":
+            release.set()
+
+    device.before = hold
+    target = blank(first)
+    load = engine.submit_load(target)
+    assert entered.wait(TIMEOUT_S)
+    for seed in range(3, 6):
+        done(engine.submit_store(make_run(seed, [12_288] * 3)))
+        assert engine.stats().physical_bytes <= REGION
+    assert engine.lookup(first.keys).num_hits == 0
+    assert done(load) == [Reason.OK] * 3
+    assert page_data(target) == page_data(first)
+    engine.check_integrity()
+    engine.close()

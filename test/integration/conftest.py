@@ -1,0 +1,62 @@
+"""One model for all, and servers shared by the tests of a module where they can be."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder by itself
+
+from server_process import Server
+
+ROOT = Path(__file__).parents[2]
+PAGE = 64
+
+# Smaller than the prompts of a round, so that rounds outgrow device memory and host memory.
+SMALL = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
+
+Launch = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "demo"
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)],
+        check=True,
+        timeout=120,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Start servers; what is still running when the module ends is killed."""
+    logs = tmp_path_factory.mktemp("logs")
+    servers: list[Server] = []
+
+    def start(*arguments: str, model_path: Path | None = None) -> Server:
+        log = logs / f"server-{len(servers)}.log"
+        server = Server.start(model_path or model, log, *arguments)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def make_prompts(seed: int, number: int, length: int) -> list[list[int]]:
+    """Prompts of printable bytes that share no first page."""
+    source = random.Random(seed)
+    return [[source.randrange(32, 127) for _ in range(length)] for _ in range(number)]
+
+
+def aligned(length: int) -> int:
+    """Prompt tokens that whole pages can hold; the last token is always computed."""
+    return (length - 1) // PAGE * PAGE

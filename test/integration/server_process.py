@@ -1,0 +1,170 @@
+"""A real server as a subprocess on a free port, with deadlines on everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+START_DEADLINE_S = 120.0
+REQUEST_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Answer:
+    """What one generation returned: its tokens, and where its prompt came from."""
+
+    output_ids: list[int]
+    cached: dict[str, int]
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached.values())
+
+
+@dataclass
+class Server:
+    """One launched server. ``log`` holds everything its processes printed."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    arguments: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, model: Path, log_path: Path, *arguments: str) -> Server:
+        """Launch and wait until it generates. Raises with the end of the log if it does not."""
+        port = free_port()
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_tiered.launch_server",
+            *("--model-path", str(model), "--dtype", "float32"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *arguments,
+        ]
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        server = cls(port, process, log_path, list(arguments))
+        server._wait_until_it_generates()
+        return server
+
+    def _wait_until_it_generates(self) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"server ended at start:\n{self.log[-4000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health_generate", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        self.kill()
+        raise AssertionError(f"server did not start in time:\n{self.log[-4000:]}")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as response:
+            text = response.read().decode()
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def generate(self, prompt: list[int], num_new: int = 8, **extra: Any) -> Answer:
+        """Greedy continuation of a token prompt."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": num_new,
+                "ignore_eos": True,
+            },
+            **extra,
+        }
+        answer = self.request("/generate", body)
+        details = answer["meta_info"].get("cached_tokens_details") or {}
+        cached = {tier: details.get(tier) or 0 for tier in ("device", "host", "storage")}
+        return Answer(answer["output_ids"], cached)
+
+    def generate_all(
+        self, prompts: list[list[int]], *, concurrency: int = 4, **extra: Any
+    ) -> list[Answer]:
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **extra), prompts))
+
+    def tier_state(self) -> dict[str, float]:
+        """Our counters, as ``/server_info`` shows them."""
+        state: dict[str, float] = self.request("/server_info")["internal_states"][0][
+            "sglang_tiered"
+        ]
+        return state
+
+    def wait_for_state(self, name: str, at_least: float) -> None:
+        """Until a counter reaches a value, with a deadline."""
+        deadline = time.monotonic() + 30.0
+        while (value := self.tier_state()[name]) < at_least:
+            assert time.monotonic() < deadline, f"{name} is {value}, wanted {at_least}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """``kill -9`` of the whole process group: nothing gets to clean up."""
+        self._signal_group(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """An ordinary stop; ``kill -9`` if it does not end in time."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                pass
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+        self.process.wait(STOP_DEADLINE_S)
+        # The group's children are gone once the group cannot be signalled any more.
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the server's processes did not end")

@@ -1,0 +1,113 @@
+"""SGLang's native API, OpenAI clients and frontend-language programs, through our launcher."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+
+import pytest
+import sglang
+from conftest import SMALL, Launch
+from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    directory = tmp_path_factory.mktemp("tier") / "kv"
+    return launch(
+        *SMALL,
+        *("--tier-dir", str(directory), "--served-model-name", "demo", "--enable-metrics"),
+    )
+
+
+def chat(server: Server, **extra: object) -> dict[str, object]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Tell me about tiers."}],
+        "max_tokens": 16,
+        "temperature": 0,
+        **extra,
+    }
+
+
+def test_banner_names_tiers_and_a_curl_line_that_works(server: Server) -> None:
+    banner = server.log
+    assert "36MiB" in banner and "nvme" in banner
+    match = re.search(r"curl -s (\S+) .* -d '(.*)'", banner)
+    assert match is not None
+    request = urllib.request.Request(
+        match[1], match[2].encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert json.load(response)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_chat_completion_reports_cached_tokens_of_a_repeated_prompt(server: Server) -> None:
+    body = chat(server, messages=[{"role": "user", "content": "x" * 400}])
+    first = server.request("/v1/chat/completions", body)
+    second = server.request("/v1/chat/completions", body)
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+    assert second["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+
+
+def test_streamed_chat_completion_equals_the_whole_one(server: Server) -> None:
+    whole = server.request("/v1/chat/completions", chat(server))
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(chat(server, stream=True)).encode(),
+        {"Content-Type": "application/json"},
+    )
+    pieces = []
+    with urllib.request.urlopen(request, timeout=60) as response:
+        for line in response:
+            text = line.decode().strip()
+            if text.startswith("data: ") and text != "data: [DONE]":
+                delta = json.loads(text[6:])["choices"][0]["delta"]
+                pieces.append(delta.get("content") or "")
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
+
+
+def test_frontend_program_with_turns_fork_select_and_regex(server: Server) -> None:
+    @sglang.function
+    def program(s: sglang.lang.interpreter.ProgramState) -> None:
+        s += sglang.user("First question: what is a page?")
+        s += sglang.assistant(sglang.gen("first", max_tokens=12, temperature=0))
+        s += sglang.user("Second question: answer with digits.")
+        s += sglang.assistant(sglang.gen("digits", max_tokens=8, regex=r"[0-9]{4}"))
+        branches = s.fork(2)
+        for number, branch in enumerate(branches):
+            branch += sglang.user(f"Branch {number}?")
+            branch += sglang.assistant(sglang.gen("branch", max_tokens=6, temperature=0))
+        branches.join()
+        s["branches"] = [branch["branch"] for branch in branches]
+        s += sglang.user("Choose one.")
+        s += sglang.assistant(sglang.select("choice", choices=["host", "nvme"]))
+
+    sglang.set_default_backend(sglang.RuntimeEndpoint(server.url))
+    state = program.run()
+    assert state["first"]
+    assert re.fullmatch(r"[0-9]{4}", state["digits"])
+    assert len(state["branches"]) == 2 and all(state["branches"])
+    assert state["choice"] in ("host", "nvme")
+
+
+def test_metrics_endpoint_carries_our_series(server: Server) -> None:
+    server.generate([ord("a")] * 300)
+    server.wait_for_state("nvme_pages_stored", 1)
+    text = server.request("/metrics")
+    assert re.search(r"^sglang_tiered:nvme_capacity_bytes\S* [1-9]", text, re.MULTILINE)
+    assert re.search(r"^sglang_tiered:nvme_pages_stored_total", text, re.MULTILINE)
+
+
+def test_flush_cache_forgets_the_tree_and_keeps_the_store(server: Server) -> None:
+    prompt = [ord("b")] * 40 + [ord("c")] * 400
+    before = server.generate(prompt)
+    server.wait_for_state("nvme_pages_stored", 6)
+    server.request("/flush_cache", {})
+    after = server.generate(prompt)
+    assert after.output_ids == before.output_ids
+    assert after.cached == {"device": 0, "host": 0, "storage": 384}

@@ -1,0 +1,153 @@
+"""Evicted prefixes come back from host memory and NVMe, bit for bit, and survive ``kill -9``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, Launch, aligned, make_prompts
+from server_process import Answer, Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+NUM_PROMPTS, LENGTH = 20, 700
+PROMPTS = make_prompts(1, NUM_PROMPTS, LENGTH)
+PAGE_TOKENS = aligned(LENGTH) * NUM_PROMPTS
+
+
+@pytest.fixture(scope="module")
+def expected(launch: Launch) -> list[list[int]]:
+    """What stock SGLang answers."""
+    stock = launch("--tier-mode", "off", "--max-total-tokens", "4096")
+    answers = stock.generate_all(PROMPTS)
+    assert "sglang_tiered" not in stock.request("/server_info")["internal_states"][0]
+    stock.kill()
+    return [answer.output_ids for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def tier_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tier") / "kv"
+
+
+@pytest.fixture(scope="module")
+def first_server(launch: Launch, tier_dir: Path) -> Server:
+    return launch(*SMALL, "--tier-dir", str(tier_dir))
+
+
+@pytest.fixture(scope="module")
+def rounds(first_server: Server) -> list[list[Answer]]:
+    """Three rounds: in turn, together, and in turn again."""
+    return [first_server.generate_all(PROMPTS, concurrency=number) for number in (4, 1, 8)]
+
+
+def tokens_from(answers: list[Answer], *tiers: str) -> int:
+    return sum(answer.cached[tier] for answer in answers for tier in tiers)
+
+
+def test_no_round_changes_an_answer(rounds: list[list[Answer]], expected: list[list[int]]) -> None:
+    for answers in rounds:
+        assert [answer.output_ids for answer in answers] == expected
+
+
+def test_first_round_finds_nothing(rounds: list[list[Answer]]) -> None:
+    assert tokens_from(rounds[0], "device", "host", "storage") == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_later_rounds_hit_host_and_storage(rounds: list[list[Answer]], number: int) -> None:
+    answers = rounds[number]
+    assert tokens_from(answers, "device", "host", "storage") >= 0.97 * PAGE_TOKENS
+    assert tokens_from(answers, "host") > 0
+    assert tokens_from(answers, "storage") > 0
+
+
+@pytest.mark.parametrize("namespace", [{"extra_key": "tenant-b"}, {"cache_salt": "salt-b"}])
+def test_another_tenant_hits_nothing(
+    first_server: Server, rounds: list[list[Answer]], namespace: dict[str, str]
+) -> None:
+    answer = first_server.generate(PROMPTS[0], **namespace)
+    assert answer.num_cached == 0
+    again = first_server.generate(PROMPTS[0], **namespace)
+    assert again.num_cached == aligned(LENGTH)
+
+
+def test_store_is_private_to_its_user(tier_dir: Path, rounds: list[list[Answer]]) -> None:
+    for path in tier_dir.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+class TestAfterKill:
+    """The first server is killed with everything written; others start on its directory."""
+
+    @pytest.fixture(scope="class")
+    def restarted(
+        self,
+        launch: Launch,
+        first_server: Server,
+        rounds: list[list[Answer]],
+        tier_dir: Path,
+    ) -> Server:
+        first_server.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
+        first_server.kill()
+        return launch(*SMALL, "--tier-dir", str(tier_dir))
+
+    def test_restart_serves_what_was_durable(
+        self, restarted: Server, expected: list[list[int]]
+    ) -> None:
+        answers = restarted.generate_all(PROMPTS, concurrency=2)
+        assert [answer.output_ids for answer in answers] == expected
+        assert tokens_from(answers, "host", "storage") >= 0.97 * PAGE_TOKENS
+
+    def test_page_size_change_reads_no_page(
+        self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
+    ) -> None:
+        restarted.kill()
+        other = launch(*SMALL, "--tier-dir", str(tier_dir), "--page-size", "32")
+        answers = other.generate_all(PROMPTS[:4])
+        other.kill()
+        assert tokens_from(answers, "device", "host", "storage") == 0
+        assert [answer.output_ids for answer in answers] == expected[:4]
+
+    def test_damaged_files_become_misses_and_one_log_line(
+        self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
+    ) -> None:
+        restarted.kill()
+        regions = sorted(tier_dir.rglob("region-*.kv"))
+        assert len(regions) >= 3
+        regions[-1].unlink()
+        with regions[-2].open("r+b") as region:
+            region.truncate(regions[-2].stat().st_size // 2 + 1000)
+        for region_path in regions[:-2]:
+            flip_bytes(region_path)
+        server = launch(*SMALL, "--tier-dir", str(tier_dir))
+        answers = server.generate_all(PROMPTS)
+        assert [answer.output_ids for answer in answers] == expected
+        state = server.tier_state()
+        assert state["nvme_page_outcomes:load:corrupt"] > 0
+        warnings = [line for line in server.log.splitlines() if "checksum" in line]
+        assert 1 <= len(warnings) <= 3, warnings
+        # What was found damaged was computed again and stored again.
+        again = server.generate_all(PROMPTS)
+        assert [answer.output_ids for answer in again] == expected
+        assert tokens_from(again, "device", "host", "storage") >= 0.97 * PAGE_TOKENS
+
+
+def flip_bytes(path: Path, step: int = 96 * 1024) -> None:
+    """Flip one bit every ``step`` bytes of the file, past its first block."""
+    size = path.stat().st_size
+    with path.open("r+b") as region:
+        for offset in range(4096 + 777, size, step):
+            region.seek(offset)
+            byte = region.read(1)[0]
+            region.seek(offset)
+            region.write(bytes([byte ^ 0x10]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prompts_are_distinct() -> Iterator[None]:
+    digests = {hashlib.sha256(bytes(prompt[:64])).digest() for prompt in PROMPTS}
+    assert len(digests) == NUM_PROMPTS
+    yield

@@ -1,0 +1,83 @@
+"""Files stay small and named for what they do, and no folder shadows a package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_FOLDERS = ("python", "kernels", "scripts", "benchmark")
+MAX_SOURCE_LINES = 400
+MAX_TEST_LINES = 600
+# A name that says nothing gathers everything.
+SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def named(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+@pytest.mark.parametrize("folder", ["kernels", "test", "benchmark", "scripts"])
+def test_no_top_folder_is_a_package(folder: str) -> None:
+    """`kernels/__init__.py` hides a dependency of SGLang, `test/__init__.py` the standard one."""
+    inits = [ROOT / folder / "__init__.py"]
+    if folder != "kernels":  # its package, sglang_tiered_kernels, is one
+        inits = list((ROOT / folder).rglob("__init__.py"))
+    assert not named([path for path in inits if path.exists()])
+
+
+def test_no_file_outgrows_one_reading() -> None:
+    limits = [(path, MAX_SOURCE_LINES) for path in python_files(*SOURCE_FOLDERS)]
+    limits += [(path, MAX_TEST_LINES) for path in python_files("test")]
+    too_long = [
+        f"{path.relative_to(ROOT)}: {lines} lines, at most {limit}"
+        for path, limit in limits
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit
+    ]
+    assert not too_long, "\n".join(too_long)
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    bad = [
+        path
+        for path in python_files(*SOURCE_FOLDERS, "test")
+        if SAYS_NOTHING & set(path.relative_to(ROOT).with_suffix("").parts)
+    ]
+    assert not named(bad)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        path
+        for path in python_files(*SOURCE_FOLDERS, "test")
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not named(silent)
+
+
+def test_every_module_defers_its_annotations() -> None:
+    eager = [
+        path
+        for path in python_files(*SOURCE_FOLDERS, "test")
+        if "\nfrom __future__ import annotations\n" not in path.read_text(encoding="utf-8")
+    ]
+    assert not named(eager)
+
+
+@pytest.mark.parametrize(
+    "script", ["scripts/env", "scripts/serve", "scripts/test", "scripts/lint", ".ci/run"]
+)
+def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
+    path = ROOT / script
+    assert path.stat().st_mode & 0o111, "not executable"
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    text = path.read_text(encoding="utf-8")
+    assert "\nset -" in text
+    assert "uo pipefail\n" in text

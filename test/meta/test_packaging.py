@@ -1,0 +1,84 @@
+"""What is written in two places agrees: versions, pins, entry points."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_tiered
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "requirements"
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return dict(document["project"])
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
+    requirements = [line for line in lines if line and not line.startswith("#")]
+    loose = [line for line in requirements if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert not loose, f"{name}: not pinned, or a local build: {loose}"
+    return {normal(name): pin for name, pin in (line.split("==") for line in requirements)}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required(requirement: str) -> str:
+    match = re.match(r"[\w.-]+", requirement)
+    assert match, requirement
+    return normal(match[0])
+
+
+def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
+    assert project["version"] == sglang_tiered.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## .*\b{re.escape(sglang_tiered.__version__)}\b", changelog, re.MULTILINE)
+
+
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
+def test_every_entry_point_leads_to_a_function(project: dict[str, Any], group: str) -> None:
+    """A wrong name here is skipped with a log line, and the server runs without its tiers."""
+    entries = project["entry-points"][group]
+    assert entries
+    for target in entries.values():
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute)), target
+
+
+def test_the_pinned_environment_has_the_sglang_the_project_asks_for(
+    project: dict[str, Any],
+) -> None:
+    wanted = [line for line in project["dependencies"] if required(line) == "sglang"]
+    assert wanted == [f"sglang=={pins('cpu-nodeps.txt')['sglang']}"]
+
+
+def test_the_pinned_environment_holds_every_dependency(project: dict[str, Any]) -> None:
+    serving = pins("cpu.txt") | pins("cpu-nodeps.txt")
+    assert {required(line) for line in project["dependencies"]} <= serving.keys()
+    developing = project["optional-dependencies"]["dev"]
+    assert {required(line) for line in developing} <= pins("dev.txt").keys()
+
+
+def test_no_package_is_pinned_twice_with_different_versions() -> None:
+    seen: dict[str, str] = {}
+    for path in sorted(REQUIREMENTS.glob("*.txt")):
+        for name, pin in pins(path.name).items():
+            assert seen.setdefault(name, pin) == pin, f"{path.name}: {name}"
+
+
+def test_what_would_replace_the_cpu_torch_is_not_resolved() -> None:
+    """Resolved with their dependencies, these bring a CUDA build of torch of several GB."""
+    resolved = pins("cpu.txt").keys() | pins("dev.txt").keys()
+    assert not {"sglang", "torchvision", "torchaudio"} & resolved
+    assert "torchaudio" not in pins("cpu-nodeps.txt")

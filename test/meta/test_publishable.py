@@ -1,0 +1,85 @@
+"""Nothing in the repository names the machine or the network it was written on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each is written so that it does not match its own text.
+HAZARDS = {
+    "a home directory": re.compile(r"(?<![\w.}$])/(?:root|(?:home|Users)/[a-z_][\w.-]*)/"),
+    "a file URL": re.compile(r"file:/[/]"),
+    "a package index": re.compile(
+        r"https?:/[/]\S*(?:/simple(?![\w-])|[a]rtifactory|[d]evpi|[n]exus/)"
+        r"|(?:--(?:extra-)?index-url|--find-links|--trusted-host)[ =]\S"
+    ),
+    "a private address": re.compile(
+        r"(?<![\d.])(?:10\.\d+|192\.168|172\.(?:1[6-9]|2\d|3[01]))\.\d+\.\d+(?![\d.])"
+    ),
+    "a credential": re.compile(r"https?:/[/][^\s/@\"']+:[^\s/@\"']+@|\bhf_[A-Za-z0-9]{30}"),
+}
+
+
+def kept_files() -> list[Path]:
+    """Tracked files, and those that the next `git add` would track."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    paths = [ROOT / name for name in listed.decode().split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def hazards(text: str) -> list[str]:
+    return [f"{name}: {m[0]!r}" for name, p in HAZARDS.items() for m in [p.search(text)] if m]
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    here = {str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2}  # not just /src
+    own = re.compile("|".join(rf"{re.escape(path)}(?![\w.-])" for path in here) or r"(?!)")
+    found = []
+    for path in kept_files():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        lines = hazards(text) + [f"this checkout's own path: {m[0]!r}" for m in own.finditer(text)]
+        found += [f"{path.relative_to(ROOT)}: {line}" for line in lines]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("/ro", "ot/models"),
+        ("see /ho", "me/alice/x"),
+        ("'/Us", "ers/alice/x'"),
+        ("file", ":///opt/index"),
+        ("pip install --ind", "ex-url https://host/path"),
+        ("https://mirror.example/", "simple/torch"),
+        ("http://10.", "1.2.3:8080"),
+        ("https://user:", "secret@host"),
+    ],
+)
+def test_a_path_or_an_index_is_caught(parts: tuple[str, str]) -> None:
+    assert hazards("".join(parts))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "127.0.0.1:30000",
+        "https://github.com/sgl-project/sglang",
+        "https://docs.sglang.ai/simple-guide",
+        "$HOME/.cache",
+        "~/.cache",
+        "version 10.2.3",
+        "git ls-files python/root/x",
+        "SGLang's --model-path /models/llama",
+    ],
+)
+def test_ordinary_text_passes(text: str) -> None:
+    assert hazards(text) == []

@@ -1,0 +1,116 @@
+"""Every structure survives a round trip, and no flipped byte goes unnoticed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    MAX_EXTENT_PAGES,
+    Extent,
+    PageRecord,
+    RegionHeader,
+    Trailer,
+    extent_header_bytes,
+    footer_bytes,
+    newer_version,
+    pack_extent_header,
+    pack_footer,
+    pack_region_header,
+    pack_trailer,
+    peek_extent_header_bytes,
+    unpack_extent_header,
+    unpack_footer,
+    unpack_region_header,
+    unpack_trailer,
+)
+
+u64 = st.integers(0, 2**64 - 1)
+nonces = st.binary(min_size=16, max_size=16)
+digests = st.binary(min_size=32, max_size=32)
+blocks = st.integers(8, 2**40).map(lambda count: count * BLOCK_BYTES)
+pages = st.builds(PageRecord, digests, st.integers(1, 2**32 - 1), u64)
+extents = st.builds(
+    Extent,
+    blocks,
+    digests,
+    st.lists(pages, min_size=1, max_size=MAX_EXTENT_PAGES).map(tuple),
+)
+headers = st.builds(RegionHeader, blocks, u64, nonces, u64)
+
+
+@given(headers)
+def test_region_header_round_trip(header: RegionHeader) -> None:
+    block = pack_region_header(header)
+    assert len(block) == BLOCK_BYTES
+    assert unpack_region_header(block) == header
+    assert newer_version(block) is None
+
+
+@given(extents, nonces, st.integers(0, 2**32 - 1))
+def test_extent_header_round_trip(extent: Extent, nonce: bytes, ordinal: int) -> None:
+    header = pack_extent_header(extent, nonce, ordinal)
+    assert len(header) == extent_header_bytes(len(extent.pages))
+    assert peek_extent_header_bytes(header[:BLOCK_BYTES]) == len(header)
+    assert unpack_extent_header(header, extent.offset, nonce, ordinal) == extent
+    assert unpack_extent_header(header, extent.offset, nonce, ordinal ^ 1) is None
+    other = bytes([nonce[0] ^ 1]) + nonce[1:]
+    assert unpack_extent_header(header, extent.offset, other, ordinal) is None
+
+
+@settings(max_examples=30)
+@given(st.lists(extents, max_size=5), nonces)
+def test_footer_round_trip(written: list[Extent], nonce: bytes) -> None:
+    footer = pack_footer(written, nonce)
+    assert len(footer) == footer_bytes(len(written), sum(len(e.pages) for e in written))
+    assert unpack_footer(footer, nonce) == written
+    assert unpack_footer(footer, bytes(15) + bytes([nonce[15] ^ 1])) is None
+
+
+@given(nonces, st.integers(0, 2**32 - 1), st.integers(1, 2**20), st.integers(1, 2**20))
+def test_trailer_round_trip(nonce: bytes, num_extents: int, offset: int, size: int) -> None:
+    trailer = Trailer(nonce, num_extents, offset * BLOCK_BYTES, size * BLOCK_BYTES)
+    region_bytes = (offset + size + 1) * BLOCK_BYTES
+    block = pack_trailer(trailer)
+    assert unpack_trailer(block, nonce, region_bytes) == trailer
+    assert unpack_trailer(block, nonce, region_bytes + BLOCK_BYTES) is None
+
+
+def flips(data: bytes) -> list[bytes]:
+    """The data with one bit flipped, for every byte."""
+    flipped = []
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1 << position % 8
+        flipped.append(bytes(changed))
+    return flipped
+
+
+EXTENT = Extent(
+    BLOCK_BYTES, b"n" * 32, (PageRecord(b"k" * 32, 5000, 7), PageRecord(b"l" * 32, 1, 8))
+)
+NONCE = bytes(range(16))
+
+
+def test_every_flipped_byte_of_a_region_header_is_seen() -> None:
+    block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 3, NONCE, 1))
+    for damaged in flips(block):
+        assert unpack_region_header(damaged) is None
+        assert newer_version(damaged) is None, "damage taken for a newer format"
+
+
+def test_every_flipped_byte_of_an_extent_header_is_seen() -> None:
+    for damaged in flips(pack_extent_header(EXTENT, NONCE, 0)):
+        assert unpack_extent_header(damaged, EXTENT.offset, NONCE, 0) is None
+
+
+def test_every_flipped_byte_of_a_footer_is_seen() -> None:
+    for damaged in flips(pack_footer([EXTENT], NONCE)):
+        assert unpack_footer(damaged, NONCE) is None
+
+
+def test_every_flipped_byte_of_a_trailer_is_seen() -> None:
+    trailer = Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)
+    for damaged in flips(pack_trailer(trailer)):
+        assert unpack_trailer(damaged, NONCE, 8 * BLOCK_BYTES) is None

@@ -1,0 +1,83 @@
+"""Host transfers of the reference platform against plain indexing, MHA and MLA shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_tiered.integration import cpu_platform
+
+PAGE, LAYERS, NUM_PAGES = 4, 3, 6
+
+
+def token_indices(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(p * PAGE, (p + 1) * PAGE) for p in pages])
+
+
+def make_layers(width: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(NUM_PAGES * PAGE, *width, generator=generator) for _ in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("halves", "device_width", "host_width"),
+    [(2, (2, 8), (2, 8)), (1, (1, 24), (1, 24)), (1, (1, 24), (24,))],
+    ids=["mha", "mla", "mla-host-without-head-axis"],
+)
+def test_device_to_host_and_back_keeps_every_byte(
+    halves: int, device_width: tuple[int, ...], host_width: tuple[int, ...]
+) -> None:
+    device = [layer for half in range(halves) for layer in make_layers(device_width, half)]
+    original = [layer.clone() for layer in device]
+    host = [torch.full((NUM_PAGES, LAYERS, PAGE, *host_width), 7.0) for _ in range(halves)]
+    source, target = [4, 0, 3], [1, 5, 2]
+
+    cpu_platform.transfer_kv_all_layer_direct_lf_pf(
+        src_ptrs=device,
+        dst_ptrs=host,
+        src_indices=token_indices(source),
+        dst_indices=token_indices(target),
+        page_size=PAGE,
+    )
+    for half in range(halves):
+        for layer in range(LAYERS):
+            for from_page, to_page in zip(source, target, strict=True):
+                pages = original[half * LAYERS + layer].view(NUM_PAGES, PAGE, -1)
+                assert torch.equal(host[half][to_page, layer].view(PAGE, -1), pages[from_page])
+    untouched = [page for page in range(NUM_PAGES) if page not in target]
+    assert all((host[half][untouched] == 7.0).all() for half in range(halves))
+
+    restored = [torch.zeros_like(layer) for layer in device]
+    for layer in range(LAYERS):
+        cpu_platform.transfer_kv_per_layer_direct_pf_lf(
+            src_ptrs=host,
+            dst_ptrs=[restored[half * LAYERS + layer] for half in range(halves)],
+            src_indices=token_indices(target),
+            dst_indices=token_indices(source),
+            layer_id=layer,
+            page_size=PAGE,
+        )
+    kept = token_indices(source)
+    for before, after in zip(original, restored, strict=True):
+        assert torch.equal(after[kept], before[kept])
+
+
+def test_layer_first_copy_moves_tokens() -> None:
+    source, target = make_layers((2, 8), 0), make_layers((2, 8), 1)
+    cpu_platform.transfer_kv_direct(
+        source, target, torch.tensor([5, 1]), torch.tensor([0, 9]), page_size=PAGE
+    )
+    for before, after in zip(source, target, strict=True):
+        assert torch.equal(after[0], before[5]) and torch.equal(after[9], before[1])
+
+
+def test_host_pools_are_never_pinned_even_when_patched_twice() -> None:
+    class Pool:
+        def __init__(self, size: int, pin_memory: bool) -> None:
+            self.size, self.pinned = size, pin_memory
+
+    cpu_platform._never_pin(Pool)
+    patched = Pool.__init__
+    cpu_platform._never_pin(Pool)
+    assert Pool.__init__ is patched
+    assert Pool(3, True).pinned is False and Pool(size=3, pin_memory=True).size == 3

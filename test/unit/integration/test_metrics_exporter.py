@@ -1,0 +1,63 @@
+"""Counters advance by differences, at most once a second, and cover every outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import prometheus_client
+import pytest
+
+from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
+from sglang_tiered.metrics import METRICS
+from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+
+STATS = EngineStats(
+    health=Health.RUNNING,
+    num_pages=3,
+    stored_bytes=30,
+    physical_bytes=4096,
+    capacity_bytes=8192,
+    num_pages_stored=5,
+    num_pages_loaded=7,
+    num_pages_evicted=2,
+    bytes_stored=50,
+    bytes_written=60,
+    bytes_loaded=70,
+    num_inflight_jobs=1,
+    reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
+)
+
+
+def test_every_field_of_the_statistics_is_exported() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineStats)}
+    assert {metric.field for metric in METRICS} == fields
+
+
+def test_health_is_one_only_while_running() -> None:
+    metric = next(metric for metric in METRICS if metric.field == "health")
+    sick = dataclasses.replace(STATS, health=Health.MISS_ONLY)
+    assert list(samples(metric, STATS)) == [((), 1.0)]
+    assert list(samples(metric, sick)) == [((), 0.0)]
+
+
+def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge"):
+        kind = getattr(prometheus_client, name)
+
+        def make(*args: object, kind: type = kind, **kwargs: object) -> object:
+            return kind(*args, registry=registry, **kwargs)
+
+        monkeypatch.setattr(prometheus_client, name, make)
+    now, current = [0.0], [STATS]
+    exporter = MetricsExporter(lambda: current[0], clock=lambda: now[0])
+    exporter.export()
+    current[0] = dataclasses.replace(STATS, num_pages_stored=9)
+    exporter.export()  # too early: the old figure stays
+    value = registry.get_sample_value
+    assert value("sglang_tiered:nvme_pages_stored_total") == 5
+    now[0] = 1.0
+    exporter.export()
+    assert value("sglang_tiered:nvme_pages_stored_total") == 9
+    labels = {"operation": "load", "reason": "corrupt"}
+    assert value("sglang_tiered:nvme_page_outcomes_total", labels) == 4

@@ -1,0 +1,153 @@
+"""Bad flags get one sentence before anything is touched; good ones come to SGLang's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_tiered.config import GiB, MiB, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration import server_args
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="test")
+    ServerArgs.add_cli_args(parser)
+    server_args.add_tier_arguments(parser)
+    return parser
+
+
+@pytest.fixture
+def resolve(parser: argparse.ArgumentParser, tmp_path: Path) -> Any:
+    def resolve(line: str, *, on_cpu: bool = True) -> server_args.Resolved:
+        words = ["--model-path", "m", *line.format(tmp=tmp_path).split()]
+        arguments = server_args.join_tier_values(words)
+        explicit = server_args.explicit_arguments(parser, arguments)
+        return server_args.resolve(explicit, arguments, on_cpu=on_cpu)
+
+    return resolve
+
+
+def option(resolved: server_args.Resolved, flag: str) -> str:
+    return resolved.sglang_arguments[resolved.sglang_arguments.index(flag) + 1]
+
+
+def test_tiering_is_on_by_default_and_capped(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv")
+    assert resolved.config.mode is TierMode.NVME
+    assert 0 < resolved.config.nvme.capacity_bytes <= 256 * GiB
+    assert 0 < resolved.config.host_bytes <= 64 * GiB
+    assert option(resolved, "--radix-cache-backend") == "tiered"
+    assert option(resolved, "--page-size") == "64"
+    assert "--enable-hierarchical-cache" in resolved.sglang_arguments
+    extra = json.loads(option(resolved, "--hicache-storage-backend-extra-config"))
+    assert extra["class_name"] == "TieredStorage" and extra["prefetch_threshold"] == 64
+
+
+def test_mode_off_is_stock_sglang(resolve: Any) -> None:
+    resolved = resolve("--tier-mode off --page-size 1")
+    assert resolved.sglang_arguments == ["--model-path", "m", "--page-size", "1"]
+
+
+def test_mode_host_names_no_storage(resolve: Any) -> None:
+    resolved = resolve("--tier-mode=host --tier-host-bytes=64MiB")
+    assert resolved.config.host_bytes == 64 * MiB
+    assert "--hicache-storage-backend" not in resolved.sglang_arguments
+
+
+def test_layout_is_left_to_sglang_on_cuda(resolve: Any) -> None:
+    arguments = resolve("--tier-dir {tmp}/kv", on_cpu=False).sglang_arguments
+    assert "--hicache-mem-layout" not in arguments and "--hicache-io-backend" not in arguments
+
+
+def test_what_the_user_says_wins(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --page-size=32 --hicache-mem-layout layer_first")
+    arguments = resolved.sglang_arguments
+    assert "--page-size=32" in arguments and "--page-size" not in arguments
+    assert arguments.count("--hicache-mem-layout") == 1
+    extra = json.loads(option(resolved, "--hicache-storage-backend-extra-config"))
+    assert extra["prefetch_threshold"] == 32
+
+
+def test_sglang_size_of_the_host_tier_is_kept(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --hicache-ratio 3")
+    assert resolved.config.host_bytes is None
+    assert "--hicache-size" not in resolved.sglang_arguments
+
+
+def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
+    config = resolve("--tier-dir {tmp}/kv --tp 2 --dp-size 2 --tier-nvme-bytes 1GiB").config
+    assert config.num_ranks == 4
+    assert config.nvme_bytes_per_rank == 256 * MiB
+    assert config.nvme.region_bytes == 32 * MiB
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--tier-mode tape", "--tier-mode tape is unknown"),
+        ("--tier-host-bytes 0", "--tier-host-bytes 0 must be greater"),
+        ("--tier-host-bytes -1GiB", "--tier-host-bytes -1GiB must be greater"),
+        ("--tier-host-bytes 5G", "--tier-host-bytes '5G' is not a size"),
+        ("--tier-host-bytes 9000TiB", "of memory that is free"),
+        ("--tier-nvme-bytes 0", "--tier-nvme-bytes 0 must be greater"),
+        ("--tier-nvme-bytes 1MiB", "--tier-nvme-bytes 1MiB is too small"),
+        ("--tier-nvme-bytes 64MiB --tier-nvme-region-bytes 64MiB", "must hold 2 regions of 64MiB"),
+        ("--tier-nvme-region-bytes 5000000", "must be a multiple of 4096"),
+        ("--tier-nvme-region-bytes 4096", "at least 4MiB"),
+        ("--tier-mode off --tier-dir x", "--tier-dir x has no meaning with --tier-mode off"),
+        ("--tier-mode host --tier-nvme-bytes 1GiB", "no meaning with --tier-mode host"),
+        ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
+        ("--enable-lmcache", "--enable-lmcache cannot run with tiering"),
+        ("--radix-cache-backend flexkv", "--radix-cache-backend cannot run with tiering"),
+        ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
+        ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
+        ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
+        ("--page-size 0", "--page-size 0 must be at least 1"),
+    ],
+)
+def test_bad_combination_is_one_sentence(
+    resolve: Any, line: str, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(line)
+    message = str(caught.value)
+    assert sentence in message and message.endswith(".") and "\n" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 900TiB")
+    assert "stops growing when the disk is full" in resolved.notes[0]
+
+
+def test_unknown_flag_ends_with_code_2(resolve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        resolve("--tier-colour blue")
+    assert ended.value.code == 2
+    assert "--tier-colour" in capsys.readouterr().err
+
+
+def test_parser_keeps_its_defaults_after_it_was_asked_for_explicit_ones(
+    parser: argparse.ArgumentParser,
+) -> None:
+    server_args.explicit_arguments(parser, ["--model-path", "m"])
+    assert parser.parse_args(["--model-path", "m"]).tp_size == 1
+
+
+def test_tier_flags_are_frozen() -> None:
+    """A flag is a promise; adding or dropping one is a decision, made here and in the README."""
+    assert list(server_args.TIER_FLAGS) == [
+        "--tier-mode",
+        "--tier-dir",
+        "--tier-host-bytes",
+        "--tier-nvme-bytes",
+        "--tier-nvme-region-bytes",
+    ]

@@ -1,0 +1,36 @@
+"""The prefetch window."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.policy.prefetch import PrefetchWindow
+
+
+def test_loads_beyond_the_window_are_put_off_and_come_back() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    assert window.has_room(600, num_taken=400)
+    assert not window.has_room(601, num_taken=400)
+    window.put_off("a")
+    assert window.is_put_off("a")
+    window.withdraw("a")
+    window.withdraw("a")
+    assert not window.is_put_off("a")
+
+
+def test_prompt_larger_than_the_window_does_not_wait_forever() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    assert window.has_room(5000, num_taken=0)
+    assert not window.has_room(5000, num_taken=1)
+
+
+def test_empty_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 tokens"):
+        PrefetchWindow(0)
+
+
+def test_flush_forgets_waiting_requests() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(10)
+    window.put_off("a")
+    window.clear()
+    assert window.num_put_off == 0

@@ -1,0 +1,191 @@
+"""What may be used as a tier directory, and what is left alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.errors import StoreError, StoreForeignError, StoreFormatError
+from sglang_tiered.storage.region import directory as directory_module
+from sglang_tiered.storage.region import format as region_format
+from sglang_tiered.storage.region.directory import (
+    MANIFEST_NAME,
+    DirectoryState,
+    inspect,
+    prepare,
+    shard_path,
+)
+from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "a" / "store"
+    assert prepare(path) is DirectoryState.ABSENT
+    return path
+
+
+def plant_region(path: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_path(path, "0")
+    shard.mkdir()
+    monkeypatch.setattr(region_format, "FORMAT_VERSION", version)
+    block = pack_region_header(RegionHeader(1 << 16, 0, b"n" * 16, 0))
+    monkeypatch.undo()
+    (shard / region_name(0)).write_bytes(block)
+
+
+def test_absent_then_ours(store: Path) -> None:
+    assert inspect(store) is DirectoryState.OURS
+    assert prepare(store) is DirectoryState.OURS
+    assert store.stat().st_mode & 0o777 == 0o700
+    assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
+    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 1 ")
+    assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
+
+
+def test_inspecting_touches_nothing(tmp_path: Path) -> None:
+    assert inspect(tmp_path / "absent") is DirectoryState.ABSENT
+    assert not (tmp_path / "absent").exists()
+    assert inspect(tmp_path) is DirectoryState.EMPTY
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fresh_filesystem_counts_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert inspect(tmp_path) is DirectoryState.EMPTY
+
+
+def test_somebody_elses_directory_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    for check in (inspect, prepare):
+        with pytest.raises(StoreForeignError, match=r"'thesis.tex'.*another --tier-dir"):
+            check(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_stray_files_in_a_valid_store_are_left_alone(store: Path) -> None:
+    (store / "notes").write_text("mine")
+    assert inspect(store) is DirectoryState.OURS
+    prepare(store)
+    assert (store / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("position", [0, 20, 25, -1])
+def test_damaged_manifest_is_repaired(store: Path, position: int) -> None:
+    good = (store / MANIFEST_NAME).read_bytes()
+    damaged = bytearray(good)
+    damaged[position] ^= 1
+    (store / MANIFEST_NAME).write_bytes(damaged)
+    shard_path(store, "tp0").mkdir()
+    assert inspect(store) is DirectoryState.OURS_DAMAGED
+    prepare(store)
+    assert (store / MANIFEST_NAME).read_bytes() == good
+    assert inspect(store) is DirectoryState.OURS
+
+
+def test_missing_manifest_with_our_regions_is_repaired(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_region(store, 1, monkeypatch)
+    (store / MANIFEST_NAME).unlink()
+    assert prepare(store) is DirectoryState.OURS_DAMAGED
+    assert inspect(store) is DirectoryState.OURS
+
+
+def test_damaged_manifest_among_foreign_files_is_refused(store: Path) -> None:
+    (store / MANIFEST_NAME).write_bytes(b"")
+    (store / "notes").write_text("mine")
+    with pytest.raises(StoreForeignError, match="notes"):
+        inspect(store)
+
+
+def test_foreign_file_in_a_shard_without_manifest_is_refused(store: Path) -> None:
+    (store / MANIFEST_NAME).unlink()
+    shard_path(store, "0").mkdir()
+    (shard_path(store, "0") / "photo.jpg").write_text("x")
+    with pytest.raises(StoreForeignError, match=r"photo\.jpg"):
+        inspect(store)
+
+
+def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "FORMAT_VERSION", 3)
+    prepare(store)
+    monkeypatch.undo()
+    before = (store / MANIFEST_NAME).read_bytes()
+    for check in (inspect, prepare):
+        with pytest.raises(StoreFormatError, match="format 3, newer than 1"):
+            check(store)
+    assert (store / MANIFEST_NAME).read_bytes() == before
+
+
+def test_newer_region_is_refused_when_the_manifest_is_gone(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_region(store, 2, monkeypatch)
+    (store / MANIFEST_NAME).unlink()
+    with pytest.raises(StoreFormatError, match="format 2, newer than 1"):
+        inspect(store)
+
+
+@pytest.mark.parametrize("kind", ["file", "link to file", "dangling link"])
+def test_not_a_directory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "path"
+    if kind == "file":
+        path.write_text("x")
+    else:
+        path.symlink_to(tmp_path / "target")
+        if kind == "link to file":
+            (tmp_path / "target").write_text("x")
+    for check in (inspect, prepare):
+        with pytest.raises(StoreForeignError, match="is not a directory"):
+            check(path)
+
+
+def test_link_to_a_directory_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert prepare(tmp_path / "link") is DirectoryState.EMPTY
+
+
+def test_fifo_under_our_name_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    with pytest.raises(StoreForeignError, match=MANIFEST_NAME):
+        inspect(tmp_path)
+
+
+def fail_manifest(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(path: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(directory_module, "_write_manifest", fail)
+
+
+def test_unwritable_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_manifest(monkeypatch, errno.EROFS)
+    with pytest.raises(StoreError, match=r"is not writable \(Read-only file system\); fix its"):
+        prepare(tmp_path)
+
+
+def test_full_disk_does_not_keep_a_good_store_away(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_manifest(monkeypatch, errno.ENOSPC)
+    assert prepare(store) is DirectoryState.OURS
+
+
+def test_parent_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="another --tier-dir"):
+        prepare(tmp_path / "file" / "store")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
+def test_shard_names_that_cannot_be_told_again(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a shard"):
+        shard_path(tmp_path, name)

@@ -1,0 +1,95 @@
+"""Sizes, names and checksums of the format."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.storage.region import format as region_format
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    MAX_EXTENT_HEADER_BYTES,
+    Extent,
+    PageRecord,
+    RegionHeader,
+    extent_header_bytes,
+    footer_bytes,
+    max_page_bytes,
+    newer_version,
+    pack_region_header,
+    padded,
+    page_checksum,
+    parse_region_name,
+    peek_extent_header_bytes,
+    region_name,
+    unpack_region_header,
+)
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_padding(nbytes: int, expected: int) -> None:
+    assert padded(nbytes) == expected
+
+
+def test_a_block_holds_the_header_of_91_pages() -> None:
+    assert extent_header_bytes(91) == BLOCK_BYTES
+    assert extent_header_bytes(92) == 2 * BLOCK_BYTES
+    assert MAX_EXTENT_HEADER_BYTES == 2 * BLOCK_BYTES
+
+
+def test_the_largest_page_fits_exactly() -> None:
+    region_bytes = 16 * BLOCK_BYTES
+    page = PageRecord(b"k" * 32, max_page_bytes(region_bytes), 0)
+    extent = Extent(BLOCK_BYTES, b"n" * 32, (page,))
+    assert extent.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
+
+
+def test_placements_follow_each_other_in_blocks() -> None:
+    pages = tuple(PageRecord(bytes([i]) * 32, length, 0) for i, length in enumerate((1, 4097, 9)))
+    extent = Extent(8192, b"n" * 32, pages)
+    offsets = [offset for _, offset in extent.placements()]
+    assert offsets == [12_288, 16_384, 24_576]
+    assert extent.end == 28_672
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 2**63 - 1])
+def test_names_round_trip(sequence: int) -> None:
+    assert parse_region_name(region_name(sequence)) == sequence
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "region-1.kv",
+        "region-000000000000000G.kv",
+        "region-000000000000000A.kv",
+        "region-0000000000000000.kv.bak",
+        "xregion-0000000000000000.kv",
+        "region-0000000000000000.kv\n",
+        "region-ffffffffffffffff.kv",
+    ],
+)
+def test_other_names_are_not_ours(name: str) -> None:
+    assert parse_region_name(name) is None
+
+
+def test_checksum_binds_namespace_key_and_bytes_but_not_segmentation() -> None:
+    base = page_checksum(b"n" * 32, b"k" * 32, [b"hello"])
+    assert page_checksum(b"n" * 32, b"k" * 32, [b"he", b"", b"llo"]) == base
+    assert page_checksum(b"m" * 32, b"k" * 32, [b"hello"]) != base
+    assert page_checksum(b"n" * 32, b"l" * 32, [b"hello"]) != base
+    assert page_checksum(b"n" * 32, b"k" * 32, [b"hellp"]) != base
+
+
+def test_newer_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_format, "FORMAT_VERSION", 5)
+    block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 0, b"n" * 16, 0))
+    monkeypatch.undo()
+    assert newer_version(block) == 5
+    assert unpack_region_header(block) is None
+    assert newer_version(block[:100]) is None
+
+
+def test_absurd_header_length_is_not_followed() -> None:
+    block = bytearray(BLOCK_BYTES)
+    block[:16] = b"SGLTEXTN" + (1).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little")
+    assert peek_extent_header_bytes(block) is None

@@ -1,0 +1,61 @@
+"""One holder at a time."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.errors import StoreError, StoreLockedError
+from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path):
+        expected = f"in use by process {os.getpid()}; stop it or pass another --tier-dir"
+        with pytest.raises(StoreLockedError, match=expected):
+            DirectoryLock(tmp_path)
+    DirectoryLock(tmp_path).release()
+
+
+def test_release_is_idempotent_and_the_file_private(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+    lock.release()
+    lock.release()
+
+
+def test_waiting_takes_over_when_the_holder_leaves(tmp_path: Path) -> None:
+    first = DirectoryLock(tmp_path)
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            first.release()
+
+    DirectoryLock(tmp_path, timeout_s=60.0, sleep=nap).release()
+    assert len(naps) == 3
+
+
+def test_a_stale_pid_does_not_hold_the_lock(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("999999\n")
+    DirectoryLock(tmp_path).release()
+
+
+def test_symlinked_lock_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "target")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        DirectoryLock(tmp_path)
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot be opened \(No such file"):
+        DirectoryLock(tmp_path / "absent")

@@ -1,0 +1,75 @@
+"""The worked example of the format page is what the code writes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import sglang_tiered.storage.region as package
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    Extent,
+    PageRecord,
+    RegionHeader,
+    Trailer,
+    pack_extent_header,
+    pack_footer,
+    pack_region_header,
+    pack_trailer,
+    page_checksum,
+)
+
+NONCE = bytes(range(16))
+NAMESPACE = b"\x11" * 32
+PAGES = ((b"\xa1" * 32, b"hello"), (b"\xb2" * 32, b"kv"))
+REGION_BYTES = 32 * 1024
+
+
+def example_region() -> bytes:
+    records = tuple(
+        PageRecord(key, len(data), page_checksum(NAMESPACE, key, [data])) for key, data in PAGES
+    )
+    extent = Extent(BLOCK_BYTES, NAMESPACE, records)
+    region = bytearray(REGION_BYTES)
+    region[:BLOCK_BYTES] = pack_region_header(RegionHeader(REGION_BYTES, 7, NONCE, 1))
+    region[BLOCK_BYTES : 2 * BLOCK_BYTES] = pack_extent_header(extent, NONCE, 0)
+    for (_, offset), (_, data) in zip(extent.placements(), PAGES, strict=True):
+        region[offset : offset + len(data)] = data
+    footer = pack_footer([extent], NONCE)
+    footer_offset = REGION_BYTES - BLOCK_BYTES - len(footer)
+    trailer = pack_trailer(Trailer(NONCE, 1, footer_offset, len(footer)))
+    region[footer_offset:] = footer + trailer
+    return bytes(region)
+
+
+def hexdump(data: bytes) -> str:
+    rows = [data[start : start + 16] for start in range(0, len(data), 16)]
+    lines = []
+    position = 0
+    for row, group in itertools.groupby(rows):
+        count = len(list(group))
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{position:06x}  {row.hex(' ')}  {text}")
+        if count > 1:
+            lines.append("*")
+        position += count * 16
+    lines.append(f"{position:06x}")
+    return "\n".join(lines)
+
+
+def test_the_worked_example_is_what_the_code_writes() -> None:
+    page = (Path(package.__file__).parent / "README.md").read_text()
+    assert f"```\n{hexdump(example_region())}\n```" in page
+
+
+def test_recovery_steps_are_the_same_in_page_and_code() -> None:
+    from sglang_tiered.storage.region import recovery
+
+    def steps(text: str) -> list[str]:
+        words = " ".join(text.split())
+        start = words.index("1. List the region files")
+        return words[start : words.index("from now on.", start)].split(" ")
+
+    page = (Path(package.__file__).parent / "README.md").read_text()
+    assert recovery.__doc__ is not None
+    assert steps(page) == steps(recovery.__doc__)

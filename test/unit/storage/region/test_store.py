@@ -1,0 +1,257 @@
+"""What RegionEngine does beyond the contract every engine keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.storage.base import Job, Reason, Run, Stop
+from sglang_tiered.storage.faulty import FaultyDevice
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+
+TIMEOUT_S = 20.0
+REGION = 64 * 1024
+OLD, NEW = b"\x11" * 32, b"\x22" * 32
+
+
+class Gate:
+    """Holds the writer inside its next ``writev`` until opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, operation: str) -> None:
+        if operation == "writev":
+            self.entered.set()
+            assert self.opened.wait(TIMEOUT_S)
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"namespace": OLD, "capacity_bytes": 4 * REGION, "region_bytes": REGION} | changes
+
+
+def done(job: Job) -> list[Reason]:
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job.reasons
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
+    device = FaultyDevice(FileDevice(tmp_path), before=gate)
+    engine = RegionEngine(
+        tmp_path, device=device, **options(num_readers=1, max_queued_store_bytes=20_000)
+    )
+    yield engine
+    gate.opened.set()
+    assert engine.drain(TIMEOUT_S)
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"namespace": b"short"},
+        {"region_bytes": 5000},
+        {"region_bytes": 4096},
+        {"capacity_bytes": REGION - 1},
+        {"num_readers": 0},
+    ],
+)
+def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"region_bytes|namespace|num_readers"):
+        RegionEngine(tmp_path / "s", **options(**wrong))
+    assert not (tmp_path / "s").exists()
+
+
+def test_queue_is_bounded_by_bytes(gated: RegionEngine, gate: Gate, make_run: MakeRun) -> None:
+    first = gated.submit_store(make_run(1, [12_000]))
+    assert gate.entered.wait(TIMEOUT_S)
+    assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.REJECTED]
+    small = gated.submit_store(make_run(3, [4096]))
+    assert not small.done
+    gate.opened.set()
+    assert done(first) == [Reason.OK]
+    assert done(small) == [Reason.OK]
+    assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.OK]
+
+
+def test_pending_until_written(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank
+) -> None:
+    run = make_run(1, [4096] * 2)
+    job = gated.submit_store(run)
+    assert gate.entered.wait(TIMEOUT_S)
+    assert gated.lookup(run.keys) == (0, Stop.PENDING)
+    assert done(gated.submit_load(blank(run))) == [Reason.MISS] * 2
+    assert done(gated.submit_store(run)) == [Reason.DUPLICATE] * 2
+    gate.opened.set()
+    assert done(job) == [Reason.OK] * 2
+    assert gated.lookup(run.keys) == (2, Stop.END)
+
+
+def test_loads_do_not_wait_behind_stores(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank
+) -> None:
+    gate.opened.set()
+    held = make_run(1, [4096])
+    done(gated.submit_store(held))
+    gate.opened.clear()
+    gate.entered.clear()
+    waiting = gated.submit_store(make_run(2, [4096]))
+    assert gate.entered.wait(TIMEOUT_S)
+    assert done(gated.submit_load(blank(held))) == [Reason.OK]
+    assert not waiting.done
+
+
+def test_cancelled_before_it_began(gated: RegionEngine, gate: Gate, make_run: MakeRun) -> None:
+    first = gated.submit_store(make_run(1, [4096]))
+    assert gate.entered.wait(TIMEOUT_S)
+    second_run = make_run(2, [4096])
+    second = gated.submit_store(second_run)
+    second.cancel()
+    gate.opened.set()
+    assert done(first) == [Reason.OK]
+    assert done(second) == [Reason.CANCELLED]
+    assert gated.lookup(second_run.keys) == (0, Stop.MISS)
+    assert done(gated.submit_store(second_run)) == [Reason.OK]
+
+
+def test_store_under_the_old_namespace_stays_invisible_under_the_new(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank, tmp_path: Path
+) -> None:
+    run = make_run(1, [4096])
+    job = gated.submit_store(run)
+    assert gate.entered.wait(TIMEOUT_S)
+    switch = threading.Thread(target=gated.set_namespace, args=(NEW,))
+    switch.start()
+    gate.opened.set()
+    switch.join(TIMEOUT_S)
+    assert not switch.is_alive()
+    assert done(job) == [Reason.OK]
+    assert gated.lookup(run.keys) == (0, Stop.MISS)
+    same_key = Run(run.keys, make_run(2, [4096]).pages)
+    assert done(gated.submit_store(same_key)) == [Reason.OK]
+    target = blank(run)
+    assert done(gated.submit_load(target)) == [Reason.OK]
+    assert bytes(target.pages[0][0]) == bytes(same_key.pages[0][0])
+    gated.close()
+    reopened = RegionEngine(tmp_path, **options())
+    target = blank(run)
+    assert done(reopened.submit_load(target)) == [Reason.OK]
+    assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
+    reopened.close()
+
+
+def test_clear_waits_for_the_store_before_it_and_keeps_the_one_after(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun
+) -> None:
+    before, after = make_run(1, [4096]), make_run(2, [4096])
+    job = gated.submit_store(before)
+    assert gate.entered.wait(TIMEOUT_S)
+    clearing = threading.Thread(target=gated.clear)
+    clearing.start()
+    gate.opened.set()
+    clearing.join(TIMEOUT_S)
+    assert not clearing.is_alive()
+    done(job)
+    assert gated.lookup(before.keys).num_hits == 0
+    assert done(gated.submit_store(after)) == [Reason.OK]
+    assert gated.lookup(after.keys).num_hits == 1
+
+
+def test_close_cancels_what_has_not_begun(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun
+) -> None:
+    first = gated.submit_store(make_run(1, [4096]))
+    assert gate.entered.wait(TIMEOUT_S)
+    second = gated.submit_store(make_run(2, [4096]))
+    closing = threading.Thread(target=gated.close)
+    closing.start()
+    assert done(second) == [Reason.CANCELLED]
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert done(first) == [Reason.OK]
+
+
+def test_run_longer_than_an_extent_and_a_region(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    engine = RegionEngine(tmp_path, **options(capacity_bytes=64 * REGION))
+    run = make_run(1, [100] * 300)
+    assert set(done(engine.submit_store(run))) == {Reason.OK}
+    target = blank(run)
+    assert set(done(engine.submit_load(target))) == {Reason.OK}
+    assert [bytes(page[0]) for page in target.pages] == [bytes(page[0]) for page in run.pages]
+    assert len(list(tmp_path.glob("*.kv"))) > 10
+    engine.check_integrity()
+    engine.close()
+
+
+def test_largest_page_and_one_byte_more(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
+    engine = RegionEngine(tmp_path, **options())
+    largest = REGION - 4 * 4096
+    run = make_run(1, [largest, largest + 1])
+    assert done(engine.submit_store(run)) == [Reason.OK, Reason.NO_SPACE]
+    assert done(engine.submit_load(blank(run))) == [Reason.OK, Reason.MISS]
+    engine.close()
+    reopened = RegionEngine(tmp_path, **options())
+    assert reopened.lookup(run.keys).num_hits == 1
+    reopened.close()
+
+
+def test_what_is_loaded_often_outlives_what_is_not(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    engine = RegionEngine(tmp_path, **options())
+    hot = make_run(0, [12_288] * 3)
+    done(engine.submit_store(hot))
+    for seed in range(1, 12):
+        done(engine.submit_store(make_run(seed, [12_288] * 3)))
+        assert done(engine.submit_load(blank(hot))) == [Reason.OK] * 3, f"evicted after {seed}"
+    engine.close()
+
+
+def test_capacity_of_a_single_region(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
+    engine = RegionEngine(tmp_path, **options(capacity_bytes=REGION))
+    for seed in range(5):
+        run = make_run(seed, [12_288] * 3)
+        assert done(engine.submit_store(run)) == [Reason.OK] * 3
+        assert done(engine.submit_load(blank(run))) == [Reason.OK] * 3
+        assert engine.stats().physical_bytes == REGION
+    engine.check_integrity()
+    engine.close()
+
+
+def test_closing_without_a_store_leaves_no_region(tmp_path: Path) -> None:
+    engine = RegionEngine(tmp_path, **options())
+    engine.close()
+    assert list(tmp_path.glob("*.kv")) == []
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path, make_run: MakeRun) -> None:
+    import os
+
+    before = len(os.listdir("/proc/self/fd"))
+    engine = RegionEngine(tmp_path, **options())
+    for seed in range(8):
+        done(engine.submit_store(make_run(seed, [12_288] * 3)))
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) == before

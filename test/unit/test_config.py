@@ -1,0 +1,99 @@
+"""Sizes, modes and the trip of the configuration through the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.config import (
+    ENVIRONMENT_VARIABLE,
+    GiB,
+    MiB,
+    NvmeConfig,
+    TieredConfig,
+    TierMode,
+    default_region_bytes,
+    format_bytes,
+    parse_bytes,
+    parse_mode,
+)
+from sglang_tiered.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("64GiB", 64 * GiB),
+        ("64 gib", 64 * GiB),
+        ("64GB", 64 * 10**9),
+        ("1.5MiB", 3 * MiB // 2),
+        ("4096", 4096),
+        ("9007199254740993", 9007199254740993),  # beyond float: digits must not be lost
+    ],
+)
+def test_size_with_unit_is_exact(text: str, expected: int) -> None:
+    assert parse_bytes("--flag", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "64G", "GiB", "1e9", "64XiB", "0x10", "nan", "1 2GiB"])
+def test_ambiguous_size_is_refused_with_the_units(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--flag .*KiB"):
+        parse_bytes("--flag", text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "-4GiB", "0.0001"])
+def test_zero_or_negative_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="greater than zero"):
+        parse_bytes("--flag", text)
+
+
+def test_unknown_mode_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="off, host, nvme"):
+        parse_mode("disk")
+
+
+def make_config(**changes: object) -> TieredConfig:
+    nvme = NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=64 * MiB)
+    settings: dict[str, object] = {"mode": TierMode.NVME, "host_bytes": GiB, "nvme": nvme}
+    return TieredConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def test_config_survives_the_environment() -> None:
+    environment: dict[str, str] = {}
+    config = make_config(num_ranks=4)
+    config.to_environment(environment)
+    assert TieredConfig.from_environment(environment) == config
+
+
+def test_absent_environment_is_no_configuration() -> None:
+    assert TieredConfig.from_environment({}) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"mode":"nvme"}', '{"mode":"tape"}'])
+def test_mangled_environment_names_variable_and_value(text: str) -> None:
+    with pytest.raises(ConfigError, match=ENVIRONMENT_VARIABLE):
+        TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
+
+
+def test_cap_smaller_than_two_regions_per_rank_is_refused() -> None:
+    nvme = NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=64 * MiB)
+    make_config(nvme=nvme, num_ranks=8)
+    with pytest.raises(ConfigError, match="--tier-nvme-bytes 1GiB is too small.*9 ranks"):
+        make_config(nvme=nvme, num_ranks=9)
+
+
+@pytest.mark.parametrize("region", [4096, 4 * MiB + 1, 0, -4 * MiB])
+def test_unusable_region_size_is_refused(region: int) -> None:
+    with pytest.raises(ConfigError, match="--tier-nvme-region-bytes"):
+        NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=region)
+
+
+def test_small_caps_keep_several_regions_to_evict_by() -> None:
+    assert default_region_bytes(256 * GiB) == 64 * MiB
+    assert default_region_bytes(256 * MiB) == 32 * MiB
+    assert default_region_bytes(1) == 4 * MiB
+
+
+def test_sizes_print_as_people_write_them() -> None:
+    assert format_bytes(64 * GiB) == "64GiB"
+    assert format_bytes(3 * GiB // 2) == "1.5GiB"
+    assert format_bytes(512) == "512B"

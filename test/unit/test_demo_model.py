@@ -1,0 +1,135 @@
+"""The demo model: same bytes from the same seed, and text that shows a wrong cache page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+MAKER = Path(__file__).resolve().parents[2] / "scripts" / "make_demo_model.py"
+
+# In a process of its own: importing transformers beside a CPU torch needs two of torchvision's
+# operators declared first, and must leave no trace in the test process.
+GENERATE = """
+import json, sys
+import torch
+library = torch.library.Library("torchvision", "DEF")
+for operator in ("nms", "qnms"):
+    try:
+        library.define(operator + "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    except RuntimeError:
+        pass  # torchvision's own are there
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+chat = [{"role": "user", "content": "What is a prefix?"}]
+answers = {
+    "chat": tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False),
+    "dtype": str(model.dtype),
+}
+for prompt in json.loads(sys.argv[2]):
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(
+        **inputs,
+        max_new_tokens=48,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(output.scores).topk(2).values
+    answers[prompt] = {
+        "tokens": output.sequences[0, inputs["input_ids"].shape[1] :].tolist(),
+        "gaps": (best[:, 0] - best[:, 1]).tolist(),
+    }
+print(json.dumps(answers))
+"""
+
+
+def make(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(MAKER), str(out_dir), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("with space") / "model"
+    result = make(out_dir)
+    assert result.returncode == 0, result.stderr
+    return out_dir
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    assert make(tmp_path / "again").returncode == 0
+    assert make(tmp_path / "other", "--seed", "1").returncode == 0
+    names = sorted(path.name for path in model_dir.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (model_dir / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    weights = "model.safetensors"
+    assert (model_dir / weights).read_bytes() != (tmp_path / "other" / weights).read_bytes()
+
+
+def test_processes_that_race_leave_one_whole_model(model_dir: Path, tmp_path: Path) -> None:
+    out_dir = tmp_path / "raced"
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        results = list(pool.map(lambda _: make(out_dir), range(3)))
+    assert [result.returncode for result in results] == [0, 0, 0], results
+    assert [path.name for path in tmp_path.iterdir()] == ["raced"]
+    for path in model_dir.iterdir():
+        assert path.read_bytes() == (out_dir / path.name).read_bytes(), path.name
+
+
+def test_what_is_in_the_way_is_refused_and_left_alone(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep")
+    result = make(tmp_path / "mine")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]
+
+    before = (model_dir / "model.safetensors").stat()
+    assert make(model_dir).returncode == 0
+    assert "another model (seed 0, wanted 7)" in make(model_dir, "--seed", "7").stderr
+    assert (model_dir / "model.safetensors").stat() == before
+
+
+def test_tokens_are_bytes_and_text_survives(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    every_byte = {token: index for token, index in tokenizer.get_vocab().items() if index < 256}
+    assert len(every_byte) == 256
+    text = "naïve 日本語\n\t\0 'quoted'"
+    ids = tokenizer.encode(text).ids
+    assert bytes(ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a<|end|>b").ids == [ord("a"), 257, ord("b")]
+    config = json.loads((model_dir / "config.json").read_text())
+    assert tokenizer.get_vocab_size() <= config["vocab_size"]
+    assert config["vocab_size"] % 64 == 0
+
+
+def test_greedy_text_depends_on_the_whole_prompt_and_not_on_rounding(model_dir: Path) -> None:
+    long = "The quick brown fox jumps over the lazy dog. " * 10
+    prompts = ["Hello", "What is a prefix?", long, "J" + long[1:]]
+    command = [sys.executable, "-c", GENERATE, str(model_dir), json.dumps(prompts)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(result.stdout)
+
+    assert answers.pop("dtype") == "torch.float32"
+    assert answers.pop("chat") == "<|begin|><|user|>What is a prefix?<|end|><|assistant|>"
+    texts = [bytes(answers[prompt]["tokens"]) for prompt in prompts]
+    assert len(set(texts)) == len(prompts), "a continuation ignores its prompt"
+    assert all(len(text) == 48 for text in texts), "generation ended early"
+    assert all(0x20 <= byte < 0x7F for text in texts for byte in text)
+    assert all(len(set(text)) >= 8 for text in texts), "a continuation fell into a loop"
+    gaps = [gap for prompt in prompts for gap in answers[prompt]["gaps"]]
+    assert sum(gap > 1e-3 for gap in gaps) >= 0.98 * len(gaps)
