@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 START_DEADLINE_S = 120.0
 REQUEST_DEADLINE_S = 120.0
@@ -147,17 +150,13 @@ class Server:
         """An ordinary stop; ``kill -9`` if it does not end in time."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                pass
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
         self.process.wait(STOP_DEADLINE_S)
         # The group's children are gone once the group cannot be signalled any more.
         deadline = time.monotonic() + STOP_DEADLINE_S

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from typing import TYPE_CHECKING
 
 import pytest
 import sglang
+
 from conftest import SMALL, Launch
-from server_process import Server
+
+if TYPE_CHECKING:
+    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -80,8 +84,9 @@ def test_frontend_program_with_turns_fork_select_and_regex(server: Server) -> No
         s += sglang.assistant(sglang.gen("digits", max_tokens=8, regex=r"[0-9]{4}"))
         branches = s.fork(2)
         for number, branch in enumerate(branches):
-            branch += sglang.user(f"Branch {number}?")
-            branch += sglang.assistant(sglang.gen("branch", max_tokens=6, temperature=0))
+            branch += sglang.user(f"Branch {number}?")  # noqa: PLW2901 - the language
+            answer = sglang.gen("branch", max_tokens=6, temperature=0)
+            branch += sglang.assistant(answer)  # noqa: PLW2901 - the language
         branches.join()
         s["branches"] = [branch["branch"] for branch in branches]
         s += sglang.user("Choose one.")

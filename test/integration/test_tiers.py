@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
 from conftest import SMALL, Launch, aligned, make_prompts
-from server_process import Answer, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 

@@ -4,29 +4,29 @@ Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CP
 (``SGLANG_USE_CPU_ENGINE``) needs the compiled ``sgl_kernel`` and stays unset; this one runs the
 "native" PyTorch forwards of every layer and our ``reference`` attention backend.
 
-The process is patched in five places, because SGLang 0.5.23 builds its host pools for a GPU:
+``patch_host_pools`` changes SGLang in four places, because 0.5.23 builds its host pools for a GPU:
 
-1. ``torchvision``'s compiled operators may not load beside a CPU build of torch; SGLang needs only
-   ``torchvision.transforms``, so declaring the two operators it looks up at import is enough.
-2. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
-3. ``HostKVCache.__init__``: ``pin_memory`` is always false.
-4. ``transfer_kv_*direct*`` in ``pool_host.mha`` and ``pool_host.mla``: copies in PyTorch, since the
+1. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
+2. ``HostKVCache.__init__``: ``pin_memory`` is always false.
+3. ``transfer_kv_*direct*`` in ``pool_host.mha`` and ``pool_host.mla``: copies in PyTorch, since the
    names are imported from ``sgl_kernel`` only under CUDA.
-5. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
+4. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
    machine has less in all.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-__all__ = ["ReferenceCpuPlatform", "declare_torchvision_operators", "patch_host_pools"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ReferenceCpuPlatform", "patch_host_pools"]
 
 HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
@@ -48,28 +48,17 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # An idle scheduler polls without pause, which on a GPU server costs one core of many and
         # on a small machine half of the compute.
         server_args.sleep_on_idle = True
+        # For the device "cpu" SGLang fills in ``intel_amx``, which needs sgl_kernel, before it asks
+        # the platform for its default.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
 
     def get_default_attention_backend(self) -> str:
         return "reference"
 
 
-# torch.library objects undo their definitions when collected, so they live as long as the process.
-_torchvision_library: list[torch.library.Library] = []
-
-
-def declare_torchvision_operators() -> None:
-    """Make ``import torchvision`` work where its compiled operators do not load. Idempotent."""
-    if _torchvision_library or hasattr(torch.ops.torchvision, "nms"):
-        return
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _torchvision_library.append(library)
-
-
 def patch_host_pools() -> None:
-    """Apply patches 2 to 5 of the module docstring. Idempotent; scheduler processes only need it,
-    every process may do it."""
+    """Apply the four patches. Idempotent; only schedulers need it, every process may do it."""
     from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unregistered

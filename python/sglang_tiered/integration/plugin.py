@@ -15,9 +15,9 @@ def activate_platform() -> str | None:
     """The platform class for this machine: ours without an accelerator, else SGLang's choice."""
     if _has_accelerator():
         return None
-    from sglang_tiered.integration.cpu_platform import declare_torchvision_operators
+    from sglang_tiered.integration import torchvision_operators
 
-    declare_torchvision_operators()
+    torchvision_operators.declare()
     return "sglang_tiered.integration.cpu_platform.ReferenceCpuPlatform"
 
 

@@ -188,12 +188,13 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if len(key) == 0 or self.storage is None:
             return 0
         hashes = get_storage_hash_str(key, last_hash, page_size=self.page_size)
-        return self.storage.lookup_leading(hashes) * self.page_size
+        return self.storage.lookup_leading(hashes) * int(self.page_size)
 
     def _num_loading_tokens(self) -> int:
         """Host tokens taken by loads in flight and by loads no request has consumed yet."""
         loading: int = self.cache_controller.prefetch_tokens_occupied
-        return loading + sum(self.prefetch_loaded_tokens_by_reqid.values())
+        unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
+        return loading + unconsumed
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""

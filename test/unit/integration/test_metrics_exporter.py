@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import prometheus_client
-import pytest
 
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+
+if TYPE_CHECKING:
+    import pytest
 
 STATS = EngineStats(
     health=Health.RUNNING,

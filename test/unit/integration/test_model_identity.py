@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from sglang_tiered.integration.model_identity import digest_directory, identify_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture

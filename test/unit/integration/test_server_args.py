@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sglang_tiered.config import GiB, MiB, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import server_args
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,27 @@
+"""Lets ``import torchvision`` succeed where its compiled operators do not load.
+
+They do not beside a CPU build of torch. SGLang needs only ``torchvision.transforms``, so declaring
+the operators that torchvision looks up at its import is enough. Imports nothing of SGLang, because
+``import sglang`` is what this must come before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["declare"]
+
+# torch.library objects undo their definitions when collected, so they live as long as the process.
+_libraries: list[Any] = []
+
+
+def declare() -> None:
+    """Declare ``torchvision::nms`` and ``torchvision::qnms`` unless they exist. Idempotent."""
+    if _libraries or hasattr(torch.ops.torchvision, "nms"):
+        return
+    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
