@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
+    "MIN_REGIONS",
+    "MIN_REGION_BYTES",
     "GiB",
     "KiB",
     "MiB",
@@ -90,6 +92,8 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int | None = None  # None: SGLang's --hicache-ratio or --hicache-size decides
     nvme: NvmeConfig | None = None
     num_ranks: int = 1  # scheduler processes of this server on this machine; they share the caps
+    tp_size: int = 1  # ranks that share the heads of a page
+    pp_size: int = 1  # ranks that share its layers
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

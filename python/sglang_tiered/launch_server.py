@@ -88,13 +88,26 @@ def _prepare_sglang() -> None:
 
 
 def _claim_directory(config: TieredConfig, held: ExitStack) -> None:
-    """Check, create and lock the tier directory; the lock lives as long as this process."""
+    """Check, lock and complete the tier directory; the lock lives as long as this process."""
     if config.nvme is None:
         return
+    from sglang_tiered.integration.shards import has_geometry
+
     path = Path(config.nvme.directory)
-    store_directory.inspect(path)
-    store_directory.prepare(path)
+    if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
+        store_directory.prepare(path)
     held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
+    store_directory.prepare(path)
+
+    def serves(name: str) -> bool:
+        return has_geometry(name, tp_size=config.tp_size, pp_size=config.pp_size)
+
+    for name in store_directory.remove_shards(path, keep=serves):
+        print(
+            f"sglang-tiered: removed shard {name} of {path}, whose pages only a server with other "
+            "parallel sizes could read.",
+            file=sys.stderr,
+        )
 
 
 def _serve(resolved: Resolved) -> int:

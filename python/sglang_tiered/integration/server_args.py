@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sglang_tiered.config import (
+    MIN_REGION_BYTES,
+    MIN_REGIONS,
     GiB,
     MiB,
     NvmeConfig,
@@ -192,7 +194,14 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
             ("--tier-dir", "--tier-nvme-bytes", "--tier-nvme-region-bytes"),
             reason="--tier-mode host",
         )
-    config = TieredConfig(mode=mode, host_bytes=host_bytes, nvme=nvme, num_ranks=num_ranks)
+    config = TieredConfig(
+        mode=mode,
+        host_bytes=host_bytes,
+        nvme=nvme,
+        num_ranks=num_ranks,
+        tp_size=_attention_tp_size(explicit),
+        pp_size=explicit.get("pp_size") or 1,
+    )
     for flag, value in added.items():
         if flag.lstrip("-").replace("-", "_") not in explicit:
             rest += [flag] if value is None else [flag, value]
@@ -274,6 +283,11 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
     if text is None:
         quarter = int((disk.free + held) * DEFAULT_DISK_FRACTION)
         capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
+        if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
+            raise ConfigError(
+                f"--tier-dir {directory} has only {format_bytes(disk.free)} of free disk space; "
+                "pass another --tier-dir, or --tier-mode host."
+            )
     else:
         capacity = parse_bytes("--tier-nvme-bytes", text)
         if capacity > disk.free + held:
@@ -298,6 +312,14 @@ def _num_ranks(explicit: Mapping[str, Any]) -> int:
     if not explicit.get("enable_dp_attention"):
         ranks *= explicit.get("dp_size") or 1
     return max(1, ranks // (explicit.get("nnodes") or 1))
+
+
+def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
+    """Ranks that share one request's heads: with DP attention, those of one DP group."""
+    tp_size: int = explicit.get("tp_size") or 1
+    if explicit.get("enable_dp_attention"):
+        return max(1, tp_size // (explicit.get("dp_size") or 1))
+    return tp_size
 
 
 def _existing_parent(path: Path) -> Path:

@@ -29,7 +29,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import namespace
+from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.storage.base import Health, Run
+from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
 
 if TYPE_CHECKING:
@@ -92,12 +94,18 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         nvme = self._config.nvme
         assert nvme is not None
         where = self._storage_config
-        geometry = f"tp{where.tp_rank}of{where.tp_size}-pp{where.pp_rank}of{where.pp_size}"
         for replica in range(self._config.num_ranks):
-            shard = Path(nvme.directory) / f"shard-{geometry}-dp{where.dp_rank}-{replica}"
+            name = shard_name(
+                tp_rank=where.tp_rank,
+                tp_size=where.tp_size,
+                pp_rank=where.pp_rank,
+                pp_size=where.pp_size,
+                dp_rank=where.dp_rank,
+                replica=replica,
+            )
             try:
                 return RegionEngine(
-                    shard,
+                    shard_path(Path(nvme.directory), name),
                     namespace=self._namespace,
                     capacity_bytes=self._config.nvme_bytes_per_rank,
                     region_bytes=nvme.region_bytes,
@@ -233,17 +241,20 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     def _load(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        return self._transfer(self._require_engine().submit_load, pool, hashes, host_indices)
+        engine = self._require_engine()
+        return self._transfer(engine, engine.submit_load, pool, hashes, host_indices)
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
         if self._stores_suspended:
             return [False] * len(hashes)
-        return self._transfer(self._require_engine().submit_store, pool, hashes, host_indices)
+        engine = self._require_engine()
+        return self._transfer(engine, engine.submit_store, pool, hashes, host_indices)
 
     def _transfer(
         self,
+        engine: TierEngine,
         submit: Callable[[Run], Job],
         pool: PoolName,
         hashes: Sequence[str],
@@ -254,6 +265,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         pages = _page_segments(self._pool(pool), host_indices, len(hashes))
         job = submit(Run(keys=tuple(_keys(pool, hashes)), pages=pages))
         job.wait()
+        engine.poll()  # every caller waits for its own job, so nobody needs the reports
         return job.ok
 
     def _pool(self, name: PoolName) -> Any:

@@ -81,12 +81,12 @@ class JobKind(enum.Enum):
 class Reason(enum.Enum):
     """Why a page of a finished job was or was not served."""
 
-    OK = "ok"
+    OK = "ok"  # the only reason, with DUPLICATE, that counts as success
     DUPLICATE = "duplicate"  # store only: already held or on its way; counts as success
-    MISS = "miss"  # load only: the key is not held (any more)
+    MISS = "miss"  # load only: the key is not held (any more), or the engine is MISS_ONLY
     CORRUPT = "corrupt"  # load only: bytes did not verify; the entry was dropped
-    IO_ERROR = "io_error"
-    NO_SPACE = "no_space"  # store only: cap or device full and nothing could be reclaimed
+    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail for ever
+    NO_SPACE = "no_space"  # store only: no room and nothing to reclaim, or a page beyond any region
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
     CANCELLED = "cancelled"  # cancelled before its I/O began, or the engine was closed
 
@@ -197,7 +197,10 @@ class TierEngine(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Count the leading keys that a load could serve now. Memory only; does not pin."""
+        """Count the leading keys that a load could serve now. Memory only; does not pin.
+
+        ``Stop.UNHEALTHY`` while the engine serves no loads, and when it is closed.
+        """
 
     @abstractmethod
     def submit_store(self, run: Run) -> Job:
@@ -222,7 +225,8 @@ class TierEngine(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every page and give the storage back. Blocks until running jobs are done."""
+        """Forget every page and give the storage back. Blocks until running jobs are done; does
+        nothing on a closed engine."""
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:

@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from sglang_tiered.errors import StoreError, StoreForeignError, StoreFormatError
+from sglang_tiered.errors import (
+    StoreError,
+    StoreForeignError,
+    StoreFormatError,
+    StoreLockedError,
+)
 from sglang_tiered.storage.region.device import PROBE_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -30,13 +35,20 @@ from sglang_tiered.storage.region.format import (
     newer_version,
     parse_region_name,
 )
-from sglang_tiered.storage.region.lock import LOCK_NAME
+from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["MANIFEST_NAME", "DirectoryState", "inspect", "prepare", "shard_path"]
+__all__ = [
+    "MANIFEST_NAME",
+    "DirectoryState",
+    "inspect",
+    "prepare",
+    "remove_shards",
+    "shard_path",
+]
 
 MANIFEST_NAME = "STORE"
 _TEMPORARY = re.compile(r"STORE\.tmp-\d+")
@@ -80,7 +92,7 @@ def prepare(path: Path) -> DirectoryState:
     """Make ``path`` a store directory, or refuse as ``inspect`` does; returns what was found.
 
     Creates it with its parents (mode 0700), writes a missing or damaged manifest, and makes sure
-    that files can be created. The caller should hold no lock yet: shards have their own.
+    that files can be created. The caller holds the directory's lock where the directory exists.
     """
     state = inspect(path)
     try:
@@ -96,6 +108,37 @@ def prepare(path: Path) -> DirectoryState:
             "fix its permissions or pass another --tier-dir"
         ) from error
     return state
+
+
+def remove_shards(path: Path, *, keep: Callable[[str], bool]) -> list[str]:
+    """Remove the shards whose name ``keep`` refuses; returns the names of those removed.
+
+    For shards that no server started from here will open again, whose bytes no cap would count.
+    The caller holds the lock of ``path``. A shard that another process holds is left alone, and so
+    is whatever in a shard is not ours. Raises ``StoreError`` for a shard that cannot be removed.
+    """
+    removed = []
+    for shard in sorted(path.glob("shard-*")):
+        name = shard.name.removeprefix("shard-")
+        if not _is_ours(shard) or keep(name):
+            continue
+        try:
+            with DirectoryLock(shard):
+                for file in shard.iterdir():
+                    if parse_region_name(file.name) is not None:
+                        file.unlink()
+                (shard / LOCK_NAME).unlink()
+            shard.rmdir()
+        except StoreLockedError:
+            continue
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                continue
+            raise StoreError(
+                f"{shard} cannot be removed ({error.strerror}); fix its permissions or {_WAY_OUT}"
+            ) from error
+        removed.append(name)
+    return removed
 
 
 def _inspect(path: Path) -> DirectoryState:
