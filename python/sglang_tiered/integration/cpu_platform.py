@@ -17,6 +17,7 @@ Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CP
 from __future__ import annotations
 
 import inspect
+import os
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -26,9 +27,10 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReferenceCpuPlatform", "patch_host_pools"]
+__all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
 
 HOST_MEMORY_RESERVE_BYTES = 1 << 30
+THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -52,9 +54,25 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # the platform for its default.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
+        num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        if num_ranks > 1:
+            os.environ.setdefault(THREADS_BIND, cores_per_rank(num_ranks, os.sched_getaffinity(0)))
 
     def get_default_attention_backend(self) -> str:
         return "reference"
+
+
+def cores_per_rank(num_ranks: int, cores: set[int]) -> str:
+    """The cores dealt out in turn, as ``SGLANG_CPU_OMP_THREADS_BIND`` takes them: ``0,2|1,3``.
+
+    SGLang deals by NUMA node and refuses more ranks than nodes. With fewer cores than ranks some
+    ranks share one.
+    """
+    ordered = sorted(cores)
+    dealt = [
+        ordered[rank::num_ranks] or [ordered[rank % len(ordered)]] for rank in range(num_ranks)
+    ]
+    return "|".join(",".join(map(str, own)) for own in dealt)
 
 
 def patch_host_pools() -> None:

@@ -6,9 +6,9 @@ decides which storage loads begin, when a request waits for one, and how large t
 Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own
-shard holds may differ after a crash. So the decisions below that read the local index are taken
-only by a scheduler that decides alone; with several ranks SGLang's own path runs, which reduces
-each lookup over the ranks.
+shard holds may differ after a crash. So the local index is asked only by a scheduler that decides
+alone; with tensor parallelism the window and the residents work from token counts, which SGLang
+keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs unchanged.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if config is not None and config.host_bytes_per_rank is not None:
             self._size_host_tier(config.host_bytes_per_rank)
         super().init_hicache(server_args, params)
-        if self._decides_alone() and self.storage is not None:
+        if self.pp_size == 1 and self.storage is not None:
             host_tokens = self.cache_controller.mem_pool_host.logical_size
             device_tokens = self.token_to_kv_pool_allocator.size_full
             own_tokens = max(host_tokens - device_tokens, host_tokens // 4)
@@ -143,15 +143,18 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     ) -> bool | None:
         """Begin a load of what the NVMe tier holds of the request, now or in its turn.
 
-        A cold request returns at once and is admitted in the same pass: the index is in memory,
-        so there is no query to wait for. A load that would overfill the window is put off until
-        ``check_prefetch_progress`` reaches the request again; SGLang drops it at that point, and
-        with it the prefix, whenever more requests return together than half the host tier holds.
+        A cold request of a scheduler that decides alone returns at once and is admitted in the
+        same pass: the index is in memory, so there is no query to wait for. A load that would
+        overfill the window is put off until ``check_prefetch_progress`` reaches the request again;
+        SGLang drops it at that point, and with it the prefix, whenever more requests return
+        together than half the host tier holds.
         """
         tokens = new_input_tokens
         if self._window is not None and self.storage is not None:
             self._window.withdraw(request)
-            num_held = self._num_held_tokens(tokens, last_hash, extra_key, cache_salt)
+            num_held = len(tokens) // self.page_size * self.page_size
+            if self._decides_alone():
+                num_held = self._num_held_tokens(tokens, last_hash, extra_key, cache_salt)
             if num_held < self.prefetch_threshold:
                 return None
             if not self._window.has_room(num_held, self._num_loading_tokens()):
@@ -199,7 +202,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
         if self._window is not None and self._window.is_put_off(request):
-            if self.storage is None or not self.storage.serves_loads:
+            if self.storage is None or (self._decides_alone() and not self.storage.serves_loads):
                 self._window.withdraw(request)
                 return True
             # The scheduler repeats the load's request with a fresh match in its next pass.

@@ -296,8 +296,10 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
                 f"{directory} can take now; the tier stops growing when the disk is full."
             )
     region_text = explicit.get("tier_nvme_region_bytes")
+    # A region must also fit a disk that is smaller than the cap.
+    room = min(capacity, disk.free + held)
     region = (
-        default_region_bytes(capacity // num_ranks)
+        default_region_bytes(room // num_ranks)
         if region_text is None
         else parse_bytes("--tier-nvme-region-bytes", region_text)
     )

@@ -81,3 +81,18 @@ def test_host_pools_are_never_pinned_even_when_patched_twice() -> None:
     cpu_platform._never_pin(Pool)
     assert Pool.__init__ is patched
     assert Pool(3, True).pinned is False and Pool(size=3, pin_memory=True).size == 3
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cores", "expected"),
+    [
+        (2, {0, 1}, "0|1"),
+        (2, {4, 1, 7, 2}, "1,4|2,7"),
+        (3, {5}, "5|5|5"),
+        (4, {0, 1}, "0|1|0|1"),
+    ],
+)
+def test_every_rank_gets_cores_even_when_there_are_too_few(
+    num_ranks: int, cores: set[int], expected: str
+) -> None:
+    assert cpu_platform.cores_per_rank(num_ranks, cores) == expected
