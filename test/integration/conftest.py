@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder by itself
-
 from server_process import Server
 
 ROOT = Path(__file__).parents[2]
