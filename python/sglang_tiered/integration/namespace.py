@@ -50,25 +50,25 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
     """
     import importlib.metadata
 
-    from sglang.srt.runtime_context import get_exec, get_memory, get_model, get_serving, get_spec
+    from sglang.srt.runtime_context import get_model, get_serving, get_spec
 
+    # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
+    # identity with a hole in it would let pages of another meaning be read.
     model, spec = get_model(), get_spec()
-    draft_path = _optional(spec, "speculative_draft_model_path")
+    draft_path = spec.speculative_draft_model_path
     return {
         "sglang": importlib.metadata.version("sglang"),
-        "model": identify_model(
-            model.model_path, _optional(model, "revision"), str(model.load_format)
-        ),
+        "model": identify_model(model.model_path, model.revision, str(model.load_format)),
         "draft": draft_path
-        and identify_model(draft_path, _optional(spec, "speculative_draft_model_revision"), "auto"),
-        "speculative_algorithm": _optional(spec, "speculative_algorithm"),
+        and identify_model(draft_path, spec.speculative_draft_model_revision, "auto"),
+        "speculative_algorithm": spec.speculative_algorithm,
         "weight_version": get_serving().weight_version,
-        "compute_dtype": str(_optional(model, "dtype")),
-        "quantization": _optional(model, "quantization"),
-        "model_override_args": str(_optional(model, "json_model_override_args")),
-        "context_length": _optional(model, "context_length"),
-        "kv_cache_dtype": str(_optional(get_memory(), "kv_cache_dtype")),
-        "attention_chunk": _optional(get_exec(), "attention_chunk_size"),
+        "compute_dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(model.kv_cache_dtype),
+        "kv_scales": model.quantization_param_path,
+        "model_override_args": str(model.json_model_override_args),
+        "context_length": model.context_length,
         "tp": [storage_config.tp_rank, storage_config.tp_size],
         "pp": [storage_config.pp_rank, storage_config.pp_size],
         "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
@@ -96,11 +96,3 @@ def successor(namespace: bytes) -> bytes:
     """A namespace no process has had before: for weights changed in a running server, whose
     identity nobody can name."""
     return hashlib.sha256(namespace + uuid.uuid4().bytes).digest()
-
-
-def _optional(bag: Any, name: str) -> Any:
-    """A setting that not every SGLang configuration group carries."""
-    try:
-        return getattr(bag, name)
-    except AttributeError:
-        return None

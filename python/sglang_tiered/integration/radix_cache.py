@@ -205,6 +205,8 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if self.storage is None or (self._decides_alone() and not self.storage.serves_loads):
                 self._window.withdraw(request)
                 return True
+            if not self._window.ask(request):
+                return True
             # The scheduler repeats the load's request with a fresh match in its next pass.
             self.storage_prefetch_retries.refetch(request.rid)
             return False

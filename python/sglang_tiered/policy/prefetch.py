@@ -13,6 +13,9 @@ __all__ = ["PrefetchWindow"]
 
 Request = TypeVar("Request")
 
+MAX_IGNORED_ASKS = 100
+"""Asks in a row that led to no new attempt, after which the asker no longer means to load."""
+
 
 class PrefetchWindow(Generic[Request]):
     """Bookkeeping for one scheduler; not thread-safe. Sizes are tokens."""
@@ -21,7 +24,7 @@ class PrefetchWindow(Generic[Request]):
         if limit <= 0:
             raise ValueError(f"a prefetch window of {limit} tokens lets nothing load")
         self._limit = limit
-        self._put_off: set[Request] = set()
+        self._put_off: dict[Request, int] = {}  # to the asks since its last attempt
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
         """Whether a load of ``num_tokens`` may begin beside ``num_taken`` tokens under way.
@@ -31,14 +34,27 @@ class PrefetchWindow(Generic[Request]):
         return num_taken == 0 or num_taken + num_tokens <= self._limit
 
     def put_off(self, request: Request) -> None:
-        self._put_off.add(request)
+        """An attempt found no room; the request shall be asked again."""
+        self._put_off[request] = 0
 
     def is_put_off(self, request: Request) -> bool:
         return request in self._put_off
 
+    def ask(self, request: Request) -> bool:
+        """Whether a put-off request should go on waiting, its load being attempted again.
+
+        False, and the request forgotten, once that was asked many times in a row without another
+        attempt: whoever repeats attempts has given up, and a request must not wait for nothing.
+        """
+        self._put_off[request] += 1
+        if self._put_off[request] <= MAX_IGNORED_ASKS:
+            return True
+        self.withdraw(request)
+        return False
+
     def withdraw(self, request: Request) -> None:
         """Forget a request: its load begins, or it was aborted. Unknown requests are fine."""
-        self._put_off.discard(request)
+        self._put_off.pop(request, None)
 
     def clear(self) -> None:
         self._put_off.clear()

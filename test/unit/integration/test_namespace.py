@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from sglang_tiered.integration import namespace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 IDENTITY: dict[str, Any] = {"model": "abc", "weight_version": "default", "tp": [0, 2]}
 
@@ -69,3 +72,75 @@ def test_weights_changed_in_place_never_return_to_a_namespace() -> None:
     start = digest()
     seen = {start, *(namespace.successor(start) for _ in range(10))}
     assert len(seen) == 11
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, SimpleNamespace]:
+    """SGLang's published configuration, with the fields it has in 0.5.23."""
+    from sglang.srt import runtime_context
+
+    (tmp_path / "config.json").write_text("{}")
+    groups = {
+        "get_model": SimpleNamespace(
+            model_path=str(tmp_path),
+            revision=None,
+            load_format="auto",
+            dtype="auto",
+            quantization=None,
+            kv_cache_dtype="fp8_e4m3",
+            quantization_param_path=None,
+            json_model_override_args="{}",
+            context_length=None,
+        ),
+        "get_spec": SimpleNamespace(
+            speculative_draft_model_path=None,
+            speculative_draft_model_revision=None,
+            speculative_algorithm=None,
+        ),
+        "get_serving": SimpleNamespace(weight_version="default"),
+    }
+    for name, group in groups.items():
+        monkeypatch.setattr(runtime_context, name, lambda group=group: group)
+    return groups
+
+
+RANKS = SimpleNamespace(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    attn_cp_rank=0,
+    attn_cp_size=1,
+    dcp_rank=0,
+    dcp_size=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"),
+    [
+        ("get_model", "kv_cache_dtype", "fp8_e5m2"),  # the same storage type as fp8_e4m3
+        ("get_model", "dtype", "float32"),
+        ("get_model", "quantization", "fp8"),
+        ("get_model", "quantization_param_path", "scales.json"),
+        ("get_model", "json_model_override_args", '{"rope_theta": 1}'),
+        ("get_model", "context_length", 4096),
+        ("get_spec", "speculative_algorithm", "EAGLE"),
+        ("get_serving", "weight_version", "v2"),
+    ],
+)
+def test_every_setting_that_gives_kv_its_meaning_is_in_the_identity(
+    published: dict[str, SimpleNamespace], group: str, field: str, value: Any
+) -> None:
+    before = namespace.digest(namespace.server_identity(RANKS), {})
+    assert namespace.digest(namespace.server_identity(RANKS), {}) == before
+    setattr(published[group], field, value)
+    assert namespace.digest(namespace.server_identity(RANKS), {}) != before
+
+
+def test_setting_that_sglang_renamed_stops_the_server_instead_of_reading_as_absent(
+    published: dict[str, SimpleNamespace],
+) -> None:
+    del published["get_model"].kv_cache_dtype
+    with pytest.raises(AttributeError, match="kv_cache_dtype"):
+        namespace.server_identity(RANKS)

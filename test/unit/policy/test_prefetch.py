@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.policy.prefetch import MAX_IGNORED_ASKS, PrefetchWindow
 
 
 def test_loads_beyond_the_window_are_put_off_and_come_back() -> None:
@@ -34,3 +34,13 @@ def test_flush_forgets_waiting_requests() -> None:
     window.put_off("a")
     window.clear()
     assert window.num_put_off == 0
+
+
+def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(10)
+    window.put_off("a")
+    assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
+    window.put_off("a")  # attempted again, still no room
+    assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
+    assert not window.ask("a")
+    assert not window.is_put_off("a")

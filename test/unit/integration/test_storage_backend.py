@@ -1,0 +1,220 @@
+"""``TieredStorage`` over a real region store, with host pools made of plain tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration import namespace
+from sglang_tiered.integration.storage_backend import TieredStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAGE_SIZE = 4
+
+
+@dataclass
+class Pool:
+    """A host pool as SGLang's storage sees it: K and V halves, pages first."""
+
+    buffer: torch.Tensor  # [2, pages, bytes] uint8
+    page_size: int = PAGE_SIZE
+    dtype: torch.dtype = torch.uint8
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = (indices[:: self.page_size] // self.page_size).tolist()
+        pointers = [self.buffer[half, page].data_ptr() for page in pages for half in range(2)]
+        return pointers, [self.buffer.shape[2]] * len(pointers)
+
+
+def make_pool(seed: int, page_bytes: int = 3000) -> Pool:
+    generator = torch.Generator().manual_seed(seed)
+    return Pool(torch.randint(0, 256, (2, 16, page_bytes), dtype=torch.uint8, generator=generator))
+
+
+def hashes(*names: str) -> list[str]:
+    return [hashlib.sha256(name.encode()).hexdigest() for name in names]
+
+
+def slots(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(p * PAGE_SIZE, (p + 1) * PAGE_SIZE) for p in pages])
+
+
+def storage_config(**changes: Any) -> HiCacheStorageConfig:
+    settings: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "m",
+    }
+    return HiCacheStorageConfig(**{**settings, **changes})
+
+
+class Fixture:
+    """Opens storages on one directory and closes them all."""
+
+    def __init__(self, directory: Path, num_ranks: int) -> None:
+        nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
+        self.config = TieredConfig(
+            mode=TierMode.NVME, host_bytes=MiB, nvme=nvme, num_ranks=num_ranks
+        )
+        self.opened: list[TieredStorage] = []
+
+    def open(self, pool: Pool, extra: dict[PoolName, Pool] | None = None, **rank: Any) -> Any:
+        storage = TieredStorage(storage_config(**rank), {})
+        self.opened.append(storage)
+        storage.register_mem_pool_host(pool)
+        for name, other in (extra or {}).items():
+            storage.register_mem_host_pool_v2(other, name)
+        storage.on_host_pools_registered()
+        return storage
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Fixture]:
+    fixture = Fixture(tmp_path / "kv", num_ranks=getattr(request, "param", 1))
+    environment: dict[str, str] = {}
+    fixture.config.to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    yield fixture
+    for storage in fixture.opened:
+        storage.close()
+
+
+def test_pages_come_back_into_other_slots_bit_for_bit(make: Fixture) -> None:
+    pool = make_pool(0)
+    storage = make.open(pool)
+    before = pool.buffer.clone()
+    keys = hashes("a", "b", "c")
+    assert storage.batch_set_v1(keys, slots(3, 1, 7)) == [True] * 3
+    assert storage.batch_exists([*keys, *hashes("d")]) == 3
+    pool.buffer.zero_()
+    assert storage.batch_get_v1(keys, slots(10, 11, 12)) == [True] * 3
+    for source, target in zip((3, 1, 7), (10, 11, 12), strict=True):
+        assert torch.equal(pool.buffer[:, target], before[:, source])
+    assert not pool.buffer[:, :10].any() and not pool.buffer[:, 13:].any()
+
+
+def test_missing_page_fails_alone(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a", "c"), slots(0, 1))
+    assert storage.batch_get_v1(hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
+
+
+def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
+    kv, window = make_pool(0), make_pool(1, page_bytes=500)
+    storage = make.open(kv, {PoolName.SWA: window})
+    keys = hashes("a", "b")
+    storage.batch_set_v1(keys, slots(0, 1))
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+    expected = window.buffer.clone()
+    back = PoolTransfer(PoolName.SWA, host_indices=slots(5, 6), keys=keys)
+    assert storage.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
+    assert torch.equal(window.buffer[:, 5:7], expected[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("policy", "held", "num_trailing", "expected"),
+    [
+        (PoolHitPolicy.ALL_PAGES, "abcd", 0, (4, [1, 2, 3, 4])),
+        (PoolHitPolicy.ALL_PAGES, "abd", 0, (2, [1, 2])),
+        (PoolHitPolicy.ALL_PAGES, "", 0, (0, [])),
+        (PoolHitPolicy.TRAILING_PAGES, "cd", 2, (4, [4])),
+        (PoolHitPolicy.TRAILING_PAGES, "bd", 1, (4, [2, 4])),
+        (PoolHitPolicy.TRAILING_PAGES, "ac", 2, (1, [1])),
+    ],
+)
+def test_prefix_is_only_as_long_as_every_pool_can_restore(
+    make: Fixture,
+    policy: PoolHitPolicy,
+    held: str,
+    num_trailing: int,
+    expected: tuple[int, list[int]],
+) -> None:
+    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
+    keys = hashes(*"abcd")
+    storage.batch_set_v1(keys, slots(0, 1, 2, 3))
+    if held:
+        pages = slots(*range(len(held)))
+        storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=pages, keys=hashes(*held))])
+    query = PoolTransfer(PoolName.SWA, keys=keys[-num_trailing:], hit_policy=policy)
+    result = storage.batch_exists_v2([*keys, *hashes("e")], [query])
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == expected
+
+
+def test_restart_finds_the_pages_and_another_geometry_does_not(make: Fixture) -> None:
+    make.open(make_pool(0)).batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    again = make.open(make_pool(0))
+    assert again.exists(hashes("a")[0])
+    make.opened.pop().close()
+    other = make_pool(0)
+    other.page_size = 2
+    assert not make.open(other).exists(hashes("a")[0])
+
+
+def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
+    make: Fixture,
+) -> None:
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a"), slots(0))
+    storage.change_weights(tree_was_flushed=False)
+    assert storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    storage.tree_was_reset()
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert storage.batch_exists(hashes("a")) == 1
+
+
+def test_clear_forgets_everything(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a"), slots(0))
+    storage.clear()
+    assert storage.batch_exists(hashes("a")) == 0
+    assert storage.stats().physical_bytes == 0
+
+
+def test_every_rank_of_a_latent_attention_model_writes_its_own_shard(make: Fixture) -> None:
+    config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
+    TieredStorage(config, {})
+    assert config.is_storage_writer
+
+
+@pytest.mark.parametrize("make", [2], indirect=True)
+def test_replicas_with_equal_ranks_get_shards_of_their_own(make: Fixture) -> None:
+    first, second = make.open(make_pool(0)), make.open(make_pool(0))
+    first.batch_set_v1(hashes("a"), slots(0))
+    assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
+    with pytest.raises(StoreLockedError):
+        make.open(make_pool(0))
+
+
+def test_start_without_our_launcher_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_TIERED_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=r"python -m sglang_tiered\.launch_server"):
+        TieredStorage(storage_config(), {})
