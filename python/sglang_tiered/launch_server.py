@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+import textwrap
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_tiered.config import TieredConfig, TierMode, format_bytes
-from sglang_tiered.errors import TieredError
+from sglang_tiered.errors import ConfigError, TieredError
 from sglang_tiered.integration import compat
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.lock import DirectoryLock
@@ -59,7 +61,7 @@ def _resolve(arguments: list[str]) -> Resolved:
     from sglang_tiered.integration import server_args
 
     compat.check_signatures()
-    parser = argparse.ArgumentParser(prog="python -m sglang_tiered.launch_server")
+    parser = _Parser(prog="python -m sglang_tiered.launch_server")
     ServerArgs.add_cli_args(parser)
     server_args.add_tier_arguments(parser)
     if "--config" in arguments:
@@ -77,6 +79,13 @@ def _resolve(arguments: list[str]) -> Resolved:
                 explicit, arguments, on_cpu=on_cpu, problem=problem
             )
     return resolved
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a command line it cannot take with one sentence, not with 500 flags of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists every flag.")
 
 
 def _prepare_sglang() -> None:
@@ -124,18 +133,24 @@ def _serve(resolved: Resolved) -> int:
 
 def _run(server_args: Any, config: TieredConfig) -> None:
     """SGLang's ``run_server``, with our banner once the server answers where it is HTTP."""
-    from sglang.launch_server import run_server
+    # Asked of the raw record: SGLang completes it for these modes before it resolves it.
+    special = ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray")
+    if any(getattr(server_args, name) for name in special):
+        from sglang.launch_server import run_server
+
+        run_server(server_args)
+        return
     from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.entrypoints.http_server import get_global_state, launch_server
 
     server_args.resolve_once()
     resolved = resolving_view(server_args)
-    special = ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray")
-    if any(getattr(resolved, name, False) for name in special):
-        run_server(server_args)
-        return
-    from sglang.srt.entrypoints.http_server import launch_server
 
-    launch_server(server_args, launch_callback=lambda: print(banner(resolved, config), flush=True))
+    def announce() -> None:
+        num_tokens = get_global_state().scheduler_info["max_total_num_tokens"]
+        print(banner(resolved, config, num_tokens), flush=True)
+
+    launch_server(server_args, launch_callback=announce)
 
 
 def _page_hash_problem() -> str | None:
@@ -150,15 +165,15 @@ def _page_hash_problem() -> str | None:
         get_hash_str([0], page_size=1)
     except Exception as error:
         # Whatever the build tools raised: the server can run without this tier.
-        return str(error.__cause__ or error).strip().splitlines()[0]
+        return textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
     return None
 
 
-def banner(server_args: Any, config: TieredConfig) -> str:
+def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> str:
     """Address, tiers with their capacities, and a first request to try."""
     host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
     address = f"http://{host}:{server_args.port}"
-    lines = ["", f"sglang-tiered is ready at {address}", "  device  SGLang's KV pool"]
+    lines = ["", f"sglang-tiered is ready at {address}", f"  device  {num_device_tokens:,} tokens"]
     if config.mode is not TierMode.OFF:
         size = "sized by SGLang" if config.host_bytes is None else format_bytes(config.host_bytes)
         lines.append(f"  host    {size}")
@@ -172,11 +187,8 @@ def banner(server_args: Any, config: TieredConfig) -> str:
             "max_tokens": 32,
         }
     )
-    lines += [
-        "try:",
-        f"  curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        "",
-    ]
+    url, kind = f"{address}/v1/chat/completions", "-H 'Content-Type: application/json'"
+    lines += ["try:", f"  curl -s {url} {kind} -d {shlex.quote(body)}", ""]
     return "\n".join(lines)
 
 

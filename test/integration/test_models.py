@@ -87,7 +87,7 @@ def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path:
     assert sum(answer.cached["storage"] for answer in second) > 0
 
     # Random weights have no identity: a restart must not take them for the same ones.
-    server.kill()
+    server.stop()
     other = launch(*arguments, *tiers, model_path=latent)
     assert other.generate(PROMPTS[0]).num_cached == 0
     other.kill()

@@ -7,6 +7,8 @@ import hashlib
 import pathlib
 from typing import TYPE_CHECKING
 
+import pytest
+
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.shards import has_geometry, shard_name
@@ -15,8 +17,6 @@ from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def fingerprint(root: Path) -> dict[str, str]:
@@ -34,6 +34,24 @@ def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert code == 2
     (line,) = [line for line in error.splitlines() if line.startswith("sglang-tiered:")]
     return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tier-colour", "blue"], "unrecognized arguments: --tier-colour blue; --help lists"),
+        (["--tier-mode"], "--tier-mode: expected one argument; --help lists"),
+        (["--tp", "two"], "invalid int value: 'two'; --help lists"),
+        (["--tier-nvme-bytes", "-1GiB"], "--tier-nvme-bytes -1GiB must be greater than zero"),
+    ],
+)
+def test_unusable_command_line_is_one_sentence_without_usage(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_server.main(["--model-path", "m", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_foreign_directory_is_refused_untouched(
@@ -155,7 +173,8 @@ def test_banner_quotes_a_request_that_parses() -> None:
     nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
     args = SimpleNamespace(host="0.0.0.0", port=30000, served_model_name='odd "name"')
-    text = launch_server.banner(args, config)
+    text = launch_server.banner(args, config, 8192)
     assert "http://127.0.0.1:30000" in text and "64MiB in /kv" in text
+    assert "8,192 tokens" in text
     body = text.split("-d '", 1)[1].split("'\n", 1)[0]
     assert json.loads(body)["model"] == 'odd "name"'
