@@ -20,6 +20,8 @@ SUPPORTED_VERSIONS = ("0.5.23",)
 _CACHE = "sglang.srt.mem_cache"
 _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+
 # Every parameter we pass by name or rely on by position, per seam.
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CACHE}.registry:register_radix_cache_backend": ("name", "factory"),
@@ -29,6 +31,12 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.init_hicache": ("self", "server_args", "params"),
     f"{_TREE}.shutdown": ("self",),
     f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
+    f"{_TREE}.init_load_back": ("self", "params"),
+    f"{_TREE}._finish_write_through_ack": ("self", "ack_id"),
+    f"{_TREE}.inc_host_lock_ref": ("self", "node_id"),
+    f"{_TREE}.dec_host_lock_ref": ("self", "node_id", "params"),
+    f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
+    ".collect_path_info": ("self", "end_node_ids"),
     f"{_TREE}.prefetch_from_storage": (
         "self",
         "request",
@@ -71,7 +79,20 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     f"{_CACHE}.hicache_storage:HiCacheStorage.on_host_pools_registered": ("self",),
     "sglang.srt.layers.attention.attention_registry:register_attention_backend": ("name",),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v2": ("self", "transfers", "extra_info"),
+    f"{_CACHE}.hicache_storage:HiCacheStorage.batch_set_v2": ("self", "transfers", "extra_info"),
+    f"{_CACHE}.pool_host.base:HostKVCache.__init__": ("self", "host_size", "pin_memory"),
     "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
+    **{
+        f"{_UPDATER}.{method}": ("self", "recv_req")
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "end_weight_update",
+        )
+    },
 }
 
 

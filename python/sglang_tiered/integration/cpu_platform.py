@@ -16,6 +16,7 @@ Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CP
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from typing import TYPE_CHECKING, Any
@@ -105,10 +106,11 @@ def _allocate_unregistered(
 
 def _never_pin(host_pool_class: Any) -> None:
     original = host_pool_class.__init__
-    if original.__module__ == __name__:
+    if hasattr(original, "__wrapped__"):
         return
     signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def without_pinning(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["pin_memory"] = False
