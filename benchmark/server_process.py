@@ -142,6 +142,19 @@ class Server:
             assert time.monotonic() < deadline, f"{name} is {value}, wanted {at_least}"
             time.sleep(0.05)
 
+    def flush(self) -> None:
+        """Empty the tree and with it device and host memory; the store stays. SGLang refuses
+        while anything is under way, such as a backup of what was just generated."""
+        deadline = time.monotonic() + REQUEST_DEADLINE_S
+        while True:
+            try:
+                self.request("/flush_cache", {})
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.05)
+
     def kill(self) -> None:
         """``kill -9`` of the whole process group: nothing gets to clean up."""
         self._signal_group(signal.SIGKILL)

@@ -112,7 +112,7 @@ def test_flush_cache_forgets_the_tree_and_keeps_the_store(server: Server) -> Non
     prompt = [ord("b")] * 40 + [ord("c")] * 400
     before = server.generate(prompt)
     server.wait_for_state("nvme_pages_stored", 6)
-    server.request("/flush_cache", {})
+    server.flush()
     after = server.generate(prompt)
     assert after.output_ids == before.output_ids
     assert after.cached == {"device": 0, "host": 0, "storage": 384}

@@ -153,3 +153,33 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-nvme-bytes",
         "--tier-nvme-region-bytes",
     ]
+
+
+def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
+    arguments = server_args.join_tier_values(words)
+    explicit = server_args.explicit_arguments(parser, arguments)
+    resolved = server_args.resolve_without_nvme(
+        explicit, arguments, on_cpu=True, problem="c++ not found"
+    )
+    assert resolved.config.mode is TierMode.HOST and resolved.config.nvme is None
+    assert "--hicache-storage-backend" not in resolved.sglang_arguments
+    assert resolved.sglang_arguments[:2] == ["--model-path", "m"]
+    assert "c++ not found" in resolved.notes[-1] and "apt-get install g++" in resolved.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        (["--tier-host-bytes", "-1GiB"], ["--tier-host-bytes=-1GiB"]),
+        (["--tier-mode", "--tp", "2"], ["--tier-mode", "--tp", "2"]),
+        (["--tier-mode=off", "x"], ["--tier-mode=off", "x"]),
+        (["--tier-mode"], ["--tier-mode"]),
+    ],
+)
+def test_value_is_joined_to_its_flag_and_nothing_else_is(
+    words: list[str], joined: list[str]
+) -> None:
+    assert server_args.join_tier_values(words) == joined
