@@ -12,12 +12,7 @@ unless every answer of every round is the same on both systems.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -28,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from machine import describe_machine, describe_versions
 from server_process import Answer, Server
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +36,7 @@ PROMPT_LENGTH = 1500
 DEVICE_TOKENS = 8192
 HOST_BYTES = "64MiB"
 NUM_RETURNS = 5
+NUM_WARM_UP = 16  # other prompts first: enough to touch every page of the host tier once
 
 
 @dataclass
@@ -104,17 +100,20 @@ def measure(num_prompts: int, folder: Path) -> tuple[list[dict[str, Round]], lis
     subprocess.run([sys.executable, str(maker), str(model)], check=True)
     source = random.Random(0)
     prompts = [
-        [source.randrange(32, 127) for _ in range(PROMPT_LENGTH)] for _ in range(num_prompts)
+        [source.randrange(32, 127) for _ in range(PROMPT_LENGTH)]
+        for _ in range(num_prompts + NUM_WARM_UP)
     ]
+    warm_up, prompts = prompts[:NUM_WARM_UP], prompts[NUM_WARM_UP:]
     device = ("--max-total-tokens", str(DEVICE_TOKENS), "--page-size", str(PAGE_SIZE))
     tiers = (*device, "--tier-host-bytes", HOST_BYTES, "--tier-dir", str(folder / "kv"))
     systems: dict[str, Server] = {}
     try:
         systems["stock"] = Server.start(model, folder / "stock.log", "--tier-mode", "off", *device)
         systems["tiered"] = Server.start(model, folder / "tiered.log", *tiers)
+        run_round(systems, warm_up, "warm-up")
         titles = ["first", *(f"return {number + 1}" for number in range(NUM_RETURNS))]
         rounds = [run_round(systems, prompts, title) for title in titles]
-        pages = num_prompts * (PROMPT_LENGTH // PAGE_SIZE)
+        pages = (num_prompts + NUM_WARM_UP) * (PROMPT_LENGTH // PAGE_SIZE)
         systems["tiered"].wait_for_state("nvme_pages", pages)
         systems["tiered"].kill()
         systems["tiered"] = Server.start(model, folder / "tiered.log", *tiers)
@@ -170,17 +169,12 @@ def document(
     ratios: dict[str, dict[str, float]],
     num_prompts: int,
 ) -> dict[str, Any]:
-    packages = ("sglang", "torch", "sglang-tiered")
     return {
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
-            "date": datetime.date.today().isoformat(),
-        },
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "machine": describe_machine(),
+        "versions": describe_versions(),
         "settings": {
             "num_prompts": num_prompts,
+            "num_warm_up": NUM_WARM_UP,
             "prompt_length": PROMPT_LENGTH,
             "output_length": 1,
             "device_tokens": DEVICE_TOKENS,
@@ -203,15 +197,6 @@ def document(
             for title, pair in zip(titles, rounds, strict=True)
         ],
     }
-
-
-def cpu_model() -> str:
-    """The processor's name where Linux tells it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":
