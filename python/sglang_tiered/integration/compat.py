@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.dec_host_lock_ref": ("self", "node_id", "params"),
     f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
     ".collect_path_info": ("self", "end_node_ids"),
+    f"{_TREE}.get_last_hash_value": ("self", "node_id"),
     f"{_TREE}.prefetch_from_storage": (
         "self",
         "request",

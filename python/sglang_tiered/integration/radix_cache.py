@@ -86,8 +86,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _window: PrefetchWindow[CacheRequestHandle] | None = None
-    _residents: ResidentSet[int] | None = None
-    _resident_locks: dict[int, DecLockRefParams]
+    # Chains by the hash of their last page, which a node keeps when the tree splits it.
+    _residents: ResidentSet[str] | None = None
+    _pins: dict[str, tuple[int, DecLockRefParams]]
     _exporter: MetricsExporter | None = None
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
@@ -100,10 +101,8 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             device_tokens = self.token_to_kv_pool_allocator.size_full
             own_tokens = max(host_tokens - device_tokens, host_tokens // 4)
             self._window = PrefetchWindow(int(own_tokens * LOADING_SHARE))
-            self._residents = ResidentSet(
-                capacity=int(own_tokens * RESIDENT_SHARE), tier_tokens=host_tokens
-            )
-            self._resident_locks = {}
+            self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
+            self._pins = {}
         if self._enable_metrics_flag and self.storage is not None:
             self._exporter = MetricsExporter(self.storage.stats)
 
@@ -235,7 +234,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._residents is not None:
             for node in self.tree_core.collect_path_info([params.best_match_node])[0]:
-                self._residents.use(node.node_id)
+                # A longer prompt uses the resident that its prefix is.
+                if self.tree_core.get_last_hash_value(node.node_id) in self._residents:
+                    self._offer_resident(node.node_id)
             self._offer_resident(params.best_match_node)
         return result
 
@@ -246,24 +247,30 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         freed: int = super().evict_host(num_tokens, component_type)
         if self._residents is None or component_type is not BASE_COMPONENT_TYPE:
             return freed
-        for node_id in self._residents.evicted(freed):
-            self._unpin(node_id)
+        self._residents.evicted(freed)
         while freed < num_tokens and (dismissed := self._residents.give_up()) is not None:
             self._unpin(dismissed)
             freed += super().evict_host(num_tokens - freed, component_type)
         return freed
 
     def _offer_resident(self, node_id: int) -> None:
-        """Pin the chain that ends in a node: a pinned node keeps its ancestors, for only leaves
-        are evicted."""
+        """Pin the chain that ends in a node, if it is to stay: a pinned node keeps its ancestors,
+        for only leaves are evicted."""
         if self._residents is None or not self.tree_core.is_backuped(node_id):
             return
+        chain = self.tree_core.get_last_hash_value(node_id)
         path = self.tree_core.collect_path_info([node_id])[0]
-        if path and self._residents.offer(node_id, path[-1].path_end):
-            self._resident_locks[node_id] = self.inc_host_lock_ref(node_id).to_dec_params()
+        if chain is None or not path:
+            return
+        offer = self._residents.offer(chain, path[-1].path_end)
+        for dismissed in offer.dismissed:
+            self._unpin(dismissed)
+        if offer.accepted:
+            self._pins[chain] = (node_id, self.inc_host_lock_ref(node_id).to_dec_params())
 
-    def _unpin(self, node_id: int) -> None:
-        self.dec_host_lock_ref(node_id, self._resident_locks.pop(node_id))
+    def _unpin(self, chain: str) -> None:
+        node_id, lock = self._pins.pop(chain)
+        self.dec_host_lock_ref(node_id, lock)
 
     # ---- Life cycle ----
 
@@ -278,7 +285,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self._window.clear()
         if self._residents is not None:
             self._residents.clear()
-            self._resident_locks.clear()
+            self._pins.clear()
         if self.storage is not None:
             self.storage.tree_was_reset()
 
