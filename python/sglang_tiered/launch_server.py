@@ -8,9 +8,11 @@ or a file is written.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shlex
+import socket
 import sys
 import textwrap
 import warnings
@@ -70,6 +72,7 @@ def _resolve(arguments: list[str]) -> Resolved:
         arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
     arguments = server_args.join_tier_values(arguments)
     explicit = server_args.explicit_arguments(parser, arguments)
+    _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
     on_cpu = not torch.cuda.is_available()
     resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
     if resolved.config.mode is TierMode.NVME:
@@ -79,6 +82,22 @@ def _resolve(arguments: list[str]) -> Resolved:
                 explicit, arguments, on_cpu=on_cpu, problem=problem
             )
     return resolved
+
+
+def _check_address(host: str, port: int) -> None:
+    """SGLang binds only once the model is loaded, and hangs when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--port {port} is in use on {host}; stop what listens there or pass another "
+                    "--port."
+                ) from error
+            # Anything else about the address is SGLang's to judge: it may be a name.
 
 
 class _Parser(argparse.ArgumentParser):

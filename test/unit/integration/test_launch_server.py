@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import pathlib
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,6 +53,17 @@ def test_unusable_command_line_is_one_sentence_without_usage(
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_port_in_use_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert launch_server.main(["--model-path", "m", "--port", str(port)]) == 2
+    assert f"--port {port} is in use on 127.0.0.1" in capsys.readouterr().err
 
 
 def test_foreign_directory_is_refused_untouched(
