@@ -72,7 +72,8 @@ def _resolve(arguments: list[str]) -> Resolved:
         arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
     arguments = server_args.join_tier_values(arguments)
     explicit = server_args.explicit_arguments(parser, arguments)
-    _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
+    if not explicit.get("node_rank"):  # only the first node of several listens
+        _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
     on_cpu = not torch.cuda.is_available()
     resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
     if resolved.config.mode is TierMode.NVME:
@@ -87,17 +88,17 @@ def _resolve(arguments: list[str]) -> Resolved:
 def _check_address(host: str, port: int) -> None:
     """SGLang binds only once the model is loaded, and hangs when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"--port {port} is in use on {host}; stop what listens there or pass another "
-                    "--port."
-                ) from error
-            # Anything else about the address is SGLang's to judge: it may be a name.
+    except OSError as error:
+        # Anything else about the address is SGLang's to judge: the host may be a name.
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"--port {port} is in use on {host}; stop what listens there or pass another "
+                "--port."
+            ) from error
 
 
 class _Parser(argparse.ArgumentParser):
