@@ -119,7 +119,7 @@ class RegionStoreMachine(RuleBasedStateMachine):
         """A copy of the files taken while the engine is open is what ``kill -9`` leaves."""
         old = self.directory
         self.generation += 1
-        shutil.copytree(old, self.directory)
+        shutil.copytree(old, self.directory, ignore=shutil.ignore_patterns("*.tmp"))
         self.engine.close()
         shutil.rmtree(old)
         self.engine = self.open()

@@ -178,6 +178,7 @@ class EngineStats:
     """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
 
     health: Health
+    health_reason: str  # why it is not RUNNING, as one clause; empty while it is
     num_pages: int  # pages a lookup can hit
     stored_bytes: int  # payload bytes of those pages
     physical_bytes: int  # bytes of storage taken, the figure the cap bounds
@@ -186,9 +187,12 @@ class EngineStats:
     num_pages_loaded: int
     num_pages_evicted: int
     bytes_stored: int  # payload bytes stored
-    bytes_written: int  # bytes handed to the device, headers and padding included
+    bytes_written: int  # bytes handed to the device: headers, padding, reinsertion included
     bytes_loaded: int
+    num_pages_reinserted: int  # saved from storage that was reclaimed
+    bytes_reinserted: int  # payload bytes of those, in bytes_written but not in bytes_stored
     num_inflight_jobs: int
+    queued_store_bytes: int  # payload bytes of stores submitted and not done
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
 
 

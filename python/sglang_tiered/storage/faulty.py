@@ -33,6 +33,8 @@ Operation = Literal[
     "writev",
     "sync",
     "sync_directory",
+    "read_file",
+    "replace_file",
     "unlink",
     "free_bytes",
 ]
@@ -143,6 +145,19 @@ class FaultyDevice(Device):
     def sync_directory(self) -> None:
         self._enter("sync_directory")
         self.inner.sync_directory()
+
+    def read_file(self, name: str) -> bytes:
+        self._enter("read_file")
+        return self.inner.read_file(name)
+
+    def replace_file(self, name: str, data: bytes) -> None:
+        self._enter("replace_file")
+        if self.writable_bytes is not None:
+            if len(data) > self.writable_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.writable_bytes += self._reserved.get(name, 0) - len(data)
+            self._reserved[name] = len(data)
+        self.inner.replace_file(name, data)
 
     def unlink(self, name: str) -> None:
         self._enter("unlink")

@@ -119,6 +119,7 @@ class MemoryEngine(TierEngine):
         with self._lock:
             return EngineStats(
                 health=Health.FAILED if self._closed else Health.RUNNING,
+                health_reason="closed" if self._closed else "",
                 num_pages=len(self._pages),
                 stored_bytes=self._stored_bytes,
                 physical_bytes=self._stored_bytes,
@@ -129,7 +130,10 @@ class MemoryEngine(TierEngine):
                 bytes_stored=self._bytes_in,
                 bytes_written=self._bytes_in,
                 bytes_loaded=self._bytes_out,
+                num_pages_reinserted=0,
+                bytes_reinserted=0,
                 num_inflight_jobs=0,
+                queued_store_bytes=0,
                 reasons=dict(self._outcomes),
             )
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["PROBE_NAME", "Device", "FileDevice", "aligned_buffer"]
+__all__ = ["PROBE_NAME", "TEMPORARY_SUFFIX", "Device", "FileDevice", "aligned_buffer"]
 
 logger = logging.getLogger(__name__)
 
 PROBE_NAME = "PROBE"
+TEMPORARY_SUFFIX = ".tmp"
 _BOUNCE_BYTES = 1 << 20
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -78,6 +79,15 @@ class Device(ABC):
     @abstractmethod
     def sync_directory(self) -> None:
         """Make names durable."""
+
+    @abstractmethod
+    def read_file(self, name: str) -> bytes:
+        """A whole small file; ``FileNotFoundError`` when there is none."""
+
+    @abstractmethod
+    def replace_file(self, name: str, data: bytes) -> None:
+        """Make ``name`` hold ``data``, durably and in one step: whatever happens, it holds the
+        old or the new bytes."""
 
     @abstractmethod
     def unlink(self, name: str) -> None: ...
@@ -213,6 +223,27 @@ class FileDevice(Device):
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def read_file(self, name: str) -> bytes:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._directory / name, flags), "rb") as file:
+            return file.read()
+
+    def replace_file(self, name: str, data: bytes) -> None:
+        temporary = f"{name}{TEMPORARY_SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self._directory / temporary, flags, 0o600)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._directory / temporary, self._directory / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.unlink(temporary)
+            raise
+        self.sync_directory()
 
     def unlink(self, name: str) -> None:
         os.unlink(self._directory / name)

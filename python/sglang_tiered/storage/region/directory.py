@@ -4,7 +4,7 @@
 
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
-    <tier-dir>/shard-*/     LOCK and region files, one shard per rank
+    <tier-dir>/shard-*/     LOCK, CHECKPOINT and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds nothing but our names.
@@ -28,11 +28,12 @@ from sglang_tiered.errors import (
     StoreFormatError,
     StoreLockedError,
 )
-from sglang_tiered.storage.region.device import PROBE_NAME
+from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
+from sglang_tiered.storage.region.device import PROBE_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
-    newer_version,
+    other_version,
     parse_region_name,
 )
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
@@ -57,6 +58,9 @@ _SHARD = re.compile(r"shard-[A-Za-z0-9._-]+")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
 # An empty filesystem mounted here holds this; it is the kernel's, not somebody's data.
 _IGNORED = frozenset({"lost+found"})
+_SHARD_FILES = frozenset(
+    {LOCK_NAME, PROBE_NAME, CHECKPOINT_NAME, CHECKPOINT_NAME + TEMPORARY_SUFFIX}
+)
 
 
 class DirectoryState(enum.Enum):
@@ -125,7 +129,9 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool]) -> list[str]:
         try:
             with DirectoryLock(shard):
                 for file in shard.iterdir():
-                    if parse_region_name(file.name) is not None:
+                    if parse_region_name(file.name) is not None or (
+                        file.name in _SHARD_FILES and file.name != LOCK_NAME
+                    ):
                         file.unlink()
                 (shard / LOCK_NAME).unlink()
             shard.rmdir()
@@ -173,12 +179,12 @@ def _is_ours(path: Path) -> bool:
 def _inspect_shard(shard: Path) -> None:
     for name in sorted(os.listdir(shard)):
         if parse_region_name(name) is None:
-            if name not in (LOCK_NAME, PROBE_NAME):
+            if name not in _SHARD_FILES:
                 raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
             continue
         with _reading(shard / name) as fd:
-            version = newer_version(os.read(fd, BLOCK_BYTES))
-        if version is not None:
+            version = other_version(os.read(fd, BLOCK_BYTES))
+        if version is not None and version > FORMAT_VERSION:
             raise _newer(shard / name, version)
 
 

@@ -1,43 +1,51 @@
 """The bytes on disk: constants, pack and unpack. Pure; see ``README.md`` for the grammar.
 
 Unpacking never raises for bad bytes: what does not verify is ``None``, and the caller decides.
+Tables of pages are numpy structured arrays, laid out as on disk: a store of a million pages is
+opened and indexed without a Python object for each.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
 
     Buffer = bytes | bytearray | memoryview
 
 __all__ = [
     "BLOCK_BYTES",
+    "EXTENT_DTYPE",
     "FORMAT_VERSION",
     "MAX_EXTENT_HEADER_BYTES",
     "MAX_EXTENT_PAGES",
     "MIN_REGION_BYTES",
     "NAMESPACE_BYTES",
     "NONCE_BYTES",
+    "PAGE_DTYPE",
+    "Contents",
     "Extent",
-    "PageRecord",
     "RegionHeader",
     "Trailer",
     "extent_header_bytes",
     "footer_bytes",
     "max_page_bytes",
-    "newer_version",
+    "other_version",
     "pack_extent_header",
     "pack_footer",
     "pack_region_header",
     "pack_trailer",
     "padded",
     "page_checksum",
+    "page_table",
     "parse_region_name",
     "peek_extent_header_bytes",
     "region_name",
@@ -47,11 +55,11 @@ __all__ = [
     "unpack_trailer",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK_BYTES = 4096
 NONCE_BYTES = 16
 NAMESPACE_BYTES = 32
-MAX_EXTENT_PAGES = 128
+MAX_EXTENT_PAGES = 512
 
 REGION_MAGIC = b"SGLTREGN"
 EXTENT_MAGIC = b"SGLTEXTN"
@@ -60,12 +68,17 @@ TRAILER_MAGIC = b"SGLTTRLR"
 
 _REGION = struct.Struct("<8sIIQQ16sQ")  # magic version block_bytes nbytes sequence nonce created
 _EXTENT = struct.Struct("<8sII16sII32sQ")  # magic version header_bytes nonce ordinal pages ns data
-_PAGE = struct.Struct("<32sIQ")  # key length checksum
-_FOOTER = struct.Struct("<8sII16sQ")  # magic version num_extents nonce footer_bytes
-_FOOTER_EXTENT = struct.Struct("<QI32s")  # offset num_pages namespace
+_FOOTER = struct.Struct("<8sII16sQQ")  # magic version num_extents nonce num_pages footer_bytes
 _TRAILER = struct.Struct("<8sII16sQQ")  # magic version num_extents nonce footer_offset footer_bytes
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
+
+PAGE_DTYPE: np.dtype[Any] = np.dtype(
+    [("key", "V32"), ("length", "<u4"), ("checksum", "<u8")]  # length without padding
+)
+EXTENT_DTYPE: np.dtype[Any] = np.dtype(
+    [("offset", "<u8"), ("num_pages", "<u4"), ("namespace", "V32")]  # offset within the region
+)
 
 # Sequence numbers stay below 2**63, so the one after the largest name still has a name.
 _NAME = re.compile(r"region-([0-7][0-9a-f]{15})\.kv")
@@ -78,18 +91,12 @@ class RegionHeader(NamedTuple):
     created_ns: int
 
 
-class PageRecord(NamedTuple):
-    key: bytes
-    length: int
-    checksum: int
-
-
 class Extent(NamedTuple):
-    """One run of pages on disk, at ``offset`` within its region."""
+    """Pages written together, at ``offset`` within their region."""
 
     offset: int
     namespace: bytes
-    pages: tuple[PageRecord, ...]
+    pages: npt.NDArray[Any]  # [pages] PAGE_DTYPE
 
     @property
     def end(self) -> int:
@@ -97,14 +104,47 @@ class Extent(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        return sum(padded(page.length) for page in self.pages)
+        return int(_padded_lengths(self.pages).sum())
 
-    def placements(self) -> Iterator[tuple[PageRecord, int]]:
-        """Each page with the offset of its bytes within the region."""
-        offset = self.offset + extent_header_bytes(len(self.pages))
-        for page in self.pages:
-            yield page, offset
-            offset += padded(page.length)
+    def page_offsets(self) -> npt.NDArray[np.int64]:
+        """Where the bytes of each page are within the region."""
+        lengths = _padded_lengths(self.pages)
+        ends: npt.NDArray[np.int64] = np.cumsum(lengths)
+        return ends - lengths + (self.offset + extent_header_bytes(len(self.pages)))
+
+
+class Contents(NamedTuple):
+    """All extents of a region, as its footer lists them."""
+
+    extents: npt.NDArray[Any]  # [extents] EXTENT_DTYPE
+    pages: npt.NDArray[Any]  # [pages of all extents, in order] PAGE_DTYPE
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Contents:
+        table = np.zeros(len(extents), EXTENT_DTYPE)
+        for row, extent in zip(table, extents, strict=True):
+            row["offset"], row["num_pages"] = extent.offset, len(extent.pages)
+            row["namespace"] = np.void(extent.namespace)
+        pages = [extent.pages for extent in extents]
+        return cls(table, np.concatenate(pages) if pages else np.zeros(0, PAGE_DTYPE))
+
+    def page_offsets(self) -> npt.NDArray[np.int64]:
+        """Where the bytes of each page are within the region."""
+        num_pages = self.extents["num_pages"].astype(np.int64)
+        lengths = _padded_lengths(self.pages)
+        before = np.cumsum(lengths) - lengths
+        first_page = np.cumsum(num_pages) - num_pages
+        fixed = _EXTENT.size + _CHECKSUM.size
+        headers = -(-(fixed + num_pages * PAGE_DTYPE.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
+        payload = self.extents["offset"].astype(np.int64) + headers
+        shift: npt.NDArray[np.int64] = np.repeat(payload - before[first_page], num_pages)
+        return before + shift
+
+    def of_namespace(self, namespace: bytes) -> npt.NDArray[np.bool_]:
+        """Which pages were stored under the namespace."""
+        wanted = np.frombuffer(namespace, np.uint8)
+        stored = np.ascontiguousarray(self.extents["namespace"]).view(np.uint8).reshape(-1, 32)
+        return np.repeat((stored == wanted).all(axis=1), self.extents["num_pages"])
 
 
 class Trailer(NamedTuple):
@@ -118,12 +158,23 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
+def _padded_lengths(pages: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    lengths: npt.NDArray[np.int64] = pages["length"].astype(np.int64)
+    blocks: npt.NDArray[np.int64] = -(-lengths // BLOCK_BYTES)
+    return blocks * BLOCK_BYTES
+
+
+def page_table(records: Iterable[tuple[bytes, int, int]]) -> npt.NDArray[Any]:
+    """Rows of key, length and checksum as a table of PAGE_DTYPE."""
+    return np.array(list(records), PAGE_DTYPE)
+
+
 def extent_header_bytes(num_pages: int) -> int:
-    return padded(_EXTENT.size + num_pages * _PAGE.size + _CHECKSUM.size)
+    return padded(_EXTENT.size + num_pages * PAGE_DTYPE.itemsize + _CHECKSUM.size)
 
 
 def footer_bytes(num_extents: int, num_pages: int) -> int:
-    tables = num_extents * _FOOTER_EXTENT.size + num_pages * _PAGE.size
+    tables = num_extents * EXTENT_DTYPE.itemsize + num_pages * PAGE_DTYPE.itemsize
     return padded(_FOOTER.size + tables + _CHECKSUM.size)
 
 
@@ -169,16 +220,16 @@ def _verifies(block: Buffer) -> bool:
     return bool(stored == xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size]))
 
 
-def newer_version(block: Buffer) -> int | None:
-    """The version of a region header that verifies but is newer than ours.
+def other_version(block: Buffer) -> int | None:
+    """The version of a region header that verifies but is of another format than ours.
 
     The place of magic, version and checksum in block 0 is frozen for all versions, so a flipped
-    bit in the version field is damage, not a newer format.
+    bit in the version field is damage, not another format.
     """
     if len(block) != BLOCK_BYTES or not _verifies(block):
         return None
     magic, version = _MAGIC_VERSION.unpack_from(block)
-    return int(version) if magic == REGION_MAGIC and version > FORMAT_VERSION else None
+    return int(version) if magic == REGION_MAGIC and version != FORMAT_VERSION else None
 
 
 def pack_region_header(header: RegionHeader) -> bytes:
@@ -218,7 +269,7 @@ def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
         extent.namespace,
         extent.payload_bytes,
     )
-    return _close(fields + b"".join(_PAGE.pack(*page) for page in extent.pages), header_bytes)
+    return _close(fields + extent.pages.tobytes(), header_bytes)
 
 
 def peek_extent_header_bytes(block: Buffer) -> int | None:
@@ -242,46 +293,35 @@ def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int
         return None
     if (found_nonce, found_ordinal) != (nonce, ordinal):
         return None
-    if header_bytes != extent_header_bytes(num_pages):
+    if num_pages == 0 or header_bytes != extent_header_bytes(num_pages):
         return None
-    extent = Extent(offset, namespace, _unpack_pages(header, _EXTENT.size, num_pages))
+    pages = np.frombuffer(header, PAGE_DTYPE, num_pages, _EXTENT.size).copy()
+    extent = Extent(offset, namespace, pages)
     return extent if extent.payload_bytes == payload else None
 
 
-def _unpack_pages(buffer: Buffer, position: int, num_pages: int) -> tuple[PageRecord, ...]:
-    table = memoryview(buffer)[position : position + num_pages * _PAGE.size]
-    return tuple(PageRecord(*fields) for fields in _PAGE.iter_unpack(table))
-
-
-def pack_footer(extents: Iterable[Extent], nonce: bytes) -> bytes:
-    tables = []
-    num_extents = num_pages = 0
-    for extent in extents:
-        num_extents += 1
-        num_pages += len(extent.pages)
-        tables.append(_FOOTER_EXTENT.pack(extent.offset, len(extent.pages), extent.namespace))
-        tables.extend(_PAGE.pack(*page) for page in extent.pages)
+def pack_footer(contents: Contents, nonce: bytes) -> bytes:
+    num_extents, num_pages = len(contents.extents), len(contents.pages)
     nbytes = footer_bytes(num_extents, num_pages)
-    fields = _FOOTER.pack(FOOTER_MAGIC, FORMAT_VERSION, num_extents, nonce, nbytes)
-    return _close(fields + b"".join(tables), nbytes)
+    fields = _FOOTER.pack(FOOTER_MAGIC, FORMAT_VERSION, num_extents, nonce, num_pages, nbytes)
+    return _close(fields + contents.extents.tobytes() + contents.pages.tobytes(), nbytes)
 
 
-def unpack_footer(footer: Buffer, nonce: bytes) -> list[Extent] | None:
+def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
+    """The tables are copies: the caller may reuse the buffer."""
     if not _verifies(footer):
         return None
-    magic, version, num_extents, found_nonce, nbytes = _FOOTER.unpack_from(footer)
+    magic, version, num_extents, found_nonce, num_pages, nbytes = _FOOTER.unpack_from(footer)
     if (magic, version) != (FOOTER_MAGIC, FORMAT_VERSION):
         return None
     if (found_nonce, nbytes) != (nonce, len(footer)):
         return None
-    extents = []
-    position = _FOOTER.size
-    for _ in range(num_extents):
-        offset, num_pages, namespace = _FOOTER_EXTENT.unpack_from(footer, position)
-        position += _FOOTER_EXTENT.size
-        extents.append(Extent(offset, namespace, _unpack_pages(footer, position, num_pages)))
-        position += num_pages * _PAGE.size
-    return extents
+    if nbytes != footer_bytes(num_extents, num_pages):
+        return None
+    extents = np.frombuffer(footer, EXTENT_DTYPE, num_extents, _FOOTER.size).copy()
+    start = _FOOTER.size + extents.nbytes
+    pages = np.frombuffer(footer, PAGE_DTYPE, num_pages, start).copy()
+    return Contents(extents, pages) if extents["num_pages"].sum() == num_pages else None
 
 
 def pack_trailer(trailer: Trailer) -> bytes:

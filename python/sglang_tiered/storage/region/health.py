@@ -59,6 +59,7 @@ class HealthMonitor:
         self._stores = Backoff()  # guarded by _lock
         self._device = Backoff()  # guarded by _lock
         self._num_read_failures = 0  # in a row; guarded by _lock
+        self._cause = ""  # of the last failure of the device; guarded by _lock
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -71,22 +72,31 @@ class HealthMonitor:
         finally:
             with self._lock:
                 now = self._clock()
-                if now - self._started.pop(token) > self._io_timeout_s:
+                took_s = now - self._started.pop(token)
+                if took_s > self._io_timeout_s:
+                    self._cause = f"an operation took {took_s:.0f} s"
                     self._device.fail(now)
 
     def state(self) -> Health:
+        return self.diagnosis()[0]
+
+    def diagnosis(self) -> tuple[Health, str]:
+        """The state of now and why; the reason is empty while RUNNING."""
         with self._lock:
             now = self._clock()
-            oldest = min(self._started.values(), default=now)
-            if now - oldest > self._io_timeout_s or not self._device.is_over(now):
-                return Health.MISS_ONLY
-            return Health.RUNNING
+            waited_s = now - min(self._started.values(), default=now)
+            if waited_s > self._io_timeout_s:
+                return Health.MISS_ONLY, f"the device has not answered for {waited_s:.0f} s"
+            if not self._device.is_over(now):
+                return Health.MISS_ONLY, self._cause
+            return Health.RUNNING, ""
 
     def accepts_stores(self) -> bool:
         with self._lock:
             return self._stores.is_over(self._clock())
 
     def store_failed(self) -> None:
+        """Stores pause; loads go on."""
         with self._lock:
             self._stores.fail(self._clock())
 
@@ -94,8 +104,9 @@ class HealthMonitor:
         with self._lock:
             self._stores.succeed()
 
-    def read_failed(self) -> None:
+    def read_failed(self, error: OSError) -> None:
         with self._lock:
+            self._cause = f"reads fail: {error.strerror or error}"
             self._num_read_failures += 1
             # After one incident a single failed retry is enough to back off again.
             if self._num_read_failures > _READ_FAILURES_TOLERATED or self._device.num_failures:

@@ -1,196 +1,305 @@
-"""In memory: which region holds a key, and the regions themselves. No I/O.
+"""key -> where the page is, in 57 bytes of columns and 8 to 16 of hash table per page. No I/O.
 
-Nothing here locks: the owner's lock guards every call.
+An open-addressing hash table (linear probing, at most 60% full) of row numbers, over columns with
+one row per page. Every operation takes a whole run and works on arrays, so that a chain of a
+thousand pages costs a few numpy calls per probe step instead of a thousand dictionary lookups, and
+a million pages cost no Python object at all. Nothing here locks: the owner's lock guards every
+call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_tiered.storage.region.format import region_name
+import numpy as np
+
+from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
-    from sglang_tiered.storage.region.format import Extent
+    import numpy.typing as npt
 
-__all__ = ["Entry", "Index", "Region", "RegionTable"]
+__all__ = ["PageIndex", "Places", "key_words"]
 
-
-@dataclass(eq=False, slots=True)
-class Region:
-    """One region file. ``fd`` stays open until the region is retired and nobody pins it."""
-
-    sequence: int
-    fd: int
-    nbytes: int
-    nonce: bytes
-    tail: int = 0  # where the next extent goes; block-aligned
-    sealed: bool = False
-    extents: list[Extent] = field(default_factory=list)  # for the footer; emptied by sealing
-    keys: list[bytes] = field(default_factory=list)  # every key ever indexed here
-    num_live: int = 0  # index entries that point here
-    last_hit: int = -1
-    pins: int = 0
-    retired: bool = False
-    corruption_reported: bool = False
-
-    @property
-    def name(self) -> str:
-        return region_name(self.sequence)
+_EMPTY, _DELETED = -1, -2
+_MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
+_MIN_TABLE = 1 << 10
+_GROWTH = 1.25
+_LEADING = (16, 240)  # keys looked at first: most lookups of a cold prompt miss at once
+_MULTIPLIERS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
+)
 
 
-class Entry(NamedTuple):
-    """Where the bytes of one page are, and what they must hash to."""
+class Places(NamedTuple):
+    """Where pages are, as parallel lists."""
 
-    region: Region
-    offset: int
-    length: int
-    checksum: int
+    slots: list[int]  # of their regions in the region table
+    offsets: list[int]  # bytes within the region
+    lengths: list[int]  # bytes, without padding
+    checksums: list[int]
 
 
-class Index:
-    """key -> entry, with the live count of every region kept in step."""
+def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Keys of 32 bytes as an array ``[keys, 4]``."""
+    return np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
+
+
+def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    mixed: npt.NDArray[np.uint64] = (words * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MULTIPLIERS[0]
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+class PageIndex:
+    """Pages by key, with the live count of every region slot kept in step."""
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
+        self._table = np.full(_MIN_TABLE, _EMPTY, np.int32)
+        self._num_deleted = 0  # places in the table
+        self._num_rows = 0  # rows ever used; those on _free are unused again
+        self._free: list[npt.NDArray[np.int32]] = []
+        self._words = np.zeros((0, 4), np.uint64)
+        self._checksums = np.zeros(0, np.uint64)
+        self._blocks = np.zeros(0, np.uint32)
+        self._lengths = np.zeros(0, np.uint32)
+        self._slots = np.zeros(0, np.int32)  # -1: the row is free
+        self._hits = np.zeros(0, np.uint8)
+        self._live = np.zeros(0, np.int64)  # by region slot
+        self._num_pages = 0
         self.stored_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_pages
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
+        return bool(self.find(key_words([key]))[0] >= 0)
 
-    def get(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
+    def num_live(self, slot: int) -> int:
+        """Pages that are in the region of that slot."""
+        return int(self._live[slot]) if slot < len(self._live) else 0
 
-    def put(self, key: bytes, entry: Entry) -> None:
-        """Point ``key`` at ``entry``, whatever it pointed at before."""
-        old = self._entries.get(key)
-        if old is not None:
-            self._forget(old)
-        self._entries[key] = entry
-        entry.region.keys.append(key)
-        entry.region.num_live += 1
-        self.stored_bytes += entry.length
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are held."""
+        start = 0
+        for size in (*_LEADING, len(keys)):
+            chunk = keys[start : start + size]
+            if not chunk:
+                break
+            held = self.find(key_words(chunk)) >= 0
+            if not held.all():
+                return start + int(held.argmin())
+            start += len(chunk)
+        return start
 
-    def drop(self, key: bytes, entry: Entry) -> None:
-        """Forget ``key`` if it still points at ``entry``."""
-        if self._entries.get(key) is entry:
-            del self._entries[key]
-            self._forget(entry)
+    def find(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """The row of each key, -1 where it is not held."""
+        return self._find(words, _hash(words))
 
-    def drop_region(self, region: Region) -> int:
-        """Forget every key that still points into the region; returns how many."""
-        dropped = region.num_live
-        for key in region.keys:
-            entry = self._entries.get(key)
-            if entry is not None and entry.region is region:
-                del self._entries[key]
-                self._forget(entry)
-        region.keys.clear()
-        return dropped
+    def _find(
+        self, words: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        rows = np.full(len(words), -1, np.int64)
+        mask = len(self._table) - 1
+        place = (hashes & np.uint64(mask)).astype(np.int64)
+        left = np.arange(len(words))
+        while left.size:
+            found = self._table[place]
+            used = found >= 0
+            same = np.zeros(left.size, np.bool_)
+            same[used] = (self._words[found[used]] == words[left[used]]).all(axis=1)
+            rows[left[same]] = found[same]
+            on = ~same & (found != _EMPTY)
+            left = left[on]
+            place = (place[on] + 1) & mask
+        return rows
+
+    def places(self, rows: npt.NDArray[np.int64]) -> Places:
+        """Where the pages of these rows are."""
+        return Places(
+            self._slots[rows].tolist(),
+            (self._blocks[rows].astype(np.int64) * BLOCK_BYTES).tolist(),
+            self._lengths[rows].tolist(),
+            self._checksums[rows].tolist(),
+        )
+
+    def hit(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count a load of each page; reinsertion asks for it."""
+        hits = self._hits[rows]
+        self._hits[rows] = hits + (hits < 255)
+
+    def put(
+        self,
+        words: npt.NDArray[np.uint64],
+        slot: int,
+        offsets: npt.NDArray[np.int64],
+        lengths: npt.NDArray[Any],
+        checksums: npt.NDArray[Any],
+    ) -> None:
+        """Point keys at pages of one region, whatever they pointed at before. Where a key occurs
+        twice the later page counts."""
+        hashes = _hash(words)
+        if len(np.unique(hashes)) != len(hashes):
+            last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
+            words, hashes = words[last], hashes[last]
+            offsets, lengths, checksums = offsets[last], lengths[last], checksums[last]
+        self._reserve(len(words), slot)
+        rows = self._find(words, hashes)
+        known = rows >= 0
+        self._uncount(rows[known])
+        new = ~known
+        num_new = int(new.sum())
+        if num_new:
+            rows[new] = self._take_rows(num_new)
+            self._words[rows[new]] = words[new]
+            self._enter(rows[new], hashes[new])
+        self._num_pages += len(rows)
+        self._checksums[rows] = checksums
+        self._blocks[rows] = offsets // BLOCK_BYTES
+        self._lengths[rows] = lengths
+        self._slots[rows] = slot
+        self._hits[rows] = 0
+        self._live[slot] += len(rows)
+        self.stored_bytes += int(lengths.sum(dtype=np.int64))
+
+    def drop(self, key: bytes, slot: int, offset: int) -> None:
+        """Forget a key if it still points there."""
+        rows = self.find(key_words([key]))
+        if rows[0] < 0:
+            return
+        row = rows[0]
+        if self._slots[row] == slot and int(self._blocks[row]) * BLOCK_BYTES == offset:
+            self._remove(rows)
+
+    def rows_of(self, slot: int) -> npt.NDArray[np.int64]:
+        """The rows of all pages in a region; linear in the size of the index."""
+        return np.flatnonzero(self._slots[: self._num_rows] == slot)
+
+    def hot_rows(self, slot: int, max_bytes: int) -> npt.NDArray[np.int64]:
+        """Rows of pages of a region that were loaded since they were written, the most loaded
+        first as far as ``max_bytes`` reach, in the order of their offsets."""
+        rows = self.rows_of(slot)
+        rows = rows[self._hits[rows] > 0]
+        rows = rows[np.argsort(self._hits[rows], kind="stable")[::-1]]
+        sizes = -(-self._lengths[rows].astype(np.int64) // BLOCK_BYTES) * BLOCK_BYTES
+        rows = rows[np.cumsum(sizes) <= max_bytes]
+        return rows[np.argsort(self._blocks[rows])]
+
+    def keys(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
+        return [words.tobytes() for words in self._words[rows]]
+
+    def drop_region(self, slot: int) -> int:
+        """Forget every key that points into the region; returns how many."""
+        rows = self.rows_of(slot)
+        self._remove(rows)
+        return len(rows)
 
     def clear(self) -> None:
-        for entry in self._entries.values():
-            entry.region.num_live = 0
-            entry.region.keys.clear()
-        self._entries.clear()
-        self.stored_bytes = 0
+        """Forget everything and give the memory back."""
+        live = self._live
+        self.__init__()  # type: ignore[misc]
+        self._live = np.zeros_like(live)
 
-    def _forget(self, entry: Entry) -> None:
-        entry.region.num_live -= 1
-        self.stored_bytes -= entry.length
+    def _uncount(self, rows: npt.NDArray[np.int64]) -> None:
+        if rows.size:
+            gone = np.bincount(self._slots[rows], minlength=len(self._live))
+            self._live -= gone
+            self.stored_bytes -= int(self._lengths[rows].sum(dtype=np.int64))
+            self._num_pages -= len(rows)
 
-    def check_integrity(self, regions: RegionTable) -> None:
-        """Recount everything from the entries; linear in the number of pages."""
-        live: dict[int, int] = {}
-        stored = 0
-        for entry in self._entries.values():
-            assert entry.region in regions, f"an entry points into retired {entry.region.name}"
-            end = entry.offset + entry.length
-            assert end <= entry.region.nbytes, f"an entry ends at {end} in {entry.region.name}"
-            live[entry.region.sequence] = live.get(entry.region.sequence, 0) + 1
-            stored += entry.length
-        assert stored == self.stored_bytes, f"entries hold {stored}, counted {self.stored_bytes}"
-        for region in regions:
-            found = live.get(region.sequence, 0)
-            assert found == region.num_live, (
-                f"{region.name}: {found} entries, num_live {region.num_live}"
-            )
+    def _remove(self, rows: npt.NDArray[np.int64]) -> None:
+        if not rows.size:
+            return
+        self._uncount(rows)
+        mask = len(self._table) - 1
+        left = rows
+        place = (_hash(self._words[rows]) & np.uint64(mask)).astype(np.int64)
+        while left.size:
+            same = self._table[place] == left
+            self._table[place[same]] = _DELETED
+            left = left[~same]
+            place = (place[~same] + 1) & mask
+        self._num_deleted += len(rows)
+        self._slots[rows] = -1
+        self._free.append(rows.astype(np.int32))
 
+    def _enter(self, rows: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]) -> None:
+        """Put rows whose keys are not in the table into it."""
+        mask = len(self._table) - 1
+        place = (hashes & np.uint64(mask)).astype(np.int64)
+        while rows.size:
+            found = self._table[place]
+            vacant = found < 0
+            self._table[place[vacant]] = rows[vacant]
+            # Of several rows for one place the last assignment stays; the others go on.
+            placed = self._table[place] == rows
+            self._num_deleted -= int((found[placed] == _DELETED).sum())
+            rows = rows[~placed]
+            place = (place[~placed] + 1) & mask
 
-class RegionTable:
-    """The regions that exist, and the bytes they take on the disk.
+    def _take_rows(self, count: int) -> npt.NDArray[np.int64]:
+        taken: list[npt.NDArray[np.int32]] = []
+        while count and self._free:
+            rows = self._free.pop()
+            taken.append(rows[:count])
+            if len(rows) > count:
+                self._free.append(rows[count:].copy())
+            count -= len(taken[-1])
+        taken.append(np.arange(self._num_rows, self._num_rows + count, dtype=np.int32))
+        self._num_rows += count
+        return np.concatenate(taken).astype(np.int64)
 
-    ``physical_bytes`` also counts room reserved for a region about to be created and regions
-    already unlinked that a reader still holds open: the disk has not got those back yet.
-    """
+    def _reserve(self, count: int, slot: int) -> None:
+        """Make room for more pages, in the columns and in the table."""
+        if slot >= len(self._live):
+            self._live = np.concatenate([self._live, np.zeros(slot + 64, np.int64)])
+        needed = self._num_rows + count
+        if needed > len(self._slots):
+            size = max(needed, int(len(self._slots) * _GROWTH), 1024)
+            # In place, so that growing a large index needs no second copy of it. No view of a
+            # column leaves this class.
+            self._words.resize((size, 4), refcheck=False)
+            for column in (
+                self._checksums,
+                self._blocks,
+                self._lengths,
+                self._slots,
+                self._hits,
+            ):
+                column.resize(size, refcheck=False)
+        if self._num_pages + self._num_deleted + count > _MAX_FILL * len(self._table):
+            self._rebuild(self._num_pages + count)
 
-    def __init__(self) -> None:
-        self._regions: dict[int, Region] = {}
-        self.physical_bytes = 0
-        self.retiring_bytes = 0
-        self._hits = 0
+    def _rebuild(self, num_pages: int) -> None:
+        size = _MIN_TABLE
+        while num_pages > _MAX_FILL / 1.5 * size:
+            size *= 2
+        self._table = np.full(size, _EMPTY, np.int32)
+        self._num_deleted = 0
+        rows = np.flatnonzero(self._slots[: self._num_rows] >= 0)
+        for start in range(0, len(rows), 1 << 16):
+            chunk = rows[start : start + (1 << 16)]
+            self._enter(chunk, _hash(self._words[chunk]))
 
-    def __iter__(self) -> Iterator[Region]:
-        return iter(self._regions.values())
-
-    def __len__(self) -> int:
-        return len(self._regions)
-
-    def __contains__(self, region: Region) -> bool:
-        return self._regions.get(region.sequence) is region
-
-    def add(self, region: Region) -> None:
-        """Adopt a region whose bytes were reserved before."""
-        assert region.sequence not in self._regions, f"{region.name} is there twice"
-        self._regions[region.sequence] = region
-
-    def reserve(self, nbytes: int) -> None:
-        self.physical_bytes += nbytes
-
-    def unreserve(self, nbytes: int) -> None:
-        self.physical_bytes -= nbytes
-
-    def touch(self, region: Region) -> None:
-        self._hits += 1
-        region.last_hit = self._hits
-
-    def pin(self, region: Region) -> None:
-        """Keep the region's descriptor open until the matching ``unpin``."""
-        assert not region.retired, f"{region.name} is retired"
-        region.pins += 1
-
-    def unpin(self, region: Region) -> bool:
-        """True when this was the last pin of a retired region: the caller closes its descriptor,
-        then calls ``closed``."""
-        region.pins -= 1
-        return region.retired and region.pins == 0
-
-    def retire(self, region: Region) -> bool:
-        """Take the region out of service; its file is gone. Returns what ``unpin`` returns."""
-        del self._regions[region.sequence]
-        region.retired = True
-        self.retiring_bytes += region.nbytes
-        return region.pins == 0
-
-    def closed(self, region: Region) -> None:
-        self.retiring_bytes -= region.nbytes
-        self.physical_bytes -= region.nbytes
-
-    def check_integrity(self, *, idle: bool) -> None:
-        taken = sum(region.nbytes for region in self)
-        assert self.physical_bytes >= taken + self.retiring_bytes, (
-            f"physical {self.physical_bytes} < regions {taken} + retiring {self.retiring_bytes}"
-        )
-        for region in self:
-            assert region.sealed or 0 < region.tail <= region.nbytes, (
-                f"{region.name}: tail {region.tail} of {region.nbytes}"
-            )
-        if idle:
-            assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
-            pinned = [region.name for region in self if region.pins]
-            assert not pinned, f"pinned while idle: {pinned}"
+    def check_integrity(self, slots: dict[int, int]) -> None:
+        """Recount everything; ``slots`` gives the bytes of each region in service."""
+        rows = np.flatnonzero(self._slots[: self._num_rows] >= 0)
+        assert len(rows) == self._num_pages, f"{len(rows)} rows in use, counted {self._num_pages}"
+        stored = int(self._lengths[rows].sum(dtype=np.int64))
+        assert stored == self.stored_bytes, f"rows hold {stored}, counted {self.stored_bytes}"
+        for slot, live in enumerate(np.bincount(self._slots[rows], minlength=len(self._live))):
+            counted = self.num_live(slot)
+            assert live == counted, f"region slot {slot}: {live} rows, counted {counted}"
+            assert live == 0 or slot in slots, f"{live} rows point into unused region slot {slot}"
+        for row in rows:
+            end = int(self._blocks[row]) * BLOCK_BYTES + int(self._lengths[row])
+            slot = int(self._slots[row])
+            assert end <= slots[slot], f"a page ends at {end} in region slot {slot}"
+        if rows.size:
+            assert (self.find(self._words[rows]) == rows).all(), "a row is not found by its key"
+        occupied = int((self._table >= 0).sum())
+        assert occupied == self._num_pages, f"{occupied} places taken for {self._num_pages} pages"
+        deleted = int((self._table == _DELETED).sum())
+        assert deleted == self._num_deleted, f"{deleted} deleted, counted {self._num_deleted}"

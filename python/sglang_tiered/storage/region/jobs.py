@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.base import Job, JobKind, Reason
 
@@ -13,26 +13,81 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sglang_tiered.storage.base import Page, Run
+    from sglang_tiered.storage.region.format import Extent
     from sglang_tiered.storage.region.reader import Wanted
+    from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["ClearOrder", "JobBook", "LoadSpan", "LoadTicket", "StoreTicket"]
+__all__ = [
+    "Chunk",
+    "ClearOrder",
+    "ExtentWrite",
+    "JobBook",
+    "LoadSpan",
+    "LoadTicket",
+    "Part",
+    "StoreTicket",
+    "SyncOrder",
+]
 
 _MAX_UNREPORTED = 4096
 
 
 @dataclass(eq=False, slots=True)
 class StoreTicket:
-    """A store on its way to the writer: the pages that are neither held nor already coming."""
+    """A store on its way to the log: the pages that are neither held nor already coming.
+
+    Pages are *placed* (given a place in an extent) from the front, then *settled* (published, or
+    given up) in the same order; the job is done when all that is left of it is settled.
+    """
 
     job: Job
     namespace: bytes
     generation: int
-    positions: list[int]  # of the pages within the run
+    positions: list[int]  # of the pages within the run; cut short when the rest is dropped
     num_bytes: int
+    reinserted: bool = False  # pages saved from a region that was reclaimed; nobody's job
+    num_placed: int = 0
+    num_settled: int = 0
 
-    def pages(self) -> list[tuple[bytes, Page]]:
-        run = self.job.run
-        return [(run.keys[i], run.pages[i]) for i in self.positions]
+    @property
+    def num_left(self) -> int:
+        """Pages that have no place yet."""
+        return len(self.positions) - self.num_placed
+
+    def key(self, index: int) -> bytes:
+        return self.job.run.keys[self.positions[index]]
+
+    def page(self, index: int) -> Page:
+        return self.job.run.pages[self.positions[index]]
+
+
+class Part(NamedTuple):
+    """Consecutive pages of one ticket within one extent."""
+
+    ticket: StoreTicket
+    start: int  # index into the ticket's positions
+    num_pages: int
+
+
+@dataclass(eq=False, slots=True)
+class ExtentWrite:
+    """An extent on its way to the device. Guarded by the store's lock."""
+
+    region: Region
+    extent: Extent
+    parts: list[Part]
+    chunks: list[Chunk] = field(default_factory=list)
+    num_chunks_left: int = 0
+    error: OSError | None = None
+    num_tries: int = 0
+
+
+class Chunk(NamedTuple):
+    """One write to the device: whole blocks that follow each other."""
+
+    write: ExtentWrite
+    segments: list[memoryview]
+    offset: int
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +110,14 @@ class ClearOrder:
     """Remove every region; queued behind the stores it must not let survive."""
 
     done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False, slots=True)
+class SyncOrder:
+    """Make all that is published durable."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
 
 
 class JobBook:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.index import Entry, Region
+    from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["RegionReader", "SpanResult", "Wanted", "plan_spans"]
 
@@ -22,11 +22,15 @@ _SPAN_BYTES = 1 << 20  # one read: large enough for bandwidth, small enough to s
 
 
 class Wanted(NamedTuple):
-    """One page to load: its place in the run, where it lies, and where it goes."""
+    """One page to load: its place in the run, where it lies, what it must hash to, and where it
+    goes."""
 
     position: int
     key: bytes
-    entry: Entry
+    region: Region
+    offset: int  # within the region
+    length: int  # bytes, without padding
+    checksum: int
     page: Page
 
 
@@ -41,15 +45,14 @@ def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     region: Region | None = None
     end = nbytes = 0
     for item in wanted:
-        entry = item.entry
-        size = padded(entry.length)
-        if entry.region is region and entry.offset == end and nbytes + size <= _SPAN_BYTES:
+        size = padded(item.length)
+        if item.region is region and item.offset == end and nbytes + size <= _SPAN_BYTES:
             spans[-1].append(item)
             nbytes += size
         else:
             spans.append([item])
-            region, nbytes = entry.region, size
-        end = entry.offset + size
+            region, nbytes = item.region, size
+        end = item.offset + size
     return spans
 
 
@@ -73,12 +76,12 @@ class RegionReader:
             failure = error
         reasons: list[Reason] = []
         for item in span:
-            filled -= padded(item.entry.length)
+            filled -= padded(item.length)
             if filled >= 0 and _verifies(namespace, item):
                 reasons.append(Reason.OK)
                 continue
             try:
-                filled_again = self._read_pages([item]) == padded(item.entry.length)
+                filled_again = self._read_pages([item]) == padded(item.length)
             except OSError as error:
                 # The device is failing: retrying every page of the span would take it forever.
                 rest = len(span) - len(reasons)
@@ -92,13 +95,13 @@ class RegionReader:
         segments: list[memoryview] = []
         for item in span:
             segments.extend(segment for segment in item.page if segment.nbytes)
-            padding = padded(item.entry.length) - item.entry.length
+            padding = padded(item.length) - item.length
             if padding:
                 segments.append(self._scratch[:padding])
-        first = span[0].entry
+        first = span[0]
         with self._health.watch():
             return self._device.readv(first.region.fd, segments, first.offset)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:
-    return page_checksum(namespace, item.key, item.page) == item.entry.checksum
+    return page_checksum(namespace, item.key, item.page) == item.checksum

@@ -1,31 +1,50 @@
-"""Which region to give up, and giving it up. Evicts before anything is created, so the cap holds
-at every moment."""
+"""Which region to give up, what to save from it, and giving it up. Evicts before anything is
+created, so the cap holds at every moment."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import padded
+from sglang_tiered.storage.region.reader import Wanted, plan_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.index import Region
+    from sglang_tiered.storage.region.reader import RegionReader
+    from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["Reclaimer", "choose_victim"]
+__all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_victim"]
+
+# Of a region. Every region written holds at most this much that was written before, so reinsertion
+# multiplies the bytes written by at most 1 / (1 - 1/12) = 1.09.
+REINSERTION_SHARE = 1 / 12
 
 
 def choose_victim(regions: Iterable[Region]) -> Region | None:
     """The sealed region hit longest ago; among those never hit, the oldest. A region that is
     being read frees nothing until the read ends, so such regions go last."""
-    sealed = [region for region in regions if region.sealed]
-    return min(sealed, key=lambda r: (r.pins > 0, r.last_hit, r.sequence), default=None)
+    sealed = [region for region in regions if region.sealed and region.num_writing == 0]
+    return min(sealed, key=lambda r: (r.pins > r.syncing, r.last_hit, r.sequence), default=None)
+
+
+class _Saved(NamedTuple):
+    """Verified pages of a victim, in memory of their own."""
+
+    job: Job
+    namespace: bytes
+    generation: int
 
 
 class Reclaimer:
-    """Makes room under the cap. Called by the writer thread only, without the lock held.
+    """Makes room under the cap. Called by the writer thread only, without the lock held, but for
+    ``dispose``.
 
     ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked.
     """
@@ -35,12 +54,14 @@ class Reclaimer:
         device: Device,
         health: HealthMonitor,
         state: StoreState,
+        reader: RegionReader,
         capacity_bytes: int,
         pin_timeout_s: float,
     ) -> None:
         self._device = device
         self._health = health
         self._state = state
+        self._reader = reader
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
         self.num_pages_evicted = 0
@@ -48,16 +69,12 @@ class Reclaimer:
     def reserve(self, nbytes: int) -> bool:
         """Reserve room for a new region, evicting as needed; false when nothing can go.
         Raises ``OSError`` when a victim's file cannot be removed."""
+        self._remove_leftovers()
         while True:
             with self._state.lock:
-                over = self._state.regions.physical_bytes + nbytes - self._capacity_bytes
-                if over <= 0:
+                if self._state.regions.physical_bytes + nbytes <= self._capacity_bytes:
                     self._state.regions.reserve(nbytes)
                     return True
-                if over <= self._state.regions.retiring_bytes:
-                    if not self._state.space_freed.wait(self._pin_timeout_s):
-                        return False
-                    continue
             if not self.evict_one():
                 return False
 
@@ -65,35 +82,89 @@ class Reclaimer:
         with self._state.lock:
             self._state.regions.unreserve(nbytes)
 
-    def adopt(self, region: Region) -> None:
-        """Put a region created on reserved room into service."""
+    def leave_behind(self, name: str, nbytes: int) -> None:
+        """A file of a region that never was could not be removed: its room stays reserved until
+        it can."""
         with self._state.lock:
-            self._state.regions.add(region)
+            self._state.regions.leftovers[name] = nbytes
+
+    def _remove_leftovers(self) -> None:
+        for name, nbytes in list(self._state.regions.leftovers.items()):
+            try:
+                with self._health.watch(), contextlib.suppress(FileNotFoundError):
+                    self._device.unlink(name)
+            except OSError:
+                return
+            with self._state.lock:
+                del self._state.regions.leftovers[name]
+                self._state.regions.unreserve(nbytes)
 
     def evict_one(self) -> bool:
-        """Remove the best victim; false when there is none. Raises ``OSError`` when its file
-        cannot be removed, in which case the region stays in service."""
+        """Remove the best victim and put what is hot in it back into the queue of stores; false
+        when there is none, or its readers keep its space. Raises ``OSError`` when its file cannot
+        be removed, in which case the region stays in service."""
         with self._state.lock:
             victim = choose_victim(self._state.regions)
         if victim is None:
             return False
-        self.remove(victim)
-        return True
+        saved = self._save_hot(victim)
+        freed = self.remove(victim)
+        if saved is not None:
+            with self._state.lock:
+                self._state.queue_reinsertion(*saved)
+        return freed
 
-    def remove(self, region: Region) -> None:
-        """Unlink the file, forget its keys; loads running from it still finish."""
+    def _save_hot(self, victim: Region) -> _Saved | None:
+        """Read the pages that were loaded since they were written, as far as the share reaches;
+        what does not verify is left behind."""
+        state = self._state
+        if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
+            return None
+        with state.lock:
+            index = state.index
+            rows = index.hot_rows(victim.slot, int(victim.nbytes * REINSERTION_SHARE))
+            if not rows.size:
+                return None
+            keys, places = index.keys(rows), index.places(rows)
+            namespace, generation = state.namespace, state.generation
+        memory = aligned_buffer(sum(padded(length) for length in places.lengths))
+        wanted = []
+        start = 0
+        for i, (key, offset, length, checksum) in enumerate(
+            zip(keys, places.offsets, places.lengths, places.checksums, strict=True)
+        ):
+            page = (memory[start : start + length],)
+            start += padded(length)
+            wanted.append(Wanted(i, key, victim, offset, length, checksum, page))
+        good: list[Wanted] = []
+        for span in plan_spans(wanted):
+            reasons, error = self._reader.read(namespace, span)
+            good += [w for w, r in zip(span, reasons, strict=True) if r is Reason.OK]
+            if error is not None:
+                break
+        if not good:
+            return None
+        run = Run(tuple(item.key for item in good), tuple(item.page for item in good))
+        return _Saved(Job(JobKind.STORE, run), namespace, generation)
+
+    def remove(self, region: Region) -> bool:
+        """Unlink the file, forget its keys; I/O running on it still finishes, and is waited for,
+        because the disk gets its space back only then. False when that took too long."""
         with self._health.watch(), contextlib.suppress(FileNotFoundError):
             self._device.unlink(region.name)
         with self._state.lock:
-            self.num_pages_evicted += self._state.index.drop_region(region)
+            self.num_pages_evicted += self._state.index.drop_region(region.slot)
             unused = self._state.regions.retire(region)
         if unused:
             self.dispose(region)
+        with self._state.lock:
+            return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
 
     def dispose(self, region: Region) -> None:
         """Close a retired region that nobody pins. Any thread, without the lock held."""
         with contextlib.suppress(OSError):
             self._device.close(region.fd)
         with self._state.lock:
+            region.fd = -1
             self._state.regions.closed(region)
             self._state.space_freed.notify_all()

@@ -5,26 +5,34 @@ The lock is never held across I/O or logging, so the scheduler thread may take i
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.region.index import Index, RegionTable
+from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.jobs import (
+    Chunk,
     ClearOrder,
+    ExtentWrite,
     JobBook,
     LoadSpan,
     LoadTicket,
     StoreTicket,
+    SyncOrder,
 )
+from sglang_tiered.storage.region.reader import Wanted
+from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.region.index import Entry
-    from sglang_tiered.storage.region.reader import Wanted
+    from sglang_tiered.storage.base import Job, Run
+    from sglang_tiered.storage.region.jobs import Part
+    from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]
 
@@ -34,29 +42,44 @@ class StoreState:
 
     def __init__(self, namespace: bytes) -> None:
         self.lock = threading.Lock()
-        self.store_ready = threading.Condition(self.lock)
-        self.load_ready = threading.Condition(self.lock)
+        self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
+        self.chunk_ready = threading.Condition(self.lock)  # chunk writers
+        self.load_ready = threading.Condition(self.lock)  # readers
+        self.sync_ready = threading.Condition(self.lock)  # syncer
         self.space_freed = threading.Condition(self.lock)
         self.namespace = namespace
         self.generation = 0  # bumped by clear and set_namespace: older stores stay invisible
         self.closed = False
-        self.index = Index()
+        self.written_all = False  # closed, and the writer has nothing under way any more
+        self.index = PageIndex()
         self.regions = RegionTable()
         self.jobs = JobBook()
         self.stores: deque[StoreTicket | ClearOrder] = deque()
+        self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
+        self.chunks: deque[Chunk] = deque()
+        self.num_chunks_writing = 0
         self.loads: deque[LoadSpan] = deque()
+        self.to_seal: deque[Region] = deque()
+        self.syncs: list[SyncOrder] = []
+        self.syncing = False  # the syncer is at work and pins regions
+        self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}
         self.queued_store_bytes = 0
         self.num_pages_stored = 0
         self.bytes_stored = 0
+        self.num_pages_reinserted = 0
+        self.bytes_reinserted = 0
         self.num_pages_loaded = 0
         self.bytes_loaded = 0
+        self.bytes_written = 0
 
     def forget_all(self) -> None:
         """Empty the index; stores under way finish, but nobody will see their pages."""
         self.generation += 1
         self.index.clear()
         self.pending.clear()
+
+    # ---- Stores ----
 
     def queue_store(self, job: Job, positions: list[int], num_bytes: int) -> None:
         ticket = StoreTicket(job, self.namespace, self.generation, positions, num_bytes)
@@ -65,35 +88,132 @@ class StoreState:
         self.stores.append(ticket)
         self.store_ready.notify()
 
+    def queue_reinsertion(self, job: Job, namespace: bytes, generation: int) -> None:
+        """Put pages of a reclaimed region back into the log, ahead of all stores."""
+        if generation != self.generation or self.closed:
+            return
+        keys = job.run.keys
+        positions = [i for i, key in enumerate(keys) if key not in self.pending]
+        ticket = StoreTicket(job, namespace, generation, positions, 0, reinserted=True)
+        self.pending.update((keys[position], ticket) for position in positions)
+        if positions:
+            self.stores.appendleft(ticket)
+
+    def queue_write(self, write: ExtentWrite) -> None:
+        """Hand a placed extent's chunks to the chunk writers."""
+        write.num_chunks_left = len(write.chunks)
+        write.error = None
+        write.num_tries += 1
+        self.chunks.extend(write.chunks)
+        self.chunk_ready.notify(len(write.chunks))
+
+    def may_write_chunk(self) -> bool:
+        """Loads overtake: while any waits for a reader, one write at a time keeps the log going."""
+        return bool(self.chunks) and (self.num_chunks_writing == 0 or not self.loads)
+
+    def publish(self, write: ExtentWrite) -> None:
+        """Make the pages of a written extent visible and settle their stores."""
+        pages, offsets = write.extent.pages, write.extent.page_offsets()
+        region = write.region
+        start = 0
+        for part in write.parts:
+            ticket, rows = part.ticket, slice(start, start + part.num_pages)
+            start += part.num_pages
+            lengths = pages["length"][rows]
+            num_bytes = int(lengths.sum())
+            keys = [ticket.key(index) for index in range(part.start, part.start + part.num_pages)]
+            if ticket.generation == self.generation:
+                for key in keys:
+                    del self.pending[key]
+                self.index.put(
+                    key_words(keys), region.slot, offsets[rows], lengths, pages["checksum"][rows]
+                )
+            if ticket.reinserted:
+                self.num_pages_reinserted += part.num_pages
+                self.bytes_reinserted += num_bytes
+            else:
+                self.num_pages_stored += part.num_pages
+                self.bytes_stored += num_bytes
+            self._settle(part, Reason.OK)
+        region.num_writing -= 1
+        region.published_tail = write.extent.end
+        region.dirty = True
+        if not self.any_dirty:
+            self.any_dirty = True
+            self.sync_ready.notify()
+
+    def give_up(self, parts: Sequence[Part], reason: Reason) -> None:
+        """Settle pages that were placed but are not in the log."""
+        for part in parts:
+            for index in range(part.start, part.start + part.num_pages):
+                self._forget_pending(part.ticket, index)
+            self._settle(part, reason)
+
+    def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
+        """Settle what has no place yet of a store that has left the queue."""
+        for index in range(ticket.num_placed, len(ticket.positions)):
+            self._forget_pending(ticket, index)
+            ticket.job.reasons[ticket.positions[index]] = reason
+        del ticket.positions[ticket.num_placed :]
+        self._finish_if_settled(ticket)
+
+    def _forget_pending(self, ticket: StoreTicket, index: int) -> None:
+        key = ticket.key(index)
+        if self.pending.get(key) is ticket:
+            del self.pending[key]
+
+    def _settle(self, part: Part, reason: Reason) -> None:
+        ticket = part.ticket
+        for index in range(part.start, part.start + part.num_pages):
+            ticket.job.reasons[ticket.positions[index]] = reason
+        ticket.num_settled += part.num_pages
+        self._finish_if_settled(ticket)
+
+    def _finish_if_settled(self, ticket: StoreTicket) -> None:
+        if ticket.num_settled < len(ticket.positions) or ticket.reinserted:
+            return
+        self.queued_store_bytes -= ticket.num_bytes
+        self.jobs.finish(ticket.job)
+
+    # ---- Loads ----
+
+    def find_pages(self, run: Run) -> list[Wanted]:
+        """The pages of a run that are held in the length asked for, with their places."""
+        rows = self.index.find(key_words(run.keys))
+        positions = np.flatnonzero(rows >= 0)
+        places = self.index.places(rows[positions])
+        wanted = []
+        for i, position in enumerate(positions.tolist()):
+            page = run.pages[position]
+            if places.lengths[i] == sum(segment.nbytes for segment in page):
+                wanted.append(
+                    Wanted(
+                        position,
+                        run.keys[position],
+                        self.regions.at(places.slots[i]),
+                        places.offsets[i],
+                        places.lengths[i],
+                        places.checksums[i],
+                        page,
+                    )
+                )
+        self.index.hit(rows[[item.position for item in wanted]])
+        return wanted
+
     def queue_load(self, job: Job, spans: Sequence[list[Wanted]]) -> None:
         ticket = LoadTicket(job, self.namespace, len(spans))
         for wanted in spans:
-            region = wanted[0].entry.region
+            region = wanted[0].region
             self.regions.pin(region)
             self.regions.touch(region)
             self.loads.append(LoadSpan(ticket, wanted))
         self.load_ready.notify(len(spans))
 
-    def publish(
-        self, ticket: StoreTicket, done: int, placed: Sequence[tuple[bytes, Entry]]
-    ) -> None:
-        """Make the pages just written visible; ``done`` of the ticket's pages were before."""
-        for position, (key, entry) in zip(ticket.positions[done:], placed, strict=False):
-            ticket.job.reasons[position] = Reason.OK
-            if ticket.generation == self.generation:
-                del self.pending[key]
-                self.index.put(key, entry)
-            self.bytes_stored += entry.length
-        self.num_pages_stored += len(placed)
-
-    def finish_store(self, ticket: StoreTicket, done: int, reason: Reason) -> None:
-        """Let go of a store; its pages from ``done`` on were not stored, for this reason."""
-        for position in ticket.positions[done:]:
-            key = ticket.job.run.keys[position]
-            if self.pending.get(key) is ticket:
-                del self.pending[key]
-        self.queued_store_bytes -= ticket.num_bytes
-        self.jobs.finish_with(ticket.job, ticket.positions[done:], reason)
+    def take_load(self) -> LoadSpan:
+        span = self.loads.popleft()
+        if not self.loads and self.chunks:
+            self.chunk_ready.notify_all()
+        return span
 
     def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
         """Record the outcome of one span; the load is done with its last one."""
@@ -102,30 +222,48 @@ class StoreState:
             ticket.job.reasons[item.position] = reason
             if reason is Reason.OK:
                 self.num_pages_loaded += 1
-                self.bytes_loaded += item.entry.length
+                self.bytes_loaded += item.length
         ticket.num_spans_left -= 1
         if ticket.num_spans_left == 0:
             self.jobs.finish(ticket.job)
 
     def shed(self, store_reason: Reason) -> list[LoadSpan]:
-        """Empty both queues. Queued stores are finished here; the spans are returned, because
-        their regions must be unpinned, which may close a file, before they are finished."""
+        """Empty both queues. Queued stores are settled here as far as they have no place yet; the
+        spans are returned, because their regions must be unpinned, which may close a file, before
+        they are finished."""
         kept: deque[StoreTicket | ClearOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
-                self.finish_store(order, 0, store_reason)
+                self.drop_rest(order, store_reason)
             else:
                 kept.append(order)
         self.stores = kept
+        self._shed_unbegun_writes(store_reason)
         spans = list(self.loads)
         self.loads.clear()
+        self.chunk_ready.notify_all()
         return spans
 
+    def _shed_unbegun_writes(self, reason: Reason) -> None:
+        """Let go of placed extents of which nothing was handed to the device yet. The writer finds
+        them failed, and rewinds the log."""
+        for write in reversed(self.writes):
+            queued = [chunk for chunk in self.chunks if chunk.write is write]
+            if not write.num_chunks_left or len(queued) < len(write.chunks):
+                return
+            self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
+            write.chunks, write.num_chunks_left = [], 0
+            write.error = OSError(errno.ECANCELED, "not written, as the device fails or hangs")
+            self.give_up(write.parts, reason)
+            write.parts = []
+        self.store_ready.notify()
+
     def check_integrity(self) -> None:
-        idle = self.jobs.num_inflight == 0 and not self.stores
-        self.index.check_integrity(self.regions)
-        self.regions.check_integrity(idle=idle)
+        idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
+        self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
+        self.regions.check_integrity(idle=idle and not self.to_seal and not self.syncing)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"
+            assert not self.chunks, f"{len(self.chunks)} chunks queued while idle"
             assert self.queued_store_bytes == 0, f"{self.queued_store_bytes} bytes queued, idle"

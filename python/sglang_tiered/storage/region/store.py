@@ -1,7 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
-One writer thread keeps the append order; ``num_readers`` threads serve loads, which therefore never
-wait behind stores. What they share, and its one lock, is in ``state``.
+Threads: one writer places stores in the log and hashes them, ``num_writers`` chunk writers put them
+on the device, one syncer makes them durable, and ``num_readers`` readers serve loads, which
+therefore never wait behind stores. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sglang_tiered.storage.base import (
     Stop,
     TierEngine,
 )
+from sglang_tiered.storage.region.chunk_worker import ChunkWorker
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -34,13 +36,16 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
-from sglang_tiered.storage.region.jobs import ClearOrder
+from sglang_tiered.storage.region.index import key_words
+from sglang_tiered.storage.region.jobs import ClearOrder, SyncOrder
+from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
-from sglang_tiered.storage.region.reader import RegionReader, Wanted, plan_spans
+from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.workers import LoadWorker, StoreWorker
+from sglang_tiered.storage.region.store_worker import StoreWorker
+from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
@@ -54,7 +59,7 @@ __all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_REGION_BYTES = 256 << 20
+DEFAULT_REGION_BYTES = 64 << 20
 
 
 class RegionEngine(TierEngine):
@@ -67,7 +72,9 @@ class RegionEngine(TierEngine):
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
     holds at least one region; below four, each eviction forgets a large share of the store.
-    ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced.
+    ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced. A
+    stored page survives death of the process at once, and loss of power after ``sync_interval_s``
+    and the time a flush takes.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class RegionEngine(TierEngine):
         namespace: bytes,
         capacity_bytes: int,
         region_bytes: int = DEFAULT_REGION_BYTES,
-        num_readers: int = 4,
+        num_readers: int = 8,
+        num_writers: int = 4,
         io_timeout_s: float = 30.0,
+        sync_interval_s: float = 1.0,
         max_queued_store_bytes: int = 1 << 30,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,8 +100,9 @@ class RegionEngine(TierEngine):
             )
         if capacity_bytes < region_bytes:
             raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
-        if num_readers < 1:
-            raise ValueError(f"num_readers is {num_readers}, must be at least 1")
+        for name, value in (("num_readers", num_readers), ("num_writers", num_writers)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._max_page_bytes = max_page_bytes(region_bytes)
@@ -101,28 +111,29 @@ class RegionEngine(TierEngine):
         self._state = state = StoreState(namespace)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
-        report = self._open(device)
+        report = self._open(device, num_readers)
+        state.bytes_written = report.bytes_written
         self._first_sequence = report.next_sequence
+        device = self._device
+        reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
-            self._device, health, state, capacity_bytes, io_timeout_s
+            device, health, state, reader, capacity_bytes, io_timeout_s
         )
-        self._writer = RegionWriter(
-            self._device, health, reclaimer, region_bytes, report.next_sequence
-        )
-        reader = RegionReader(self._device, health)
-        store_worker = StoreWorker(directory, state, health, log, self._writer, reclaimer)
+        writer = RegionWriter(device, health, reclaimer, state, region_bytes, report.next_sequence)
+        store_worker = StoreWorker(directory, state, health, log, writer, reclaimer)
+        chunk_worker = ChunkWorker(state, health, device)
+        sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
         self._load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
         self._threads = [
-            threading.Thread(target=store_worker.run, name="tier-writer", daemon=True),
-            *(
-                threading.Thread(target=self._load_worker.run, name=f"tier-reader-{i}", daemon=True)
-                for i in range(num_readers)
-            ),
+            _thread("tier-writer", store_worker.run),
+            _thread("tier-syncer", sync_worker.run),
+            *(_thread(f"tier-chunk-{i}", chunk_worker.run) for i in range(num_writers)),
+            *(_thread(f"tier-reader-{i}", self._load_worker.run) for i in range(num_readers)),
         ]
         for thread in self._threads:
             thread.start()
 
-    def _open(self, device: Device | None) -> RecoveryReport:
+    def _open(self, device: Device | None, num_threads: int) -> RecoveryReport:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -132,7 +143,12 @@ class RegionEngine(TierEngine):
         try:
             self._device = device or FileDevice(self._directory)
             report = recover(
-                self._device, state.namespace, self._capacity_bytes, state.regions, state.index
+                self._device,
+                state.namespace,
+                self._capacity_bytes,
+                state.regions,
+                state.index,
+                num_threads=num_threads,
             )
             free = self._device.free_bytes() + state.regions.physical_bytes
         except OSError as error:
@@ -156,11 +172,11 @@ class RegionEngine(TierEngine):
             return LookupResult(0, Stop.UNHEALTHY)
         state = self._state
         with state.lock:
-            for num_hits, key in enumerate(keys):
-                if key not in state.index:
-                    stop = Stop.PENDING if key in state.pending else Stop.MISS
-                    return LookupResult(num_hits, stop)
-        return LookupResult(len(keys), Stop.END)
+            num_hits = state.index.num_leading(keys)
+            if num_hits == len(keys):
+                return LookupResult(num_hits, Stop.END)
+            stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
+            return LookupResult(num_hits, stop)
 
     def submit_store(self, run: Run) -> Job:
         health = self._check_health()
@@ -172,11 +188,12 @@ class RegionEngine(TierEngine):
                 return job
             positions: list[int] = []
             num_bytes = 0
+            held = (state.index.find(key_words(run.keys)) >= 0).tolist()
             for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
                 length = sum(segment.nbytes for segment in page)
                 if health is not Health.RUNNING:
                     job.reasons[position] = Reason.REJECTED
-                elif key in state.index or key in state.pending:
+                elif held[position] or key in state.pending:
                     job.reasons[position] = Reason.DUPLICATE
                 elif length > self._max_page_bytes:
                     job.reasons[position] = Reason.NO_SPACE
@@ -198,14 +215,8 @@ class RegionEngine(TierEngine):
             if state.closed:
                 state.jobs.finish(job)
                 return job
-            wanted: list[Wanted] = []
-            for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
-                entry = state.index.get(key) if health is Health.RUNNING else None
-                length = sum(segment.nbytes for segment in page)
-                if entry is None or entry.length != length:
-                    job.reasons[position] = Reason.MISS
-                else:
-                    wanted.append(Wanted(position, key, entry, page))
+            job.reasons = [Reason.MISS] * run.num_pages
+            wanted = state.find_pages(run) if health is Health.RUNNING else []
             if wanted:
                 # The spans pin their regions from now on: a hit at submission is not evicted
                 # before it is read.
@@ -221,10 +232,12 @@ class RegionEngine(TierEngine):
 
     def stats(self) -> EngineStats:
         health = self._check_health()
+        reason = "" if health is Health.RUNNING else self._health.diagnosis()[1] or "closed"
         state = self._state
         with state.lock:
             return EngineStats(
                 health=health,
+                health_reason=reason,
                 num_pages=len(state.index),
                 stored_bytes=state.index.stored_bytes,
                 physical_bytes=state.regions.physical_bytes,
@@ -233,11 +246,27 @@ class RegionEngine(TierEngine):
                 num_pages_loaded=state.num_pages_loaded,
                 num_pages_evicted=self._reclaimer.num_pages_evicted,
                 bytes_stored=state.bytes_stored,
-                bytes_written=self._writer.bytes_written,
+                bytes_written=state.bytes_written,
                 bytes_loaded=state.bytes_loaded,
+                num_pages_reinserted=state.num_pages_reinserted,
+                bytes_reinserted=state.bytes_reinserted,
+                queued_store_bytes=state.queued_store_bytes,
                 num_inflight_jobs=state.jobs.num_inflight,
                 reasons=dict(state.jobs.outcomes),
             )
+
+    def sync(self, timeout_s: float) -> bool:
+        """A barrier: true once every page stored before the call survives loss of power, as far
+        as the device keeps what it has flushed. False when the device refused, the time ran out
+        or the engine is closed. Blocks; never on the scheduler thread."""
+        state = self._state
+        order = SyncOrder()
+        with state.lock:
+            if state.closed:
+                return False
+            state.syncs.append(order)
+            state.sync_ready.notify()
+        return order.done.wait(timeout_s) and order.durable
 
     def set_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace, as when a running server's weights are replaced.
@@ -304,7 +333,7 @@ class RegionEngine(TierEngine):
         state = self._state
         with state.lock:
             state.check_integrity()
-            known = {region.name for region in state.regions}
+            known = {region.name for region in state.regions} | set(state.regions.leftovers)
             physical_bytes = state.regions.physical_bytes
         assert physical_bytes <= self._capacity_bytes, (
             f"physical {physical_bytes} > cap {self._capacity_bytes}"
@@ -333,6 +362,10 @@ class RegionEngine(TierEngine):
         for span in spans:
             self._load_worker.skip(span, Reason.IO_ERROR)
         return health
+
+
+def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)
 
 
 def _check_namespace(namespace: bytes) -> None:

@@ -1,8 +1,9 @@
-"""Appends extents to the open region, seals it when full. One thread: the store's writer.
+"""The open end of the log: gives pages a place in it. Runs on the store's writer thread.
 
-A failed write indexes nothing and the next extent goes to the same offset: whatever the failed one
-left behind carries no valid header at a later ordinal of this region's nonce, so recovery cannot
-take it for data.
+Placing is apart from writing: while the chunk writers put one extent on the device, the next is
+placed and hashed. Extents become visible in the order of the log, so what is acknowledged has no
+hole before it and recovery finds all of it. After a failed write the log is rewound to where the
+failed extent began.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
-    MAX_EXTENT_HEADER_BYTES,
     MAX_EXTENT_PAGES,
     NONCE_BYTES,
+    Contents,
     Extent,
-    PageRecord,
     RegionHeader,
     Trailer,
     extent_header_bytes,
@@ -31,9 +31,11 @@ from sglang_tiered.storage.region.format import (
     pack_trailer,
     padded,
     page_checksum,
+    page_table,
     region_name,
 )
-from sglang_tiered.storage.region.index import Entry, Region
+from sglang_tiered.storage.region.jobs import Chunk, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,11 +44,13 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["NO_SPACE_ERRNOS", "RegionWriter", "seal_region", "write_fully"]
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_MAX_EXTENT_BYTES = 64 << 20  # bounds how long one write keeps the device
+_MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
+_CHUNK_BYTES = 1 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _MAX_WRITE_FAILURES = 3
 
 
@@ -59,16 +63,18 @@ def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset:
     return nbytes
 
 
-def seal_region(device: Device, region: Region) -> int:
+def seal_region(device: Device, region: Region, contents: Contents) -> int:
     """Write the footer and make the region durable; returns the bytes written.
 
     Raises ``OSError`` when the device refuses; the region is readable all the same, and recovery
     walks it instead of reading the footer.
     """
-    footer = pack_footer(region.extents, region.nonce)
+    footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
-    trailer = pack_trailer(Trailer(region.nonce, len(region.extents), offset, len(footer)))
+    trailer = pack_trailer(
+        Trailer(region.nonce, len(contents.extents), offset, len(footer)),
+    )
     written = write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
     device.sync(region.fd)
     device.sync_directory()
@@ -76,98 +82,154 @@ def seal_region(device: Device, region: Region) -> int:
 
 
 class RegionWriter:
-    """Owns the open region. Every method runs on the writer thread, without the lock held."""
+    """Owns the open region. Without the lock held, unless a method says otherwise."""
 
     def __init__(
         self,
         device: Device,
         health: HealthMonitor,
         reclaimer: Reclaimer,
+        state: StoreState,
         region_bytes: int,
         next_sequence: int,
     ) -> None:
         self._device = device
         self._health = health
         self._reclaimer = reclaimer
+        self._state = state
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
-        self._header = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
         self._zeros = aligned_buffer(BLOCK_BYTES).toreadonly()
-        self.bytes_written = 0
 
-    def append(
-        self, namespace: bytes, pages: Sequence[tuple[bytes, Page]]
-    ) -> list[tuple[bytes, Entry]]:
-        """Write one extent with as many leading pages as fit, at least one; returns their places.
-
-        Raises ``OSError`` when nothing was written that counts; ``NO_SPACE_ERRNOS`` when neither
-        the cap nor the disk has room.
-        """
-        region = self._writable_region()
-        count = self._num_fitting(region, pages)
-        if count == 0:
-            self.seal()
-            region = self._writable_region()
-            count = self._num_fitting(region, pages)
-            assert count > 0, "the store refuses pages larger than a region"
-        chosen = pages[:count]
-        records = tuple(
-            PageRecord(key, _num_bytes(page), page_checksum(namespace, key, page))
-            for key, page in chosen
-        )
-        extent = Extent(region.tail, namespace, records)
-        self._write(region, extent, [page for _, page in chosen])
-        region.extents.append(extent)
-        region.tail = extent.end
-        self._num_pages += count
-        return [
-            (record.key, Entry(region, offset, record.length, record.checksum))
-            for record, offset in extent.placements()
-        ]
-
-    def seal(self) -> None:
-        """Close the open region to appends. Raises ``OSError`` when its footer was not made
-        durable; the region counts as sealed either way."""
+    def open_region(self) -> None:
+        """Make sure there is a region to write to. Raises ``OSError``; ``NO_SPACE_ERRNOS`` when
+        neither the cap nor the disk has room."""
         region = self._region
-        if region is None:
-            return
-        self._region = None
-        try:
-            with self._health.watch():
-                self.bytes_written += seal_region(self._device, region)
-        finally:
-            region.extents = []
-            region.sealed = True
+        if region is not None:
+            if self._num_failures < _MAX_WRITE_FAILURES and self._is_intact(region):
+                return
+            # Somebody deleted or cut the file, or the device rejects this place.
+            self.roll()
+        self._region = self._create()
+        self._num_pages = self._num_failures = 0
 
-    def abandon(self) -> None:
-        """Append no more to the open region, without a footer: its file is about to go, or is not
-        what it should be. What it holds is served while it verifies."""
+    def take(self) -> list[Part]:
+        """Leading pages of the queued stores that fit the open region as one extent; none when
+        the first does not. The lock is held."""
+        region = self._region
+        assert region is not None
+        parts: list[Part] = []
+        count = payload = 0
+        stores = self._state.stores
+        while stores:
+            ticket = stores[0]
+            if not isinstance(ticket, StoreTicket):
+                break
+            if parts and (ticket.job.cancelled or ticket.namespace != parts[0].ticket.namespace):
+                break
+            taken = 0
+            while taken < ticket.num_left and count < MAX_EXTENT_PAGES:
+                size = padded(_num_bytes(ticket.page(ticket.num_placed + taken)))
+                if not self._fits(region, count + 1, payload + size):
+                    break
+                count, payload, taken = count + 1, payload + size, taken + 1
+            if taken:
+                parts.append(Part(ticket, ticket.num_placed, taken))
+                ticket.num_placed += taken
+            if ticket.num_left:
+                break
+            stores.popleft()
+        return parts
+
+    def _fits(self, region: Region, count: int, payload: int) -> bool:
+        if count > 1 and payload > _MAX_EXTENT_BYTES:
+            return False
+        end = region.tail + extent_header_bytes(count) + payload
+        footer = footer_bytes(len(region.extents) + 1, self._num_pages + count)
+        return end + footer + BLOCK_BYTES <= region.nbytes
+
+    def place(self, parts: list[Part]) -> ExtentWrite:
+        """Append the pages to the open region: hash them and cut them into writes."""
+        region = self._region
+        assert region is not None
+        namespace = parts[0].ticket.namespace
+        records = []
+        segments: list[memoryview] = []
+        for part in parts:
+            for index in range(part.start, part.start + part.num_pages):
+                key, page = part.ticket.key(index), part.ticket.page(index)
+                length = _num_bytes(page)
+                records.append((key, length, page_checksum(namespace, key, page)))
+                segments.extend(segment for segment in page if segment.nbytes)
+                if padded(length) > length:
+                    segments.append(self._zeros[: padded(length) - length])
+        extent = Extent(region.tail, namespace, page_table(records))
+        packed = pack_extent_header(extent, region.nonce, len(region.extents))
+        header = aligned_buffer(len(packed))
+        header[:] = packed
+        write = ExtentWrite(region, extent, parts)
+        write.chunks = _cut(write, [header, *segments])
+        with self._state.lock:
+            region.extents.append(extent)
+            region.tail = extent.end
+            region.num_writing += 1
+            self._state.writes.append(write)
+            self._state.queue_write(write)
+        self._num_pages += len(records)
+        return write
+
+    def rewind(self, write: ExtentWrite) -> None:
+        """Forget an extent that could not be written, and all behind it in its region. Bytes they
+        left behind are taken for data only if they verify under this region's nonce at their
+        ordinal, and then they are what was stored under their keys."""
+        region = write.region
+        with self._state.lock:
+            region.extents = [e for e in region.extents if e.offset < write.extent.offset]
+            region.tail = write.extent.offset
+            if region.sealed:
+                self._hand_over(region)
+        if region is self._region:
+            self._num_pages = sum(len(extent.pages) for extent in region.extents)
+            self._num_failures += 1
+
+    def settled(self, write: ExtentWrite) -> None:
+        """An extent is in the log. The lock is held."""
+        self._num_failures = 0
+        if write.region.sealed:
+            self._hand_over(write.region)
+
+    def roll(self) -> None:
+        """Append no more to the open region; it is sealed once all its extents are written."""
         region, self._region = self._region, None
         if region is not None:
-            region.extents = []
-            region.sealed = True
+            with self._state.lock:
+                region.sealed = True
+                self._hand_over(region)
+
+    def _hand_over(self, region: Region) -> None:
+        """To the syncer, which seals; the lock is held."""
+        if region.num_writing == 0 and region.extents and not region.retired:
+            self._state.to_seal.append(region)
+            self._state.sync_ready.notify()
+
+    def abandon(self) -> None:
+        """Append no more to the open region, without a footer: its file is about to go."""
+        region, self._region = self._region, None
+        if region is not None:
+            with self._state.lock:
+                region.extents = []
+                region.sealed = True
 
     def finish(self) -> None:
-        """Seal before closing; a region without extents is removed. Raises ``OSError``."""
+        """Before closing; a region without extents is removed. Raises ``OSError``."""
         region = self._region
         if region is not None and not region.extents:
             self.abandon()
             self._reclaimer.remove(region)
-        self.seal()
-
-    def _writable_region(self) -> Region:
-        region = self._region
-        if region is not None:
-            if self._num_failures < _MAX_WRITE_FAILURES and self._is_intact(region):
-                return region
-            # Somebody deleted or cut the file, or the device rejects this place.
-            self.abandon()
-        self._region = self._create()
-        self._num_pages = self._num_failures = 0
-        return self._region
+        self.roll()
 
     def _is_intact(self, region: Region) -> bool:
         with self._health.watch():
@@ -180,70 +242,64 @@ class RegionWriter:
             try:
                 return self._create_reserved()
             except OSError as error:
-                self._reclaimer.unreserve(self._region_bytes)
                 if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
                     raise
 
     def _create_reserved(self) -> Region:
+        """On the room reserved; gives it back when it raises ``OSError``."""
         # A failed attempt uses its number up, so a leftover file cannot block the next one.
         sequence = self._next_sequence
         self._next_sequence += 1
         nonce = os.urandom(NONCE_BYTES)
         header = RegionHeader(self._region_bytes, sequence, nonce, time.time_ns())
         name = region_name(sequence)
-        with self._health.watch():
-            fd = self._device.create(name, self._region_bytes)
-            try:
-                block = memoryview(pack_region_header(header))
-                self.bytes_written += write_fully(self._device, fd, [block], 0)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._device.close(fd)
-                with contextlib.suppress(OSError):
-                    self._device.unlink(name)
-                raise
-        region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
-        self._reclaimer.adopt(region)
-        return region
-
-    def _num_fitting(self, region: Region, pages: Sequence[tuple[bytes, Page]]) -> int:
-        """Leading pages that fit the region with their entries in its footer."""
-        num_extents = len(region.extents) + 1
-        payload = count = 0
-        for _, page in pages[:MAX_EXTENT_PAGES]:
-            payload += padded(_num_bytes(page))
-            end = region.tail + extent_header_bytes(count + 1) + payload
-            reserved = footer_bytes(num_extents, self._num_pages + count + 1) + BLOCK_BYTES
-            if end + reserved > region.nbytes or (count and payload > _MAX_EXTENT_BYTES):
-                break
-            count += 1
-        return count
-
-    def _write(self, region: Region, extent: Extent, pages: Sequence[Page]) -> None:
-        header = pack_extent_header(extent, region.nonce, len(region.extents))
-        self._header[: len(header)] = header
-        segments = [self._header[: len(header)]]
-        for page, record in zip(pages, extent.pages, strict=True):
-            segments.extend(segment for segment in page if segment.nbytes)
-            padding = padded(record.length) - record.length
-            if padding:
-                segments.append(self._zeros[:padding])
-        try:
-            self._write_once(region, extent, segments)
-        except OSError as error:
-            if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
-                raise
-            self._write_once(region, extent, segments)
-
-    def _write_once(self, region: Region, extent: Extent, segments: Sequence[memoryview]) -> None:
         try:
             with self._health.watch():
-                self.bytes_written += write_fully(self._device, region.fd, segments, extent.offset)
+                fd = self._device.create(name, self._region_bytes)
         except OSError:
-            self._num_failures += 1
+            self._reclaimer.unreserve(self._region_bytes)
             raise
-        self._num_failures = 0
+        try:
+            with self._health.watch():
+                block = memoryview(pack_region_header(header))
+                written = write_fully(self._device, fd, [block], 0)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._device.close(fd)
+            try:
+                self._device.unlink(name)
+            except OSError:
+                self._reclaimer.leave_behind(name, self._region_bytes)
+            else:
+                self._reclaimer.unreserve(self._region_bytes)
+            raise
+        region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
+        region.published_tail = BLOCK_BYTES
+        with self._state.lock:
+            self._state.bytes_written += written
+            self._state.regions.add(region)
+        return region
 
 
 def _num_bytes(page: Page) -> int:
     return sum(segment.nbytes for segment in page)
+
+
+def _cut(write: ExtentWrite, segments: Sequence[memoryview]) -> list[Chunk]:
+    """Cut an extent's bytes into chunks of whole blocks. Pure."""
+    chunks: list[Chunk] = []
+    batch: list[memoryview] = []
+    offset, nbytes = write.extent.offset, 0
+    for segment in segments:
+        position = 0
+        while position < segment.nbytes:
+            piece = segment[position : position + _CHUNK_BYTES - nbytes]
+            batch.append(piece)
+            nbytes += piece.nbytes
+            position += piece.nbytes
+            if nbytes == _CHUNK_BYTES:
+                chunks.append(Chunk(write, batch, offset))
+                offset, batch, nbytes = offset + nbytes, [], 0
+    if batch:
+        chunks.append(Chunk(write, batch, offset))
+    return chunks

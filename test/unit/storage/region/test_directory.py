@@ -45,7 +45,7 @@ def test_absent_then_ours(store: Path) -> None:
     assert prepare(store) is DirectoryState.OURS
     assert store.stat().st_mode & 0o777 == 0o700
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
-    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 1 ")
+    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 2 ")
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
 
 
@@ -119,7 +119,7 @@ def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.Mo
     monkeypatch.undo()
     before = (store / MANIFEST_NAME).read_bytes()
     for check in (inspect, prepare):
-        with pytest.raises(StoreFormatError, match="format 3, newer than 1"):
+        with pytest.raises(StoreFormatError, match="format 3, newer than 2"):
             check(store)
     assert (store / MANIFEST_NAME).read_bytes() == before
 
@@ -127,9 +127,9 @@ def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.Mo
 def test_newer_region_is_refused_when_the_manifest_is_gone(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant_region(store, 2, monkeypatch)
+    plant_region(store, 3, monkeypatch)
     (store / MANIFEST_NAME).unlink()
-    with pytest.raises(StoreFormatError, match="format 2, newer than 1"):
+    with pytest.raises(StoreFormatError, match="format 3, newer than 2"):
         inspect(store)
 
 

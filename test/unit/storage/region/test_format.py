@@ -8,16 +8,17 @@ from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MAX_EXTENT_HEADER_BYTES,
+    Contents,
     Extent,
-    PageRecord,
     RegionHeader,
     extent_header_bytes,
     footer_bytes,
     max_page_bytes,
-    newer_version,
+    other_version,
     pack_region_header,
     padded,
     page_checksum,
+    page_table,
     parse_region_name,
     peek_extent_header_bytes,
     region_name,
@@ -33,22 +34,42 @@ def test_padding(nbytes: int, expected: int) -> None:
 def test_a_block_holds_the_header_of_91_pages() -> None:
     assert extent_header_bytes(91) == BLOCK_BYTES
     assert extent_header_bytes(92) == 2 * BLOCK_BYTES
-    assert MAX_EXTENT_HEADER_BYTES == 2 * BLOCK_BYTES
+    assert MAX_EXTENT_HEADER_BYTES == 6 * BLOCK_BYTES
 
 
 def test_the_largest_page_fits_exactly() -> None:
     region_bytes = 16 * BLOCK_BYTES
-    page = PageRecord(b"k" * 32, max_page_bytes(region_bytes), 0)
-    extent = Extent(BLOCK_BYTES, b"n" * 32, (page,))
+    pages = page_table([(b"k" * 32, max_page_bytes(region_bytes), 0)])
+    extent = Extent(BLOCK_BYTES, b"n" * 32, pages)
     assert extent.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
 
 
-def test_placements_follow_each_other_in_blocks() -> None:
-    pages = tuple(PageRecord(bytes([i]) * 32, length, 0) for i, length in enumerate((1, 4097, 9)))
-    extent = Extent(8192, b"n" * 32, pages)
-    offsets = [offset for _, offset in extent.placements()]
-    assert offsets == [12_288, 16_384, 24_576]
+def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent:
+    return Extent(offset, namespace, page_table((b"k" * 32, length, 0) for length in lengths))
+
+
+def test_pages_follow_each_other_in_blocks() -> None:
+    extent = extent_of(8192, b"n" * 32, (1, 4097, 9))
+    assert extent.page_offsets().tolist() == [12_288, 16_384, 24_576]
     assert extent.end == 28_672
+
+
+def test_contents_place_pages_as_their_extents_do() -> None:
+    extents = [
+        extent_of(4096, b"n" * 32, (1, 4097)),
+        extent_of(65_536, b"m" * 32, (12_288,)),
+        extent_of(131_072, b"n" * 32, (4096,) * 92),  # a header of two blocks
+    ]
+    contents = Contents.of(extents)
+    expected = [offset for extent in extents for offset in extent.page_offsets().tolist()]
+    assert contents.page_offsets().tolist() == expected
+    assert contents.of_namespace(b"m" * 32).tolist() == [False] * 2 + [True] + [False] * 92
+
+
+def test_a_region_without_extents_has_no_pages() -> None:
+    contents = Contents.of([])
+    assert contents.page_offsets().tolist() == []
+    assert contents.of_namespace(b"m" * 32).tolist() == []
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 2**63 - 1])
@@ -80,16 +101,16 @@ def test_checksum_binds_namespace_key_and_bytes_but_not_segmentation() -> None:
     assert page_checksum(b"n" * 32, b"k" * 32, [b"hellp"]) != base
 
 
-def test_newer_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_format, "FORMAT_VERSION", 5)
     block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 0, b"n" * 16, 0))
     monkeypatch.undo()
-    assert newer_version(block) == 5
+    assert other_version(block) == 5
     assert unpack_region_header(block) is None
-    assert newer_version(block[:100]) is None
+    assert other_version(block[:100]) is None
 
 
 def test_absurd_header_length_is_not_followed() -> None:
     block = bytearray(BLOCK_BYTES)
-    block[:16] = b"SGLTEXTN" + (1).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little")
+    block[:16] = b"SGLTEXTN" + (2).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little")
     assert peek_extent_header_bytes(block) is None

@@ -9,6 +9,8 @@ import pytest
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.region.health import Backoff, HealthMonitor, OnceLog
 
+ERROR = OSError(5, "Input/output error")
+
 
 class Clock:
     now = 50.0
@@ -60,21 +62,21 @@ def test_store_failures_leave_loads_alone(health: HealthMonitor, clock: Clock) -
 
 def test_single_read_failures_are_tolerated(health: HealthMonitor) -> None:
     for _ in range(20):
-        health.read_failed()
-        health.read_failed()
+        health.read_failed(ERROR)
+        health.read_failed(ERROR)
         health.read_succeeded()
     assert health.state() is Health.RUNNING
 
 
 def test_three_read_failures_in_a_row_pause_everything(health: HealthMonitor, clock: Clock) -> None:
     for _ in range(3):
-        health.read_failed()
+        health.read_failed(ERROR)
     assert health.state() is Health.MISS_ONLY
     health.read_succeeded()  # begun before the incident; proves nothing
     assert health.state() is Health.MISS_ONLY
     clock.now += 1.0
     assert health.state() is Health.RUNNING
-    health.read_failed()
+    health.read_failed(ERROR)
     clock.now += 1.0
     assert health.state() is Health.MISS_ONLY
     clock.now += 1.0

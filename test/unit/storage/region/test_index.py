@@ -1,88 +1,143 @@
-"""Index and region table: counts follow every change."""
+"""The page index: counts follow every change, and keys that collide are kept apart."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from sglang_tiered.storage.region.index import Entry, Index, Region, RegionTable
+from sglang_tiered.storage.region import index as index_module
+from sglang_tiered.storage.region.index import PageIndex, key_words
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
-NBYTES = 1 << 16
+SLOTS = dict.fromkeys(range(8), 1 << 30)
 
 
-def make(num_regions: int) -> tuple[Index, RegionTable, list[Region]]:
-    table = RegionTable()
-    regions = [Region(i, -1, NBYTES, b"n" * 16, tail=4096) for i in range(num_regions)]
-    for region in regions:
-        table.reserve(NBYTES)
-        table.add(region)
-    return Index(), table, regions
+def put(
+    index: PageIndex, keys: list[bytes], slot: int, offset: int = 8192, length: int = 10
+) -> None:
+    count = len(keys)
+    index.put(
+        key_words(keys),
+        slot,
+        offset + 4096 * np.arange(count),
+        np.full(count, length, np.uint32),
+        np.arange(count, dtype=np.uint64),
+    )
 
 
-def test_a_later_entry_replaces_and_the_old_region_loses_it() -> None:
-    index, table, (first, second) = make(2)
-    index.put(KEYS[0], Entry(first, 8192, 100, 1))
-    index.put(KEYS[0], Entry(second, 8192, 50, 2))
-    assert (first.num_live, second.num_live, index.stored_bytes) == (0, 1, 50)
-    assert index.drop_region(first) == 0
+def held(index: PageIndex) -> list[bool]:
+    return [key in index for key in KEYS]
+
+
+def test_a_later_page_replaces_and_the_old_region_loses_it() -> None:
+    index = PageIndex()
+    put(index, KEYS[:1], 0, length=100)
+    put(index, KEYS[:1], 1, length=50)
+    assert (index.num_live(0), index.num_live(1), index.stored_bytes) == (0, 1, 50)
+    assert index.drop_region(0) == 0
     assert KEYS[0] in index
-    index.check_integrity(table)
+    index.check_integrity(SLOTS)
+
+
+def test_of_a_key_twice_in_one_region_the_later_page_counts() -> None:
+    index = PageIndex()
+    put(index, [KEYS[0], KEYS[1], KEYS[0]], 3)
+    rows = index.find(key_words(KEYS[:2]))
+    assert index.places(rows).offsets == [8192 + 2 * 4096, 8192 + 4096]
+    assert (len(index), index.num_live(3)) == (2, 2)
+    index.check_integrity(SLOTS)
 
 
 def test_drop_only_while_the_key_points_there() -> None:
-    index, table, (first, second) = make(2)
-    old = Entry(first, 8192, 100, 1)
-    index.put(KEYS[0], old)
-    new = Entry(second, 8192, 100, 1)
-    index.put(KEYS[0], new)
-    index.drop(KEYS[0], old)
-    assert index.get(KEYS[0]) is new
-    index.drop(KEYS[0], new)
+    index = PageIndex()
+    put(index, KEYS[:1], 0)
+    put(index, KEYS[:1], 1)
+    index.drop(KEYS[0], 0, 8192)
+    index.drop(KEYS[0], 1, 4096)
+    index.drop(KEYS[1], 1, 8192)
+    assert KEYS[0] in index
+    index.drop(KEYS[0], 1, 8192)
     assert KEYS[0] not in index
-    index.check_integrity(table)
+    index.check_integrity(SLOTS)
 
 
 def test_drop_region_takes_its_keys_only() -> None:
-    index, table, (first, second) = make(2)
-    for i, key in enumerate(KEYS):
-        index.put(key, Entry((first, second)[i % 2], 8192, 10, i))
-    assert index.drop_region(first) == 3
-    assert [key in index for key in KEYS] == [False, True] * 3
+    index = PageIndex()
+    put(index, KEYS[::2], 0)
+    put(index, KEYS[1::2], 1)
+    assert index.drop_region(0) == 3
+    assert held(index) == [False, True] * 3
     assert index.stored_bytes == 30
-    index.check_integrity(table)
+    index.check_integrity(SLOTS)
+
+
+def test_rows_and_places_of_dropped_pages_are_used_again() -> None:
+    index = PageIndex()
+    for round_number in range(300):
+        put(index, KEYS, round_number % 8)
+        index.drop_region(round_number % 8)
+    index.check_integrity(SLOTS)
+    assert index._num_rows <= len(KEYS)
+    assert len(index._table) == index_module._MIN_TABLE
 
 
 def test_clear_empties_the_counts() -> None:
-    index, table, (region,) = make(1)
-    index.put(KEYS[0], Entry(region, 8192, 10, 1))
+    index = PageIndex()
+    put(index, KEYS, 2)
     index.clear()
-    assert (len(index), index.stored_bytes, region.num_live) == (0, 0, 0)
-    index.check_integrity(table)
+    assert (len(index), index.stored_bytes, index.num_live(2)) == (0, 0, 0)
+    put(index, KEYS[:1], 2)
+    index.check_integrity(SLOTS)
 
 
-def test_retired_region_gives_its_bytes_back_after_the_last_pin() -> None:
-    _, table, (region,) = make(1)
-    table.pin(region)
-    table.pin(region)
-    assert not table.retire(region)
-    assert (table.physical_bytes, table.retiring_bytes) == (NBYTES, NBYTES)
-    assert not table.unpin(region)
-    assert table.unpin(region)
-    table.closed(region)
-    assert (table.physical_bytes, table.retiring_bytes) == (0, 0)
-    table.check_integrity(idle=True)
+def test_leading_hits_end_at_the_first_miss_wherever_it_is() -> None:
+    index = PageIndex()
+    chain = [i.to_bytes(32, "big") for i in range(1, 1001)]
+    put(index, chain, 0)
+    assert index.num_leading(chain) == 1000
+    for missing in (0, 15, 16, 17, 255, 256, 257, 999):
+        broken = [*chain[:missing], b"\xff" * 32, *chain[missing:]]
+        assert index.num_leading(broken) == missing
+    assert index.num_leading([]) == 0
 
 
-def test_unbooked_pin_is_found() -> None:
-    _, table, (region,) = make(1)
-    table.pin(region)
-    with pytest.raises(AssertionError, match="pinned while idle"):
-        table.check_integrity(idle=True)
+def test_keys_of_one_hash_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_hash", lambda words: np.full(len(words), 5, np.uint64))
+    index = PageIndex()
+    put(index, KEYS[:4], 0)
+    put(index, KEYS[4:], 1)
+    assert held(index) == [True] * 6
+    index.drop(KEYS[1], 0, 8192 + 4096)
+    assert held(index) == [True, False, True, True, True, True]
+    put(index, KEYS[1:2], 2)
+    assert held(index) == [True] * 6
+    index.check_integrity(SLOTS)
+
+
+def test_hot_pages_are_the_most_loaded_that_fit_in_log_order() -> None:
+    index = PageIndex()
+    put(index, KEYS, 0, length=4096)
+    rows = index.find(key_words(KEYS))
+    for loaded in ([1, 3, 5], [3, 5], [5]):
+        index.hit(rows[loaded])
+    assert index.keys(index.hot_rows(0, 1 << 20)) == [KEYS[1], KEYS[3], KEYS[5]]
+    assert index.keys(index.hot_rows(0, 2 * 4096)) == [KEYS[3], KEYS[5]]
+    assert index.keys(index.hot_rows(0, 4095)) == []
+    put(index, KEYS[5:], 0, offset=1 << 20, length=4096)
+    assert index.keys(index.hot_rows(0, 1 << 20)) == [KEYS[1], KEYS[3]], "new pages are not hot"
+
+
+def test_a_hit_count_does_not_wrap() -> None:
+    index = PageIndex()
+    put(index, KEYS[:1], 0)
+    for _ in range(300):
+        index.hit(index.find(key_words(KEYS[:1])))
+    assert len(index.hot_rows(0, 1 << 20)) == 1
 
 
 def test_wrong_live_count_is_found() -> None:
-    index, table, (region,) = make(1)
-    index.put(KEYS[0], Entry(region, 8192, 10, 1))
-    region.num_live = 2
-    with pytest.raises(AssertionError, match="1 entries, num_live 2"):
-        index.check_integrity(table)
+    index = PageIndex()
+    put(index, KEYS[:1], 0)
+    index._live[0] = 2
+    with pytest.raises(AssertionError, match="1 rows, counted 2"):
+        index.check_integrity(SLOTS)

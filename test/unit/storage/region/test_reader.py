@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_tiered.storage.region.index import Entry, Region
 from sglang_tiered.storage.region.reader import Wanted, plan_spans
+from sglang_tiered.storage.region.regions import Region
 
 FIRST = Region(0, -1, 1 << 30, b"n" * 16)
 SECOND = Region(1, -1, 1 << 30, b"n" * 16)
@@ -11,7 +11,7 @@ SECOND = Region(1, -1, 1 << 30, b"n" * 16)
 
 def wanted(position: int, region: Region, offset: int, length: int) -> Wanted:
     page = (memoryview(b""),)
-    return Wanted(position, bytes([position]) * 32, Entry(region, offset, length, 0), page)
+    return Wanted(position, bytes([position]) * 32, region, offset, length, 0, page)
 
 
 def positions(items: list[Wanted]) -> list[list[int]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import sglang_tiered.storage.region as package
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    Contents,
     Extent,
-    PageRecord,
     RegionHeader,
     Trailer,
     pack_extent_header,
@@ -17,6 +17,7 @@ from sglang_tiered.storage.region.format import (
     pack_region_header,
     pack_trailer,
     page_checksum,
+    page_table,
 )
 
 NONCE = bytes(range(16))
@@ -26,16 +27,16 @@ REGION_BYTES = 32 * 1024
 
 
 def example_region() -> bytes:
-    records = tuple(
-        PageRecord(key, len(data), page_checksum(NAMESPACE, key, [data])) for key, data in PAGES
+    pages = page_table(
+        (key, len(data), page_checksum(NAMESPACE, key, [data])) for key, data in PAGES
     )
-    extent = Extent(BLOCK_BYTES, NAMESPACE, records)
+    extent = Extent(BLOCK_BYTES, NAMESPACE, pages)
     region = bytearray(REGION_BYTES)
     region[:BLOCK_BYTES] = pack_region_header(RegionHeader(REGION_BYTES, 7, NONCE, 1))
     region[BLOCK_BYTES : 2 * BLOCK_BYTES] = pack_extent_header(extent, NONCE, 0)
-    for (_, offset), (_, data) in zip(extent.placements(), PAGES, strict=True):
+    for offset, (_, data) in zip(extent.page_offsets().tolist(), PAGES, strict=True):
         region[offset : offset + len(data)] = data
-    footer = pack_footer([extent], NONCE)
+    footer = pack_footer(Contents.of([extent]), NONCE)
     footer_offset = REGION_BYTES - BLOCK_BYTES - len(footer)
     trailer = pack_trailer(Trailer(NONCE, 1, footer_offset, len(footer)))
     region[footer_offset:] = footer + trailer
@@ -68,7 +69,7 @@ def test_recovery_steps_are_the_same_in_page_and_code() -> None:
     def steps(text: str) -> list[str]:
         words = " ".join(text.split())
         start = words.index("1. List the region files")
-        return words[start : words.index("from now on.", start)].split(" ")
+        return words[start : words.index("the later one.", start)].split(" ")
 
     page = (Path(package.__file__).parent / "README.md").read_text()
     assert recovery.__doc__ is not None

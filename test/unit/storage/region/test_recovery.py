@@ -11,10 +11,11 @@ import pytest
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
-from sglang_tiered.storage.region import RegionEngine, recovery
+from sglang_tiered.storage.region import RegionEngine, progress
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.index import Index, RegionTable
+from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
+from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,9 +42,9 @@ def directory(tmp_path: Path, make_run: MakeRun) -> Path:
 
 def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryReport:
     device = FileDevice(directory)
-    regions, index = RegionTable(), Index()
+    regions, index = RegionTable(), PageIndex()
     report = recover(device, namespace, CAPACITY, regions, index)
-    index.check_integrity(regions)
+    index.check_integrity({region.slot: region.nbytes for region in regions})
     regions.check_integrity(idle=True)
     for region in regions:
         device.close(region.fd)
@@ -93,7 +94,7 @@ def test_errors_of_this_process_cost_no_data(directory: Path, code: int) -> None
 
 def test_unreadable_header_is_damage(directory: Path) -> None:
     device = FaultyDevice(FileDevice(directory), [Fault(0, "readv", error=errno.EIO)])
-    regions, index = RegionTable(), Index()
+    regions, index = RegionTable(), PageIndex()
     report = recover(device, NAMESPACE, CAPACITY, regions, index)
     assert (report.num_damaged, report.num_pages) == (1, 6)
     for region in regions:
@@ -105,7 +106,7 @@ def test_the_bar_shows_only_when_recovery_takes_long(
 ) -> None:
     run_recovery(directory)
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(recovery, "_PROGRESS_AFTER_S", -1.0)
+    monkeypatch.setattr(progress, "_PROGRESS_AFTER_S", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     run_recovery(directory)
     captured = capfd.readouterr()

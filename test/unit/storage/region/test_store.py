@@ -25,14 +25,19 @@ OLD, NEW = b"\x11" * 32, b"\x22" * 32
 
 
 class Gate:
-    """Holds the writer inside its next ``writev`` until opened."""
+    """Holds the store inside its next ``writev`` until opened, or in the one after ``passes``."""
 
     def __init__(self) -> None:
+        self.passes = 0
         self.entered = threading.Event()
         self.opened = threading.Event()
 
     def __call__(self, operation: str) -> None:
-        if operation == "writev":
+        if operation != "writev":
+            return
+        if self.passes:
+            self.passes -= 1
+        else:
             self.entered.set()
             assert self.opened.wait(TIMEOUT_S)
 
@@ -184,11 +189,24 @@ def test_close_cancels_what_has_not_begun(
     second = gated.submit_store(make_run(2, [4096]))
     closing = threading.Thread(target=gated.close)
     closing.start()
-    assert done(second) == [Reason.CANCELLED]
+    assert [done(first), done(second)] == [[Reason.CANCELLED]] * 2
     gate.opened.set()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
-    assert done(first) == [Reason.OK]
+
+
+def test_close_finishes_what_is_being_written(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun
+) -> None:
+    gate.passes = 1  # the header of the region
+    job = gated.submit_store(make_run(1, [4096]))
+    assert gate.entered.wait(TIMEOUT_S)
+    closing = threading.Thread(target=gated.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert done(job) == [Reason.OK]
 
 
 def test_run_longer_than_an_extent_and_a_region(

@@ -1,153 +1,256 @@
-"""Appending, failing and sealing, without the threads of the store."""
+"""Placing, failing, rolling and sealing, seen in the files."""
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sglang_tiered.storage.base import Job, Reason, Run
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    Contents,
     extent_header_bytes,
-    footer_bytes,
     unpack_footer,
+    unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.health import HealthMonitor
-from sglang_tiered.storage.region.reclaim import Reclaimer
-from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sglang_tiered.storage.base import Page
+MakeRun = Callable[..., Run]
 
+TIMEOUT_S = 20.0
 NAMESPACE = b"\x11" * 32
 REGION = 16 * BLOCK_BYTES
+HEADER = extent_header_bytes(1)
 
 
 class Bench:
-    def __init__(self, directory: Path, num_regions: int = 4) -> None:
+    """An engine on a device that fails on order, with a clock to wait out its pauses."""
+
+    def __init__(self, directory: Path, make_run: MakeRun, num_regions: int = 4) -> None:
         self.directory = directory
+        self.make_run = make_run
+        self.now = 0.0
         self.device = FaultyDevice(FileDevice(directory))
-        self.state = StoreState(NAMESPACE)
-        health = HealthMonitor(lambda: 0.0, 5.0)
-        self.reclaimer = Reclaimer(self.device, health, self.state, num_regions * REGION, 5.0)
-        self.writer = RegionWriter(self.device, health, self.reclaimer, REGION, 0)
+        self.engine = RegionEngine(
+            directory,
+            namespace=NAMESPACE,
+            capacity_bytes=num_regions * REGION,
+            region_bytes=REGION,
+            num_readers=1,
+            num_writers=1,
+            sync_interval_s=1000.0,
+            device=self.device,
+            clock=lambda: self.now,
+        )
+
+    def fail(self, operation: Any, times: int = 1, after: int = 0, **kind: int) -> None:
+        """The next operations of that kind, after ``after`` good ones."""
+        at = self.device.calls.count(operation) + after
+        self.device.faults = [Fault(at, operation, times, **kind)]
+
+    def submit(self, seed: int, count: int = 1, nbytes: int = BLOCK_BYTES) -> tuple[Run, Job]:
+        run = self.make_run(seed, [nbytes] * count)
+        return run, self.engine.submit_store(run)
+
+    def store(self, seed: int, count: int = 1, nbytes: int = BLOCK_BYTES) -> list[Reason]:
+        _, job = self.submit(seed, count, nbytes)
+        assert job.wait(TIMEOUT_S), "the job did not finish"
+        self.engine.sync(TIMEOUT_S)  # or the jump would make a flush under way look hung
+        self.now += 100.0
+        return job.reasons
 
     def files(self) -> list[Path]:
         return sorted(self.directory.glob("*.kv"))
 
+    def contents(self, number: int) -> Contents:
+        """What the footer of that file says."""
+        data = self.files()[number].read_bytes()
+        header = unpack_region_header(data[:BLOCK_BYTES])
+        assert header is not None
+        trailer = unpack_trailer(data[-BLOCK_BYTES:], header.nonce, REGION)
+        assert trailer is not None, "not sealed"
+        footer = data[trailer.footer_offset : trailer.footer_offset + trailer.footer_bytes]
+        contents = unpack_footer(footer, header.nonce)
+        assert contents is not None
+        return contents
+
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def bench(tmp_path: Path, make_run: MakeRun) -> Iterator[Bench]:
+    bench = Bench(tmp_path, make_run)
+    yield bench
+    bench.device.faults = []
+    bench.engine.check_integrity()
+    bench.engine.close()
 
 
-def pages(count: int, nbytes: int, start: int = 0) -> list[tuple[bytes, Page]]:
-    return [
-        (bytes([i]) * 32, (memoryview(bytes([i]) * nbytes),)) for i in range(start, start + count)
-    ]
-
-
-def test_places_follow_the_header(bench: Bench) -> None:
-    placed = bench.writer.append(NAMESPACE, pages(2, 5000))
-    assert [entry.offset for _, entry in placed] == [8192, 16_384]
+def test_pages_follow_the_header(bench: Bench) -> None:
+    run, job = bench.submit(1, 2, 5000)
+    assert job.wait(TIMEOUT_S)
     data = bench.files()[0].read_bytes()
-    assert data[8192:13_192] == b"\0" * 5000
-    assert data[16_384:21_384] == b"\1" * 5000
+    assert data[8192:13_192] == bytes(run.pages[0][0])
+    assert data[16_384:21_384] == bytes(run.pages[1][0])
 
 
 def test_an_extent_is_appended_only_with_room_for_its_footer(bench: Bench) -> None:
     """14 blocks between header and trailer: 1 footer, so 12 pages of a block beside 1 header."""
-    placed = bench.writer.append(NAMESPACE, pages(14, 4096))
-    assert len(placed) == 12
-    (region,) = bench.state.regions
-    assert region.tail + footer_bytes(1, 12) + BLOCK_BYTES == REGION
-    bench.writer.seal()
-    data = bench.files()[0].read_bytes()
-    trailer = unpack_trailer(data[-BLOCK_BYTES:], region.nonce, REGION)
-    assert trailer is not None
-    footer = data[trailer.footer_offset : trailer.footer_offset + trailer.footer_bytes]
-    extents = unpack_footer(footer, region.nonce)
-    assert extents is not None
-    assert [(e.offset, len(e.pages)) for e in extents] == [(BLOCK_BYTES, 12)]
+    assert bench.store(1, 14) == [Reason.OK] * 14
+    assert bench.engine.sync(TIMEOUT_S)
+    extents = bench.contents(0).extents
+    assert extents["offset"].tolist() == [BLOCK_BYTES]
+    assert extents["num_pages"].tolist() == [12]
+    assert len(bench.files()) == 2
 
 
-def test_a_full_region_is_sealed_and_the_next_opened(bench: Bench) -> None:
-    first = bench.writer.append(NAMESPACE, pages(12, 4096))
-    second = bench.writer.append(NAMESPACE, pages(1, 4096, start=50))
-    assert first[0][1].region.sealed
-    assert second[0][1].region.sequence == 1
-    assert bench.device.calls.count("sync") == 1
+def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(operation: str) -> None:
+        if operation == "create":
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+
+    bench.device.before = hold
+    jobs = [bench.submit(1)[1]]
+    assert entered.wait(TIMEOUT_S)
+    jobs += [bench.submit(seed)[1] for seed in range(2, 5)]
+    release.set()
+    assert all(job.wait(TIMEOUT_S) for job in jobs)
+    assert [job.reasons for job in jobs] == [[Reason.OK]] * 4
+    bench.engine.close()
+    assert bench.contents(0).extents["num_pages"].tolist() == [4]
 
 
-@pytest.mark.parametrize("fault", [{"error": errno.EIO}, {"short_bytes": 8192}])
-def test_the_offset_of_a_failed_write_is_used_again(bench: Bench, fault: dict[str, int]) -> None:
-    bench.writer.append(NAMESPACE, pages(1, 4096))
-    bench.device.faults = [Fault(bench.device.calls.count("writev"), "writev", **fault)]
-    with pytest.raises(OSError, match=r"Input/output|short write"):
-        bench.writer.append(NAMESPACE, pages(2, 4096, start=20))
-    ((_, entry),) = bench.writer.append(NAMESPACE, pages(1, 4096, start=30))
-    assert entry.offset == 3 * BLOCK_BYTES + extent_header_bytes(1)
+@pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": 8192}])
+def test_the_offset_of_a_failed_write_is_used_again(bench: Bench, kind: dict[str, int]) -> None:
+    assert bench.store(1) == [Reason.OK]
+    bench.fail("writev", **kind)
+    assert bench.store(2, 2) == [Reason.IO_ERROR] * 2
+    assert bench.store(3) == [Reason.OK]
+    bench.engine.close()
+    offsets = bench.contents(0).extents["offset"].tolist()
+    assert offsets == [BLOCK_BYTES, 2 * BLOCK_BYTES + HEADER]
+
+
+def test_a_hole_in_the_log_fails_what_was_placed_behind_it(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    """An extent that was written behind one that was not could not be found again."""
+    region_bytes, page = 48 << 20, 8 << 20
+    device = FaultyDevice(FileDevice(tmp_path))
+    engine = RegionEngine(
+        tmp_path,
+        namespace=NAMESPACE,
+        capacity_bytes=2 * region_bytes,
+        region_bytes=region_bytes,
+        num_writers=1,
+        device=device,
+    )
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(operation: str) -> None:
+        if operation == "writev" and threading.current_thread().name.startswith("tier-chunk"):
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+
+    device.before = hold
+    run = make_run(1, [page] * 3)  # an extent each, all in work at once
+    job = engine.submit_store(run)
+    assert entered.wait(TIMEOUT_S)
+    # The chunk that is held is the first; the next nine end the first extent and begin the second.
+    device.faults = [Fault(device.calls.count("writev") + 9, "writev", error=errno.EIO)]
+    release.set()
+    assert job.wait(TIMEOUT_S)
+    assert job.reasons == [Reason.OK, Reason.IO_ERROR, Reason.IO_ERROR]
+    assert engine.lookup(run.keys).num_hits == 1
+    engine.check_integrity()
+    engine.close()
+    reopened = RegionEngine(
+        tmp_path, namespace=NAMESPACE, capacity_bytes=2 * region_bytes, region_bytes=region_bytes
+    )
+    assert reopened.stats().num_pages == 1
+    reopened.close()
 
 
 def test_a_place_that_keeps_failing_is_given_up(bench: Bench) -> None:
-    bench.writer.append(NAMESPACE, pages(1, 4096))
-    bench.device.faults = [Fault(bench.device.calls.count("writev"), "writev", 3, errno.EIO)]
-    for _ in range(3):
-        with pytest.raises(OSError, match="Input/output"):
-            bench.writer.append(NAMESPACE, pages(1, 4096, start=20))
-    ((_, entry),) = bench.writer.append(NAMESPACE, pages(1, 4096, start=20))
-    assert entry.region.sequence == 1
+    assert bench.store(1) == [Reason.OK]
+    bench.fail("writev", times=3, error=errno.EIO)
+    for seed in range(2, 5):
+        assert bench.store(seed) == [Reason.IO_ERROR]
+    assert bench.store(5) == [Reason.OK]
+    assert len(bench.files()) == 2
 
 
-def test_failed_creation_leaves_books_and_directory_clean(bench: Bench) -> None:
-    for at in range(2):
-        operation = ("create", "writev")[at]
-        bench.device.faults = [
-            Fault(bench.device.calls.count(operation), operation, error=errno.EIO)
-        ]
-        with pytest.raises(OSError, match="Input/output"):
-            bench.writer.append(NAMESPACE, pages(1, 4096))
-        assert bench.files() == []
-        assert bench.state.regions.physical_bytes == 0
-    bench.writer.append(NAMESPACE, pages(1, 4096))
-    assert [file.name for file in bench.files()] == ["region-0000000000000002.kv"]
+@pytest.mark.parametrize("operation", ["create", "writev"])
+def test_failed_creation_leaves_books_and_directory_clean(bench: Bench, operation: str) -> None:
+    bench.fail(operation, error=errno.EIO)
+    assert bench.store(1) == [Reason.IO_ERROR]
+    assert bench.files() == []
+    assert bench.engine.stats().physical_bytes == 0
+    assert bench.store(1) == [Reason.OK]
+    assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
+
+
+def test_a_file_that_cannot_be_removed_keeps_its_room_until_it_can(bench: Bench) -> None:
+    calls = bench.device.calls
+    bench.device.faults = [
+        Fault(calls.count("writev"), "writev", error=errno.EIO),
+        Fault(calls.count("unlink"), "unlink", error=errno.EROFS),
+    ]
+    assert bench.store(1) == [Reason.IO_ERROR]
+    assert len(bench.files()) == 1
+    assert bench.engine.stats().physical_bytes == REGION
+    bench.engine.check_integrity()
+    bench.device.faults = []
+    assert bench.store(1) == [Reason.OK]
+    assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
+    assert bench.engine.stats().physical_bytes == REGION
 
 
 def test_failed_seal_keeps_the_region_in_service(bench: Bench) -> None:
-    ((key, entry),) = bench.writer.append(NAMESPACE, pages(1, 4096))
-    bench.state.index.put(key, entry)
-    bench.device.faults = [Fault(0, "sync", error=errno.EIO)]
-    with pytest.raises(OSError, match="Input/output"):
-        bench.writer.seal()
-    assert entry.region.sealed
-    assert entry.region in bench.state.regions
-    assert bench.writer.append(NAMESPACE, pages(1, 4096))[0][1].region.sequence == 1
+    bench.fail("sync", times=2, error=errno.EIO)
+    run, job = bench.submit(1, 14)
+    assert job.wait(TIMEOUT_S)
+    while not bench.engine.sync(TIMEOUT_S):  # fails twice: the seal, and a barrier
+        assert bench.device.calls.count("sync") < 10
+    assert bench.engine.lookup(run.keys).num_hits == 14
+    assert bench.store(2) == [Reason.OK]
 
 
-def test_a_victim_that_cannot_be_removed_stays_in_service(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, num_regions=1)
-    for key, entry in bench.writer.append(NAMESPACE, pages(12, 4096)):
-        bench.state.index.put(key, entry)
-    bench.device.faults = [Fault(0, "unlink", error=errno.EROFS)]
-    with pytest.raises(OSError, match="Read-only"):
-        bench.writer.append(NAMESPACE, pages(1, 4096, start=50))
-    assert len(bench.state.index) == 12
-    assert bench.state.regions.physical_bytes == REGION
-    bench.state.check_integrity()
-    bench.writer.append(NAMESPACE, pages(1, 4096, start=50))
-    assert len(bench.state.index) == 0
+def test_a_victim_that_cannot_be_removed_stays_in_service(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    bench = Bench(tmp_path, make_run, num_regions=1)
+    assert bench.store(1, 12) == [Reason.OK] * 12
+    bench.fail("unlink", error=errno.EROFS)
+    assert bench.store(2) == [Reason.IO_ERROR]
+    assert bench.engine.stats().num_pages == 12
+    assert bench.engine.stats().physical_bytes == REGION
+    bench.engine.check_integrity()
+    assert bench.store(3) == [Reason.OK]
+    assert bench.engine.stats().num_pages == 1
+    bench.engine.close()
 
 
-def test_finishing_seals_or_removes(bench: Bench) -> None:
-    bench.writer.append(NAMESPACE, pages(1, 4096))
-    bench.writer.finish()
-    assert bench.device.calls.count("sync") == 1
-    bench.writer.finish()
+def test_closing_seals(bench: Bench) -> None:
+    bench.store(1)
+    bench.engine.close()
+    assert len(bench.contents(0).pages) == 1
+
+
+def test_closing_removes_a_region_without_pages(bench: Bench) -> None:
+    bench.fail("writev", after=1, error=errno.EIO)
+    assert bench.store(1) == [Reason.IO_ERROR]
     assert len(bench.files()) == 1
+    bench.engine.close()
+    assert bench.files() == []

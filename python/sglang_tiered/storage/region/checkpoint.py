@@ -1,0 +1,71 @@
+"""The checkpoint: what recovery would rather not find out again. Pure, but for one read.
+
+An accelerator, never the truth: it lets recovery skip verifying what a sync already covered in the
+region that was open, and it keeps the order in which regions were used. Without it everything is
+still found. An entry counts only for the region whose nonce it names, so a checkpoint of another
+time or another store says nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from sglang_tiered.storage.region.format import BLOCK_BYTES, FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang_tiered.storage.region.device import Device
+
+__all__ = ["CHECKPOINT_NAME", "CheckpointEntry", "pack", "read", "unpack"]
+
+CHECKPOINT_NAME = "CHECKPOINT"
+MAGIC = b"SGLTCHKP"
+
+_HEADER = struct.Struct("<8sIIQ")  # magic version num_regions reserved
+_ENTRY = struct.Struct("<Q16sQQ")  # sequence nonce durable_tail use
+_CHECKSUM = struct.Struct("<Q")
+
+
+class CheckpointEntry(NamedTuple):
+    """One region. ``durable_tail``: all before it was acknowledged and synced; ``use``: greater
+    for regions used later, 0 for one never used."""
+
+    sequence: int
+    nonce: bytes
+    durable_tail: int
+    use: int
+
+
+def pack(entries: Iterable[CheckpointEntry]) -> bytes:
+    rows = [_ENTRY.pack(*entry) for entry in entries]
+    body = _HEADER.pack(MAGIC, FORMAT_VERSION, len(rows), 0) + b"".join(rows)
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack(data: bytes) -> list[CheckpointEntry] | None:
+    """``None`` for bytes that do not verify."""
+    if len(data) < _HEADER.size + _CHECKSUM.size:
+        return None
+    body = data[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    magic, version, num_regions, _ = _HEADER.unpack_from(body)
+    if (magic, version) != (MAGIC, FORMAT_VERSION):
+        return None
+    if len(body) != _HEADER.size + num_regions * _ENTRY.size:
+        return None
+    entries = [CheckpointEntry(*row) for row in _ENTRY.iter_unpack(body[_HEADER.size :])]
+    return entries if all(entry.durable_tail % BLOCK_BYTES == 0 for entry in entries) else None
+
+
+def read(device: Device) -> dict[tuple[int, bytes], CheckpointEntry]:
+    """The entries by sequence and nonce; empty when there is no valid checkpoint."""
+    try:
+        entries = unpack(device.read_file(CHECKPOINT_NAME))
+    except OSError:
+        entries = None
+    return {(entry.sequence, entry.nonce): entry for entry in entries or ()}

@@ -1,0 +1,113 @@
+"""What the reader threads do: fill the caller's pages and settle the outcome."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+    from sglang_tiered.storage.region.jobs import LoadSpan
+    from sglang_tiered.storage.region.reader import RegionReader
+    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.state import StoreState
+
+__all__ = ["LoadWorker"]
+
+logger = logging.getLogger(__name__)
+
+
+class LoadWorker:
+    """Reads spans; every reader thread runs ``run`` of the same worker, and none ends by an
+    exception: a job that nobody finishes would keep the caller's memory forever."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: StoreState,
+        health: HealthMonitor,
+        log: OnceLog,
+        reader: RegionReader,
+        reclaimer: Reclaimer,
+    ) -> None:
+        self._directory = directory
+        self._state = state
+        self._health = health
+        self._log = log
+        self._reader = reader
+        self._reclaimer = reclaimer
+
+    def run(self) -> None:
+        """Until the store is closed."""
+        state = self._state
+        while True:
+            with state.lock:
+                while not state.loads and not state.closed:
+                    state.load_ready.wait()
+                if not state.loads:
+                    return
+                span = state.take_load()
+            self._load(span)
+
+    def skip(self, span: LoadSpan, reason: Reason) -> None:
+        """Finish a span that was not tried; its pages stay indexed."""
+        self._unpin(span)
+        with self._state.lock:
+            self._state.finish_span(span, [reason] * len(span.wanted))
+
+    def _load(self, span: LoadSpan) -> None:
+        if span.ticket.job.cancelled:
+            self.skip(span, Reason.CANCELLED)
+            return
+        try:
+            reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
+        except Exception:
+            logger.exception("%s: loading failed by our own fault", self._directory)
+            self.skip(span, Reason.IO_ERROR)
+            return
+        if error is None:
+            self._health.read_succeeded()
+            self._log.settle("read")
+        else:
+            self._health.read_failed(error)
+            self._log.report(
+                "read",
+                "%s cannot be read (%s); pages that fail are forgotten and computed again",
+                self._directory,
+                error,
+            )
+        self._unpin(span)
+        self._settle(span, reasons)
+
+    def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
+        state = self._state
+        region = span.wanted[0].region
+        report = False
+        with state.lock:
+            for item, reason in zip(span.wanted, reasons, strict=True):
+                if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not region.retired:
+                    state.index.drop(item.key, region.slot, item.offset)
+                if reason is Reason.IO_ERROR:
+                    # An unreadable page goes, or a bad sector would fail the same load for ever;
+                    # the pages behind it were not tried again and stay.
+                    break
+            if Reason.CORRUPT in reasons:
+                report, region.corruption_reported = not region.corruption_reported, True
+            state.finish_span(span, reasons)
+        if report:
+            logger.warning(
+                "%s holds damaged pages; they are forgotten and computed again",
+                self._directory / region.name,
+            )
+
+    def _unpin(self, span: LoadSpan) -> None:
+        region = span.wanted[0].region
+        with self._state.lock:
+            unused = self._state.regions.unpin(region)
+        if unused:
+            self._reclaimer.dispose(region)

@@ -1,0 +1,137 @@
+"""In memory: the regions of the log, and the bytes they take. No I/O.
+
+Nothing here locks: the owner's lock guards every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.region.format import region_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.storage.region.format import Extent
+
+__all__ = ["Region", "RegionTable"]
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """One region file. ``fd`` stays open until the region is retired and nobody pins it."""
+
+    sequence: int
+    fd: int
+    nbytes: int
+    nonce: bytes
+    slot: int = -1  # its place in the table; an index entry names its region by it
+    tail: int = 0  # where the next extent goes; block-aligned
+    sealed: bool = False  # takes no more extents
+    extents: list[Extent] = field(default_factory=list)  # for the footer; emptied by sealing
+    num_writing: int = 0  # extents placed and not yet published or given up
+    published_tail: int = 0  # behind the last extent that is visible
+    durable_tail: int = 0  # behind the last extent that survives loss of power
+    dirty: bool = False  # published since the last sync
+    last_hit: int = -1
+    pins: int = 0
+    syncing: bool = False  # one of the pins is the syncer's
+    retired: bool = False
+    corruption_reported: bool = False
+
+    @property
+    def name(self) -> str:
+        return region_name(self.sequence)
+
+
+class RegionTable:
+    """The regions that exist, and the bytes they take on the disk.
+
+    ``physical_bytes`` also counts room reserved for a region about to be created, files left over
+    from failed attempts, and regions already unlinked that somebody still holds open: the disk has
+    not got those back yet.
+    """
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._slots: list[Region | None] = []
+        self.physical_bytes = 0
+        self.retiring_bytes = 0
+        self.leftovers: dict[str, int] = {}  # files nobody could remove yet, with their bytes
+        self._hits = 0
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions.values())
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def __contains__(self, region: Region) -> bool:
+        return self._regions.get(region.sequence) is region
+
+    def at(self, slot: int) -> Region:
+        region = self._slots[slot]
+        assert region is not None, f"region slot {slot} is not in use"
+        return region
+
+    def add(self, region: Region) -> None:
+        """Adopt a region whose bytes were reserved before, and give it a slot."""
+        assert region.sequence not in self._regions, f"{region.name} is there twice"
+        self._regions[region.sequence] = region
+        if None in self._slots:
+            region.slot = self._slots.index(None)
+            self._slots[region.slot] = region
+        else:
+            region.slot = len(self._slots)
+            self._slots.append(region)
+        self._hits = max(self._hits, region.last_hit)
+
+    def reserve(self, nbytes: int) -> None:
+        self.physical_bytes += nbytes
+
+    def unreserve(self, nbytes: int) -> None:
+        self.physical_bytes -= nbytes
+
+    def touch(self, region: Region) -> None:
+        self._hits += 1
+        region.last_hit = self._hits
+
+    def pin(self, region: Region) -> None:
+        """Keep the region's descriptor open until the matching ``unpin``."""
+        assert not region.retired, f"{region.name} is retired"
+        region.pins += 1
+
+    def unpin(self, region: Region) -> bool:
+        """True when this was the last pin of a retired region: the caller closes its descriptor,
+        then calls ``closed``."""
+        region.pins -= 1
+        return region.retired and region.pins == 0
+
+    def retire(self, region: Region) -> bool:
+        """Take the region out of service; its file is gone and no index entry names its slot.
+        Returns what ``unpin`` returns."""
+        del self._regions[region.sequence]
+        self._slots[region.slot] = None
+        region.retired = True
+        self.retiring_bytes += region.nbytes
+        return region.pins == 0
+
+    def closed(self, region: Region) -> None:
+        self.retiring_bytes -= region.nbytes
+        self.physical_bytes -= region.nbytes
+
+    def check_integrity(self, *, idle: bool) -> None:
+        taken = sum(region.nbytes for region in self) + sum(self.leftovers.values())
+        assert self.physical_bytes >= taken + self.retiring_bytes, (
+            f"physical {self.physical_bytes} < regions {taken} + retiring {self.retiring_bytes}"
+        )
+        for region in self:
+            assert self.at(region.slot) is region, f"{region.name} is not in slot {region.slot}"
+            assert region.sealed or 0 < region.tail <= region.nbytes, (
+                f"{region.name}: tail {region.tail} of {region.nbytes}"
+            )
+        if idle:
+            assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
+            pinned = [region.name for region in self if region.pins or region.num_writing]
+            assert not pinned, f"pinned while idle: {pinned}"

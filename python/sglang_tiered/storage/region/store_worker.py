@@ -1,0 +1,229 @@
+"""What the writer thread does: places stores in the log and settles what was written."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.region.jobs import ClearOrder, StoreTicket
+from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+    from sglang_tiered.storage.region.jobs import ExtentWrite, Part
+    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.state import StoreState
+    from sglang_tiered.storage.region.writer import RegionWriter
+
+__all__ = ["StoreWorker"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_WRITING_BYTES = 24 << 20  # placed and not settled: enough that the chunk writers never starve
+
+
+class StoreWorker:
+    """Takes stores in order of submission; its ``run`` is the writer thread.
+
+    It never ends by an exception: a job that nobody finishes would keep the caller's memory
+    forever.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        state: StoreState,
+        health: HealthMonitor,
+        log: OnceLog,
+        writer: RegionWriter,
+        reclaimer: Reclaimer,
+    ) -> None:
+        self._directory = directory
+        self._state = state
+        self._health = health
+        self._log = log
+        self._writer = writer
+        self._reclaimer = reclaimer
+        self._out_of_space = False  # nothing can be placed until what is written is settled
+
+    def run(self) -> None:
+        """Until the store is closed and all that was placed is settled."""
+        while self._step():
+            pass
+        try:
+            self._writer.finish()
+        except OSError as error:
+            logger.warning("%s: an empty region could not be removed (%s)", self._directory, error)
+        with self._state.lock:
+            self._state.written_all = True
+            self._state.sync_ready.notify()
+            self._state.chunk_ready.notify_all()
+
+    def _step(self) -> bool:
+        """Settle one extent, or place one; false when there is nothing left to do."""
+        state = self._state
+        with state.lock:
+            while True:
+                written = bool(state.writes) and state.writes[0].num_chunks_left == 0
+                if written or self._may_place():
+                    break
+                if state.closed and not state.stores and not state.writes:
+                    return False
+                state.store_ready.wait()
+            order = state.stores[0] if state.stores else None
+        try:
+            if written:
+                self._settle(state.writes[0])
+            elif isinstance(order, ClearOrder):
+                self._clear(order)
+            else:
+                self._place()
+        except OSError as error:
+            self._drop_first(self._failed(error))
+        except Exception:
+            logger.exception("%s: storing failed by our own fault", self._directory)
+            self._drop_first(Reason.IO_ERROR)
+        return True
+
+    def _may_place(self) -> bool:
+        """The lock is held."""
+        state = self._state
+        if not state.stores:
+            return False
+        if isinstance(state.stores[0], ClearOrder) or self._out_of_space:
+            return not state.writes
+        return sum(write.extent.payload_bytes for write in state.writes) < _MAX_WRITING_BYTES
+
+    def _place(self) -> None:
+        state = self._state
+        with state.lock:
+            head = state.stores[0] if state.stores else None
+            if not isinstance(head, StoreTicket):
+                return
+            reason = None
+            if not self._health.accepts_stores():
+                reason = Reason.REJECTED
+            elif head.job.cancelled:
+                reason = Reason.CANCELLED
+            if reason is not None:
+                state.stores.popleft()
+                state.drop_rest(head, reason)
+                return
+        try:
+            self._writer.open_region()
+            parts = self._take()
+            if not parts and self._has_store():
+                self._writer.roll()
+                self._writer.open_region()
+                parts = self._take()
+        except OSError as error:
+            with state.lock:
+                waits = bool(state.writes)
+            if error.errno not in NO_SPACE_ERRNOS or not waits:
+                raise
+            # What is being written occupies the only region that could go.
+            self._out_of_space = True
+            return
+        if not parts:
+            return
+        try:
+            self._writer.place(parts)
+        except Exception:
+            with state.lock:
+                state.give_up(parts, Reason.IO_ERROR)
+            raise
+
+    def _has_store(self) -> bool:
+        """False when the queue was emptied meanwhile."""
+        with self._state.lock:
+            return bool(self._state.stores) and isinstance(self._state.stores[0], StoreTicket)
+
+    def _take(self) -> list[Part]:
+        """Pages for the next extent; none when the open region has no room for the first."""
+        with self._state.lock:
+            return self._writer.take()
+
+    def _settle(self, write: ExtentWrite) -> None:
+        """The oldest extent under way has been handled by the chunk writers."""
+        state = self._state
+        self._out_of_space = False
+        if write.error is not None:
+            self._settle_failed(write, write.error)
+            return
+        with state.lock:
+            state.writes.popleft()
+            state.publish(write)
+            self._writer.settled(write)
+        self._health.store_succeeded()
+        self._log.settle("store")
+        self._log.settle("space")
+
+    def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
+        """Nothing behind a hole in a region counts, or recovery could not find it."""
+        state = self._state
+        with state.lock:
+            while any(write.num_chunks_left for write in state.writes):
+                state.store_ready.wait()
+            failed = [write for write in state.writes if write.region is first.region]
+        if error.errno in NO_SPACE_ERRNOS and first.num_tries == 1 and self._reclaimer.evict_one():
+            with state.lock:
+                for write in failed:
+                    if write.error is not None:
+                        state.queue_write(write)
+            return
+        withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried
+        reason = Reason.CANCELLED if withdrawn else self._failed(error)
+        with state.lock:
+            for write in failed:
+                state.writes.remove(write)
+                write.region.num_writing -= 1
+                state.give_up(write.parts, reason)
+        self._writer.rewind(first)
+
+    def _failed(self, error: OSError) -> Reason:
+        self._health.store_failed()
+        if error.errno in NO_SPACE_ERRNOS:
+            self._log.report(
+                "space",
+                "%s has no room for another page (%s); stores are dropped until it has",
+                self._directory,
+                error.strerror,
+            )
+            return Reason.NO_SPACE
+        self._log.report(
+            "store",
+            "%s cannot be written (%s); stores are dropped and retried with growing pauses",
+            self._directory,
+            error,
+        )
+        return Reason.IO_ERROR
+
+    def _drop_first(self, reason: Reason) -> None:
+        state = self._state
+        with state.lock:
+            head = state.stores[0] if state.stores else None
+            if isinstance(head, StoreTicket):
+                state.stores.popleft()
+                state.drop_rest(head, reason)
+
+    def _clear(self, order: ClearOrder) -> None:
+        with self._state.lock:
+            self._state.stores.popleft()
+        self._writer.abandon()
+        with self._state.lock:
+            regions = list(self._state.regions)
+        for region in regions:
+            try:
+                self._reclaimer.remove(region)
+            except OSError as error:
+                self._log.report(
+                    "store",
+                    "%s could not be emptied (%s); its pages are forgotten, its files stay for now",
+                    self._directory,
+                    error,
+                )
+        order.done.set()

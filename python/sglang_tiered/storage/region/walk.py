@@ -1,0 +1,91 @@
+"""Finds the extents of a region that has no valid footer, and reads bytes that may be damaged."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    MAX_EXTENT_HEADER_BYTES,
+    Extent,
+    peek_extent_header_bytes,
+    unpack_extent_header,
+)
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.regions import Region
+
+__all__ = ["DAMAGE_ERRNOS", "read_run", "walk"]
+
+_WINDOW_BYTES = 4 << 20
+
+# Errors that say "these bytes are lost". Any other, such as too many open files, says something
+# about this process, and must not cost the user his data.
+DAMAGE_ERRNOS = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA, errno.EBADMSG)
+
+
+def read_run(device: Device, fd: int, buffer: memoryview, offset: int) -> bool:
+    """Fill the buffer; false where the bytes are damaged, missing or cannot be had."""
+    try:
+        return device.readv(fd, [buffer], offset) == buffer.nbytes
+    except OSError as error:
+        if error.errno in DAMAGE_ERRNOS:
+            return False
+        raise
+
+
+def walk(device: Device, region: Region, durable_tail: int) -> list[Extent]:
+    """The extents that verify, from block 1 to the first that does not. Payloads before
+    ``durable_tail`` are known to have been on the device and are not read: every load verifies
+    its page anyway."""
+    extents: list[Extent] = []
+    tail = BLOCK_BYTES
+    window = aligned_buffer(_WINDOW_BYTES)
+    while True:
+        extent = _read_extent_header(device, region, tail, len(extents))
+        if extent is None or not (
+            extent.end <= durable_tail or _payload_verifies(device, region, extent, window)
+        ):
+            return extents
+        extents.append(extent)
+        tail = extent.end
+
+
+def _read_extent_header(device: Device, region: Region, tail: int, ordinal: int) -> Extent | None:
+    buffer = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
+    block = buffer[:BLOCK_BYTES]
+    if not read_run(device, region.fd, block, tail):
+        return None
+    header_bytes = peek_extent_header_bytes(block)
+    if header_bytes is None:
+        return None
+    rest = buffer[BLOCK_BYTES:header_bytes]
+    if rest.nbytes and not read_run(device, region.fd, rest, tail + BLOCK_BYTES):
+        return None
+    extent = unpack_extent_header(buffer[:header_bytes], tail, region.nonce, ordinal)
+    return extent if extent is not None and extent.end < region.nbytes else None
+
+
+def _payload_verifies(device: Device, region: Region, extent: Extent, window: memoryview) -> bool:
+    loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
+    for page, start in zip(extent.pages, extent.page_offsets().tolist(), strict=True):
+        state = xxhash.xxh3_64(extent.namespace)
+        state.update(page["key"].tobytes())
+        position, stop = start, start + int(page["length"])
+        while position < stop:
+            if position >= loaded_at + loaded:
+                loaded_at = position
+                loaded = min(window.nbytes, extent.end - position)
+                if not read_run(device, region.fd, window[:loaded], loaded_at):
+                    return False
+            piece = window[position - loaded_at : min(stop - loaded_at, loaded)]
+            state.update(piece)
+            position = min(stop, loaded_at + loaded)
+        if state.intdigest() != int(page["checksum"]):
+            return False
+    return True
