@@ -1,8 +1,7 @@
 """The checkpoint: what recovery would rather not find out again. Pure, but for one read.
 
 An accelerator, never the truth: it lets recovery skip verifying what a sync already covered in the
-region that was open, and it keeps the order in which regions were used. Without it everything is
-still found. An entry counts only for the region whose nonce it names, so a checkpoint of another
+region that was open. Without it everything is still found. An entry counts only for the region whose nonce it names, so a checkpoint of another
 time or another store says nothing.
 """
 
@@ -26,18 +25,16 @@ CHECKPOINT_NAME = "CHECKPOINT"
 MAGIC = b"SGLTCHKP"
 
 _HEADER = struct.Struct("<8sIIQ")  # magic version num_regions reserved
-_ENTRY = struct.Struct("<Q16sQQ")  # sequence nonce durable_tail use
+_ENTRY = struct.Struct("<Q16sQ")  # sequence nonce durable_tail
 _CHECKSUM = struct.Struct("<Q")
 
 
 class CheckpointEntry(NamedTuple):
-    """One region. ``durable_tail``: all before it was acknowledged and synced; ``use``: greater
-    for regions used later, 0 for one never used."""
+    """One region. ``durable_tail``: all before it was acknowledged and synced."""
 
     sequence: int
     nonce: bytes
     durable_tail: int
-    use: int
 
 
 def pack(entries: Iterable[CheckpointEntry]) -> bytes:

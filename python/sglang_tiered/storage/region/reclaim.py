@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_victim"]
 
-# Of a region. Every region written holds at most this much that was written before, so reinsertion
-# multiplies the bytes written by at most 1 / (1 - 1/12) = 1.09.
-REINSERTION_SHARE = 1 / 12
+# Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.
+REINSERTION_SHARE = 1 / 10
+# What victims without hot pages leave over is saved for later ones, up to this share of a region.
+_MAX_CREDIT = 1 / 2
 
 
 def choose_victim(regions: Iterable[Region]) -> Region | None:
-    """The sealed region hit longest ago; among those never hit, the oldest. A region that is
-    being read frees nothing until the read ends, so such regions go last."""
+    """The oldest sealed region: with reinsertion, first in first out loses the fewest hits, as in
+    CacheLib Navy. A region that is being read frees nothing until the read ends, so such regions
+    go last."""
     sealed = [region for region in regions if region.sealed and region.num_writing == 0]
-    return min(sealed, key=lambda r: (r.pins > r.syncing, r.last_hit, r.sequence), default=None)
+    return min(
+        sealed, key=lambda region: (region.pins > region.syncing, region.sequence), default=None
+    )
 
 
 class _Saved(NamedTuple):
@@ -64,6 +68,7 @@ class Reclaimer:
         self._reader = reader
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
+        self._credit_bytes = 0.0
         self.num_pages_evicted = 0
 
     def reserve(self, nbytes: int) -> bool:
@@ -115,19 +120,24 @@ class Reclaimer:
         return freed
 
     def _save_hot(self, victim: Region) -> _Saved | None:
-        """Read the pages that were loaded since they were written, as far as the share reaches;
+        """Read the pages that were loaded since they were written, as far as the credit reaches;
         what does not verify is left behind."""
         state = self._state
+        self._credit_bytes = min(
+            self._credit_bytes + victim.nbytes * REINSERTION_SHARE, victim.nbytes * _MAX_CREDIT
+        )
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
             return None
         with state.lock:
             index = state.index
-            rows = index.hot_rows(victim.slot, int(victim.nbytes * REINSERTION_SHARE))
+            rows = index.hot_rows(victim.slot, int(self._credit_bytes))
             if not rows.size:
                 return None
             keys, places = index.keys(rows), index.places(rows)
             namespace, generation = state.namespace, state.generation
-        memory = aligned_buffer(sum(padded(length) for length in places.lengths))
+        nbytes = sum(padded(length) for length in places.lengths)
+        self._credit_bytes -= nbytes
+        memory = aligned_buffer(nbytes)
         wanted = []
         start = 0
         for i, (key, offset, length, checksum) in enumerate(

@@ -7,7 +7,7 @@ The steps, as in ``README.md``:
    was touched so far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
    in their name.
-4. Remove the regions used longest ago while the rest exceeds the cap.
+4. Remove the oldest regions while the rest exceeds the cap.
 5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
    not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
@@ -125,7 +125,6 @@ class _Recovery:
             for item in self.found:
                 entry = known.get((item.region.sequence, item.region.nonce))
                 if entry is not None:
-                    item.region.last_hit = entry.use - 1
                     item.region.durable_tail = entry.durable_tail
             # 3
             for sequence in self.useless:
@@ -189,10 +188,8 @@ class _Recovery:
 
     def _shrink(self, capacity_bytes: int) -> None:
         excess = sum(item.region.nbytes for item in self.found) - capacity_bytes
-        for item in sorted(self.found, key=lambda i: (i.region.last_hit, i.region.sequence)):
-            if excess <= 0:
-                return
-            self.found.remove(item)
+        while excess > 0:
+            item = self.found.pop(0)
             _close(self.device, item.region)
             _unlink(self.device, item.region.name)
             excess -= item.region.nbytes

@@ -34,7 +34,6 @@ class Region:
     published_tail: int = 0  # behind the last extent that is visible
     durable_tail: int = 0  # behind the last extent that survives loss of power
     dirty: bool = False  # published since the last sync
-    last_hit: int = -1
     pins: int = 0
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False
@@ -59,7 +58,6 @@ class RegionTable:
         self.physical_bytes = 0
         self.retiring_bytes = 0
         self.leftovers: dict[str, int] = {}  # files nobody could remove yet, with their bytes
-        self._hits = 0
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -85,17 +83,12 @@ class RegionTable:
         else:
             region.slot = len(self._slots)
             self._slots.append(region)
-        self._hits = max(self._hits, region.last_hit)
 
     def reserve(self, nbytes: int) -> None:
         self.physical_bytes += nbytes
 
     def unreserve(self, nbytes: int) -> None:
         self.physical_bytes -= nbytes
-
-    def touch(self, region: Region) -> None:
-        self._hits += 1
-        region.last_hit = self._hits
 
     def pin(self, region: Region) -> None:
         """Keep the region's descriptor open until the matching ``unpin``."""

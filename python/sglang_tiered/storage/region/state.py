@@ -205,7 +205,6 @@ class StoreState:
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)
-            self.regions.touch(region)
             self.loads.append(LoadSpan(ticket, wanted))
         self.load_ready.notify(len(spans))
 

@@ -172,7 +172,7 @@ class SyncWorker:
         self._checkpoint_at = now + _CHECKPOINT_INTERVAL_S
         with self._state.lock:
             data = checkpoint.pack(
-                checkpoint.CheckpointEntry(r.sequence, r.nonce, r.durable_tail, r.last_hit + 1)
+                checkpoint.CheckpointEntry(r.sequence, r.nonce, r.durable_tail)
                 for r in self._state.regions
             )
         try:

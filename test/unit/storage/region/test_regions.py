@@ -43,15 +43,6 @@ def test_a_slot_is_used_again_only_after_its_region_retired() -> None:
     assert table.at(1) is second
 
 
-def test_use_goes_on_counting_from_what_recovery_found() -> None:
-    table, (first,) = make(1)
-    recovered = Region(5, -1, NBYTES, b"n" * 16, tail=4096, last_hit=40)
-    table.reserve(NBYTES)
-    table.add(recovered)
-    table.touch(first)
-    assert first.last_hit > recovered.last_hit
-
-
 def test_unbooked_pin_is_found() -> None:
     table, (region,) = make(1)
     table.pin(region)

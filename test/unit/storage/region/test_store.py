@@ -235,18 +235,6 @@ def test_largest_page_and_one_byte_more(tmp_path: Path, make_run: MakeRun, blank
     reopened.close()
 
 
-def test_what_is_loaded_often_outlives_what_is_not(
-    tmp_path: Path, make_run: MakeRun, blank: Blank
-) -> None:
-    engine = RegionEngine(tmp_path, **options())
-    hot = make_run(0, [12_288] * 3)
-    done(engine.submit_store(hot))
-    for seed in range(1, 12):
-        done(engine.submit_store(make_run(seed, [12_288] * 3)))
-        assert done(engine.submit_load(blank(hot))) == [Reason.OK] * 3, f"evicted after {seed}"
-    engine.close()
-
-
 def test_capacity_of_a_single_region(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
     engine = RegionEngine(tmp_path, **options(capacity_bytes=REGION))
     for seed in range(5):

@@ -1,0 +1,130 @@
+"""What reclaim saves: the hot pages of its victims, and no more than its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+
+TIMEOUT_S = 20.0
+PAGE = 4096
+REGION = 64 * PAGE
+CAPACITY = 4 * REGION
+NAMESPACE = b"\x11" * 32
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[RegionEngine]:
+    engine = RegionEngine(
+        tmp_path / "s",
+        namespace=NAMESPACE,
+        capacity_bytes=CAPACITY,
+        region_bytes=REGION,
+        num_readers=1,
+    )
+    yield engine
+    assert engine.drain(TIMEOUT_S)
+    engine.check_integrity()
+    engine.close()
+
+
+def store(engine: RegionEngine, run: Run) -> None:
+    job = engine.submit_store(run)
+    assert job.wait(TIMEOUT_S)
+    assert all(job.ok)
+
+
+def load(engine: RegionEngine, run: Run) -> list[Reason]:
+    job = engine.submit_load(run)
+    assert job.wait(TIMEOUT_S)
+    return job.reasons
+
+
+def test_what_is_loaded_outlives_what_is_not(
+    engine: RegionEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    hot, cold = make_run(0, [PAGE] * 3), make_run(1, [PAGE] * 3)
+    store(engine, hot)
+    store(engine, cold)
+    for seed in range(2, 42):  # ten times the capacity
+        store(engine, make_run(seed, [PAGE] * 50))
+        target = blank(hot)
+        assert load(engine, target) == [Reason.OK] * 3, f"evicted after {seed}"
+        assert [bytes(page[0]) for page in target.pages] == [bytes(page[0]) for page in hot.pages]
+    assert engine.lookup(cold.keys).num_hits == 0
+    stats = engine.stats()
+    assert stats.num_pages_reinserted >= 3
+    assert stats.bytes_reinserted == stats.num_pages_reinserted * PAGE
+
+
+def test_a_page_that_was_hot_once_is_let_go(
+    engine: RegionEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    once = make_run(0, [PAGE] * 3)
+    store(engine, once)
+    load(engine, blank(once))
+    for seed in range(2, 42):
+        store(engine, make_run(seed, [PAGE] * 50))
+    assert engine.stats().num_pages_reinserted == 3
+    assert engine.lookup(once.keys).num_hits == 0
+
+
+def test_write_amplification_is_bounded_when_everything_is_hot(
+    engine: RegionEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    for seed in range(60):
+        run = make_run(seed, [PAGE] * 50)
+        store(engine, run)
+        load(engine, blank(run))
+    assert engine.drain(TIMEOUT_S)
+    stats = engine.stats()
+    assert 0 < stats.bytes_reinserted <= REINSERTION_SHARE * stats.bytes_written
+
+
+def test_damage_is_not_written_anew(
+    engine: RegionEngine, make_run: MakeRun, blank: Blank, tmp_path: Path
+) -> None:
+    """A hot page that rotted on the disk must not get a fresh, valid checksum."""
+    hot = make_run(0, [PAGE] * 3)
+    store(engine, hot)
+    load(engine, blank(hot))
+    (file,) = (tmp_path / "s").glob("*.kv")
+    with file.open("r+b") as stream:
+        position = file.read_bytes().find(bytes(hot.pages[1][0]))
+        stream.seek(position + 100)
+        byte = stream.read(1)
+        stream.seek(position + 100)
+        stream.write(bytes([byte[0] ^ 1]))
+    for seed in range(2, 12):
+        store(engine, make_run(seed, [PAGE] * 50))
+    assert engine.stats().num_pages_reinserted == 2
+    job = engine.submit_load(blank(hot))
+    assert job.wait(TIMEOUT_S)
+    assert job.reasons[1] is Reason.MISS
+
+
+def test_saved_pages_survive_a_restart(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
+    options = {"namespace": NAMESPACE, "capacity_bytes": CAPACITY, "region_bytes": REGION}
+    engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]
+    hot = make_run(0, [PAGE] * 3)
+    store(engine, hot)
+    load(engine, blank(hot))
+    for seed in range(2, 8):
+        store(engine, make_run(seed, [PAGE] * 50))
+    assert engine.drain(TIMEOUT_S)
+    engine.close()
+    assert engine.stats().num_pages_reinserted == 3
+    engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]
+    assert load(engine, blank(hot)) == [Reason.OK] * 3
+    engine.close()
