@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +255,7 @@ def test_hanging_io_is_noticed_by_whoever_asks(
 ) -> None:
     clock = Clock()
     device = faulty(tmp_path / "s")
-    engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0)
+    engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0, num_writers=1)
     run, other = make_run(1, [4096]), make_run(2, [4096])
     done(engine.submit_store(run))
     entered, release = threading.Event(), threading.Event()
@@ -272,7 +273,10 @@ def test_hanging_io_is_noticed_by_whoever_asks(
     assert engine.lookup(run.keys).num_hits == 1
     clock.now += 6.0
     assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
-    assert queued.done, "a queued job waits behind a hanging device"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not queued.wait(0.01):  # the writer may just be giving it a place
+        assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
+        assert time.monotonic() < deadline, "a queued job waits behind a hanging device"
     assert not stuck.done, "the buffers of a hanging job are still the device's"
     release.set()
     device.before = None

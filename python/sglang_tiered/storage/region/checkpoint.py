@@ -1,8 +1,8 @@
 """The checkpoint: what recovery would rather not find out again. Pure, but for one read.
 
 An accelerator, never the truth: it lets recovery skip verifying what a sync already covered in the
-region that was open. Without it everything is still found. An entry counts only for the region whose nonce it names, so a checkpoint of another
-time or another store says nothing.
+region that was open. Without it everything is still found. An entry counts only for the region
+whose nonce it names, so a checkpoint of another time or another store says nothing.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
     Contents,
     other_version,
+    padded,
     parse_region_name,
     region_name,
     unpack_footer,
@@ -44,7 +45,7 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.progress import LateProgress
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
-from sglang_tiered.storage.region.writer import seal_region
+from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
@@ -171,7 +172,6 @@ class _Recovery:
                 self._discard(sequence, outdated=version is not None)
                 return
             region = Region(sequence, fd, header.nbytes, header.nonce, sealed=True)
-            region.published_tail = header.nbytes
             item = _Found(region, _read_footer(device, region))
             self.found.append(item)
         finally:
@@ -207,7 +207,10 @@ class _Recovery:
         region.tail = extents[-1].end
         item.contents = Contents.of(extents)
         try:
-            self.report.bytes_written += seal_region(self.device, region, item.contents)
+            self.report.bytes_written += write_footer(self.device, region, item.contents)
+            self.device.sync(region.fd)
+            self.device.sync_directory()
+            region.durable_tail = region.tail
         except OSError as error:
             # The pages are served all the same; the next recovery walks the region again.
             logger.warning("%s could not be sealed (%s) and stays unsealed", region.name, error)
@@ -220,11 +223,14 @@ class _Recovery:
         assert contents is not None
         regions.reserve(region.nbytes)
         regions.add(region)
-        region.durable_tail = region.published_tail
+        pages, offsets = contents.pages, contents.page_offsets()
+        if len(pages):
+            region.published_tail = int(offsets[-1]) + padded(int(pages["length"][-1]))
+        # A killed process may have left what it wrote in a cache: the next sync covers it.
+        region.dirty = region.durable_tail < region.published_tail
         ours = contents.of_namespace(namespace)
         num_foreign = len(ours) - int(np.count_nonzero(ours))
         self.report.num_foreign_pages += num_foreign
-        pages, offsets = contents.pages, contents.page_offsets()
         if num_foreign:
             pages, offsets = pages[ours], offsets[ours]
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)

@@ -150,7 +150,6 @@ class RegionEngine(TierEngine):
                 state.index,
                 num_threads=num_threads,
             )
-            free = self._device.free_bytes() + state.regions.physical_bytes
         except OSError as error:
             self._directory_lock.release()
             raise _unusable(self._directory, error) from error
@@ -158,6 +157,11 @@ class RegionEngine(TierEngine):
             self._directory_lock.release()
             raise
         logger.info("%s recovered: %s", self._directory, report)
+        state.any_dirty = any(region.dirty for region in state.regions)
+        try:
+            free = self._device.free_bytes() + state.regions.physical_bytes
+        except OSError:
+            free = self._capacity_bytes  # it was only for the advice
         if free < self._capacity_bytes:
             logger.warning(
                 "%s may take %d bytes but its filesystem has room for %d, so it will stay smaller",
@@ -257,8 +261,10 @@ class RegionEngine(TierEngine):
 
     def sync(self, timeout_s: float) -> bool:
         """A barrier: true once every page stored before the call survives loss of power, as far
-        as the device keeps what it has flushed. False when the device refused, the time ran out
-        or the engine is closed. Blocks; never on the scheduler thread."""
+        as the device keeps what it has flushed. False when the device refuses, the time runs out
+        or the engine is closed; and, as a failed flush may have lost what the next one does not
+        mention, for as long as pages are held that one failed on. Blocks; never on the scheduler
+        thread."""
         state = self._state
         order = SyncOrder()
         with state.lock:

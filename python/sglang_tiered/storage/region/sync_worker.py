@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.format import Contents
-from sglang_tiered.storage.region.writer import seal_region
+from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class SyncWorker:
                     region.dirty = False
                     region.syncing = True
                     state.regions.pin(region)
-            durable = self._work(seals, dirty, tails)
+            durable = self._work(seals, tails)
             self._checkpoint(force=last or bool(seals))
             with state.lock:
                 state.syncing = False
@@ -97,43 +97,46 @@ class SyncWorker:
                 return False
             state.sync_ready.wait(left)
 
-    def _work(
-        self, seals: Sequence[Region], dirty: Sequence[Region], tails: dict[Region, int]
-    ) -> bool:
+    def _work(self, seals: Sequence[Region], tails: dict[Region, int]) -> bool:
+        """Seal and sync; true when all that is published is durable now."""
+        state = self._state
         failure: OSError | None = None
         for region in seals:
             failure = self._seal(region) or failure
-        for region in dirty:
+        for region in tails:
             failure = self._sync(region) or failure
-        if dirty and failure is None:
-            failure = self._sync_names()
-        with self._state.lock:
+        if tails:
+            failure = self._sync_names() or failure
+        with state.lock:
             for region, tail in tails.items():
                 if failure is None:
                     region.durable_tail = max(region.durable_tail, tail)
-                else:
-                    region.dirty = self._state.any_dirty = True
+                elif not region.doubtful:
+                    region.dirty = state.any_dirty = True
+            # After a failed fsync the next one succeeds, and what the first lost stays lost.
+            in_doubt = any(r.doubtful and state.index.num_live(r.slot) for r in state.regions)
         for region in tails:
             self._unpin(region)
         if failure is None:
             self._log.settle("sync")
         else:
             # Stores go on: what cannot be written says so itself, and a page that is not durable
-            # yet is still a hit.
+            # is still a hit.
             self._log.report(
                 "sync",
                 "%s cannot be synced (%s); pages stored lately may not survive loss of power",
                 self._directory,
                 failure,
             )
-        return failure is None
+        return failure is None and not in_doubt
 
     def _seal(self, region: Region) -> OSError | None:
         contents = Contents.of(region.extents)
         written = 0
         try:
-            with self._health.watch():
-                written = seal_region(self._device, region, contents)
+            if not region.doubtful:
+                with self._health.watch():
+                    written = write_footer(self._device, region, contents)
         except OSError as error:
             return error
         finally:
@@ -147,6 +150,7 @@ class SyncWorker:
             with self._health.watch():
                 self._device.sync(region.fd)
         except OSError as error:
+            region.doubtful = True
             return error
         return None
 

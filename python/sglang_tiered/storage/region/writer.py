@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["NO_SPACE_ERRNOS", "RegionWriter", "seal_region", "write_fully"]
+__all__ = ["NO_SPACE_ERRNOS", "RegionWriter", "write_footer", "write_fully"]
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
@@ -63,22 +63,16 @@ def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset:
     return nbytes
 
 
-def seal_region(device: Device, region: Region, contents: Contents) -> int:
-    """Write the footer and make the region durable; returns the bytes written.
-
-    Raises ``OSError`` when the device refuses; the region is readable all the same, and recovery
-    walks it instead of reading the footer.
-    """
+def write_footer(device: Device, region: Region, contents: Contents) -> int:
+    """Write footer and trailer; returns the bytes written. Raises ``OSError`` when the device
+    refuses; the region is readable all the same, and recovery walks it instead."""
     footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
     trailer = pack_trailer(
         Trailer(region.nonce, len(contents.extents), offset, len(footer)),
     )
-    written = write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
-    device.sync(region.fd)
-    device.sync_directory()
-    return written
+    return write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
 
 
 class RegionWriter:
@@ -109,9 +103,10 @@ class RegionWriter:
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
-            if self._num_failures < _MAX_WRITE_FAILURES and self._is_intact(region):
+            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.doubtful
+            if usable and self._is_intact(region):
                 return
-            # Somebody deleted or cut the file, or the device rejects this place.
+            # Somebody deleted or cut the file, the device rejects this place, or lost a sync.
             self.roll()
         self._region = self._create()
         self._num_pages = self._num_failures = 0
