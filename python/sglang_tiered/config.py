@@ -42,9 +42,15 @@ ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 MIN_REGION_BYTES = 4 * MiB
-MAX_DEFAULT_REGION_BYTES = 64 * MiB
+DEFAULT_REGION_BYTES = 64 * MiB
+MAX_DEFAULT_REGION_BYTES = 256 * MiB
+MAX_DEFAULT_REGIONS = 4096
+"""Every region holds a file descriptor."""
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
+
+MIN_REGIONS_PER_DAY = 10
+"""A tenth of the day's writes is the largest burst (``policy.admission``); a region must fit."""
 
 _UNITS = {
     "": 1,
@@ -69,15 +75,19 @@ class TierMode(enum.Enum):
 
 
 class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together."""
+    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together, and
+    ``writes_per_day`` what they write in any 24 hours (None: no limit)."""
 
     directory: str
     capacity_bytes: int
     region_bytes: int
+    writes_per_day: int | None = None
 
     def __post_init__(self) -> None:
         _require_positive("--tier-nvme-bytes", self.capacity_bytes)
         _require_positive("--tier-nvme-region-bytes", self.region_bytes)
+        if self.writes_per_day is not None:
+            _require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
         if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
             raise ConfigError(
                 f"--tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
@@ -104,12 +114,20 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
         if self.nvme is not None:
             share, region = self.nvme_bytes_per_rank, self.nvme.region_bytes
+            ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
             if share < MIN_REGIONS * region:
-                ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
                 raise ConfigError(
                     f"--tier-nvme-bytes {format_bytes(self.nvme.capacity_bytes)} is too small: it "
                     f"must hold {MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it, "
                     "lower --tier-nvme-region-bytes, or pass --tier-mode host."
+                )
+            writes = self.nvme_writes_per_day_per_rank
+            if writes is not None and writes < MIN_REGIONS_PER_DAY * region:
+                raise ConfigError(
+                    f"--tier-nvme-writes-per-day {format_bytes(self.nvme.writes_per_day or 0)} is "
+                    f"too small: it must allow {MIN_REGIONS_PER_DAY} regions of "
+                    f"{format_bytes(region)}{ranks}; raise it, lower --tier-nvme-region-bytes, or "
+                    "drop it to write without a limit."
                 )
 
     @property
@@ -119,6 +137,12 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nvme_bytes_per_rank(self) -> int:
         return 0 if self.nvme is None else self.nvme.capacity_bytes // self.num_ranks
+
+    @property
+    def nvme_writes_per_day_per_rank(self) -> int | None:
+        if self.nvme is None or self.nvme.writes_per_day is None:
+            return None
+        return self.nvme.writes_per_day // self.num_ranks
 
     def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Publish to the processes started from here on."""
@@ -150,8 +174,11 @@ def parse_mode(text: str) -> TierMode:
         raise ConfigError(f"--tier-mode {text} is unknown; choose one of {names}.") from None
 
 
-def parse_bytes(flag: str, text: str) -> int:
-    """``64GiB`` (1024-based), ``64GB`` (1000-based) or plain bytes, as a positive integer."""
+def parse_bytes(flag: str, text: str, *, otherwise: str = "use --tier-mode to go without") -> int:
+    """``64GiB`` (1024-based), ``64GB`` (1000-based) or plain bytes, as a positive integer.
+
+    ``otherwise`` tells those who want none what to do instead.
+    """
     match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(
@@ -162,9 +189,7 @@ def parse_bytes(flag: str, text: str) -> int:
     if "." not in match[1]:
         value *= _UNITS[match[2].lower()]
     if value <= 0:
-        raise ConfigError(
-            f"{flag} {text} must be greater than zero; use --tier-mode to go without."
-        )
+        raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
     return value
 
 
@@ -177,10 +202,15 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def default_region_bytes(capacity_bytes_per_rank: int) -> int:
-    """64 MiB, or a power of two that leaves a small cap at least eight regions to evict by."""
-    region = MAX_DEFAULT_REGION_BYTES
+    """64 MiB; a smaller power of two that leaves a small cap at least eight regions to evict by,
+    or a larger one, up to 256 MiB, that keeps a large cap within 4096 files."""
+    region = DEFAULT_REGION_BYTES
     while region > MIN_REGION_BYTES and region * 8 > capacity_bytes_per_rank:
         region //= 2
+    while (
+        region < MAX_DEFAULT_REGION_BYTES and region * MAX_DEFAULT_REGIONS < capacity_bytes_per_rank
+    ):
+        region *= 2
     return region
 
 

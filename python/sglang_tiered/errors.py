@@ -2,6 +2,7 @@
 
     TieredError
     +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
+    +-- TraceError              a recorded workload that cannot be read
     +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
     +-- StoreError              a store directory that must not be used
         +-- StoreLockedError    another process holds it
@@ -20,6 +21,7 @@ __all__ = [
     "StoreFormatError",
     "StoreLockedError",
     "TieredError",
+    "TraceError",
     "UnsupportedSGLangError",
 ]
 
@@ -30,6 +32,10 @@ class TieredError(Exception):
 
 class ConfigError(TieredError, ValueError):
     """A flag or setting that cannot work."""
+
+
+class TraceError(TieredError, ValueError):
+    """A recorded workload that cannot be read."""
 
 
 class UnsupportedSGLangError(TieredError):

@@ -199,7 +199,9 @@ def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> st
         lines.append(f"  host    {size}")
     if config.nvme is not None:
         size = format_bytes(config.nvme.capacity_bytes)
-        lines.append(f"  nvme    {size} in {config.nvme.directory}")
+        limit = config.nvme.writes_per_day
+        writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
+        lines.append(f"  nvme    {size} in {config.nvme.directory}{writes}")
     body = json.dumps(
         {
             "model": server_args.served_model_name,

@@ -21,7 +21,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One exported series. ``field`` is the ``EngineStats`` attribute it is read from."""
+    """One exported series. ``field`` is the ``TierStats`` attribute it is read from."""
 
     name: str
     kind: Kind
@@ -53,6 +53,20 @@ METRICS = (
         "1 while the tier serves, 0 while it answers misses only.",
     ),
     Metric("nvme_inflight_jobs", Kind.GAUGE, "num_inflight_jobs", (), "Jobs submitted, not done."),
+    Metric(
+        "nvme_queued_store_bytes",
+        Kind.GAUGE,
+        "queued_store_bytes",
+        (),
+        "Payload bytes of stores submitted, not done.",
+    ),
+    Metric(
+        "nvme_write_budget_bytes",
+        Kind.GAUGE,
+        "write_budget_bytes",
+        (),
+        "What the write budget leaves for now; only with --tier-nvme-writes-per-day.",
+    ),
     Metric("nvme_pages_stored", Kind.COUNTER, "num_pages_stored", (), "Pages written."),
     Metric("nvme_pages_loaded", Kind.COUNTER, "num_pages_loaded", (), "Pages read and verified."),
     Metric(
@@ -66,6 +80,14 @@ METRICS = (
         (),
         "Bytes written to the device, headers and padding included.",
     ),
+    Metric(
+        "nvme_pages_reinserted",
+        Kind.COUNTER,
+        "num_pages_reinserted",
+        (),
+        "Pages in use that were written again when their region was given up.",
+    ),
+    Metric("nvme_bytes_reinserted", Kind.COUNTER, "bytes_reinserted", (), "Bytes of those."),
     Metric("nvme_bytes_loaded", Kind.COUNTER, "bytes_loaded", (), "Payload bytes read."),
     Metric(
         "nvme_page_outcomes",
@@ -73,5 +95,12 @@ METRICS = (
         "reasons",
         ("operation", "reason"),
         "Pages by outcome: why each load or store did or did not succeed.",
+    ),
+    Metric(
+        "nvme_admission",
+        Kind.COUNTER,
+        "admission",
+        ("outcome",),
+        "KV pages offered to the tier, by what admission decided.",
     ),
 )

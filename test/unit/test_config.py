@@ -59,7 +59,10 @@ def make_config(**changes: object) -> TieredConfig:
 
 def test_config_survives_the_environment() -> None:
     environment: dict[str, str] = {}
-    config = make_config(num_ranks=4)
+    nvme = NvmeConfig(
+        directory="d", capacity_bytes=GiB, region_bytes=64 * MiB, writes_per_day=GiB * 500
+    )
+    config = make_config(num_ranks=4, nvme=nvme)
     config.to_environment(environment)
     assert TieredConfig.from_environment(environment) == config
 
@@ -81,10 +84,33 @@ def test_cap_smaller_than_two_regions_per_rank_is_refused() -> None:
         make_config(nvme=nvme, num_ranks=9)
 
 
+def test_write_budget_is_shared_by_the_ranks_and_holds_a_burst_of_one_region() -> None:
+    nvme = NvmeConfig(
+        directory="d", capacity_bytes=GiB, region_bytes=64 * MiB, writes_per_day=1280 * MiB
+    )
+    assert make_config(nvme=nvme, num_ranks=2).nvme_writes_per_day_per_rank == 640 * MiB
+    assert make_config().nvme_writes_per_day_per_rank is None
+    sentence = "--tier-nvme-writes-per-day 1.25GiB is too small.*10 regions of 64MiB.*3 ranks"
+    with pytest.raises(ConfigError, match=sentence):
+        make_config(nvme=nvme, num_ranks=3)
+
+
+@pytest.mark.parametrize("writes", [0, -1])
+def test_write_budget_of_nothing_is_refused(writes: int) -> None:
+    with pytest.raises(ConfigError, match="--tier-nvme-writes-per-day .* greater than zero"):
+        NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=4 * MiB, writes_per_day=writes)
+
+
 @pytest.mark.parametrize("region", [4096, 4 * MiB + 1, 0, -4 * MiB])
 def test_unusable_region_size_is_refused(region: int) -> None:
     with pytest.raises(ConfigError, match="--tier-nvme-region-bytes"):
         NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=region)
+
+
+def test_large_caps_stay_within_a_few_thousand_files() -> None:
+    assert default_region_bytes(512 * GiB) == 128 * MiB
+    assert default_region_bytes(2048 * GiB) == 256 * MiB
+    assert default_region_bytes(1 << 60) == 256 * MiB
 
 
 def test_small_caps_keep_several_regions_to_evict_by() -> None:

@@ -18,6 +18,7 @@ __all__ = ["SUPPORTED_VERSIONS", "check_signatures", "check_version"]
 SUPPORTED_VERSIONS = ("0.5.23",)
 
 _CACHE = "sglang.srt.mem_cache"
+_CORE = f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
 _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
@@ -59,6 +60,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "req_id",
         "storage_hit_end",
     ),
+    f"{_TREE}.write_backup_storage": ("self", "node_id"),
+    f"{_CORE}.get_hash_values": ("self", "node_id"),
+    f"{_CORE}.is_backuped": ("self", "node_id"),
     f"{_CACHE}.utils:get_storage_hash_str": ("key", "prior_hash", "page_size"),
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v1": (
         "self",

@@ -71,6 +71,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         for metric in METRICS:
             for labels, value in samples(metric, stats):
                 state[":".join((metric.name, *labels))] = value
+        if stats.health_reason:
+            state["nvme_unhealthy_because"] = stats.health_reason
     result.internal_state["sglang_tiered"] = state
     return result
 

@@ -1,4 +1,4 @@
-"""Copies engine statistics into prometheus-client, at most once a second.
+"""Copies the tier's statistics into prometheus-client, at most once a second.
 
 SGLang exports from several processes through prometheus-client's multiprocess mode, which knows
 no callbacks, so counters are advanced by the difference to the last snapshot.
@@ -15,7 +15,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang_tiered.storage.base import EngineStats
+    from sglang_tiered.integration.storage_backend import TierStats
 
 __all__ = ["MetricsExporter", "samples"]
 
@@ -26,7 +26,7 @@ class MetricsExporter:
     """One per scheduler process; used on the scheduler thread. ``read`` must not block."""
 
     def __init__(
-        self, read: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
+        self, read: Callable[[], TierStats], clock: Callable[[], float] = time.monotonic
     ) -> None:
         # After SGLang set PROMETHEUS_MULTIPROC_DIR, which prometheus-client reads at import.
         from prometheus_client import Counter, Gauge
@@ -65,13 +65,14 @@ class MetricsExporter:
                 self._seen[metric.name, labels] = value
 
 
-def samples(metric: Metric, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Label values and value of each sample of one metric."""
+def samples(metric: Metric, stats: TierStats) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Label values and value of each sample of one metric; none where there is no value."""
     value = getattr(stats, metric.field)
     if isinstance(value, Health):
         yield (), float(value is Health.RUNNING)
     elif isinstance(value, dict):
-        for (kind, reason), count in value.items():
-            yield (kind.value, reason.value), float(count)
-    else:
+        for key, count in value.items():
+            labels = key if isinstance(key, tuple) else (key,)
+            yield tuple(label.value for label in labels), float(count)
+    elif value is not None:
         yield (), float(value)

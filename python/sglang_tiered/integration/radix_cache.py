@@ -2,7 +2,8 @@
 
 A subclass of ``UnifiedRadixCache``, so that sessions, hybrid models, speculative decoding and
 disaggregation keep working. The tree, the host tier and the device copies are SGLang's; this class
-decides which storage loads begin, when a request waits for one, and how large the host tier is.
+decides which storage loads begin, when a request waits for one, how large the host tier is, and
+tells admission what each store belongs to.
 Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
         DecLockRefParams,
         InitLoadBackParams,
     )
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    from sglang_tiered.integration.store_gate import StoreGate
 
 __all__ = ["BACKEND_NAME", "TieredRadixCache", "register"]
 
@@ -221,6 +225,36 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._window is not None:
             self._window.withdraw(request)
         super().release_aborted_request(request)
+
+    # ---- Stores: what admission must know of them ----
+
+    def write_backup_storage(self, node_id: int) -> None:
+        """Queue the store of a node's pages, and say how long the chain is that they end.
+
+        Ancestors that were dropped while the chain was short are queued again once it is long:
+        without them the tier could not serve it. That depends on what the local shard holds, so a
+        scheduler does it only if it decides alone.
+        """
+        if self.storage is None or not self.tree_core.is_backuped(node_id):
+            super().write_backup_storage(node_id)
+            return
+        gate = self.storage.gate
+        path = self.tree_core.collect_path_info([node_id])[0]
+        chain_tokens = path[-1].path_end
+        if self._decides_alone() and gate.wants_ancestors(chain_tokens):
+            for node in path[:-1]:
+                hashes = self.tree_core.get_hash_values(node.node_id)
+                if gate.offer_again(hashes, prefix_tokens=chain_tokens):
+                    self._queue_store(gate, node, hashes, chain_tokens)
+        hashes = self.tree_core.get_hash_values(node_id)
+        self._queue_store(gate, path[-1], hashes, chain_tokens)
+
+    def _queue_store(
+        self, gate: StoreGate, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int
+    ) -> None:
+        num_tokens = node.path_end - node.path_start
+        gate.announce(hashes, num_tokens=num_tokens, prefix_tokens=chain_tokens)
+        super().write_backup_storage(node.node_id)
 
     # ---- Host tier: which copies stay ----
 

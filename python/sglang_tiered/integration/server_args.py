@@ -85,9 +85,22 @@ TIER_FLAGS = {
     ),
     "--tier-nvme-region-bytes": (
         "SIZE",
-        "Size of one region file, the unit of eviction. Default: 64MiB, less for small caps.",
+        "Size of one region file, the unit of eviction. Default: 64MiB, less for small caps, up to "
+        "256MiB for large ones.",
+    ),
+    "--tier-nvme-writes-per-day": (
+        "SIZE",
+        "What all ranks together may write to the NVMe device in any 24 hours, e.g. 500GiB; below "
+        "it, prefixes seen twice and long ones go first. Default: no limit.",
     ),
 }
+
+_NVME_FLAGS = (
+    "--tier-dir",
+    "--tier-nvme-bytes",
+    "--tier-nvme-region-bytes",
+    "--tier-nvme-writes-per-day",
+)
 
 # SGLang flags that select another cache below or instead of the radix cache.
 _EXCLUSIVE_FLAGS = {
@@ -189,11 +202,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         nvme = _resolve_nvme(explicit, num_ranks, notes)
         added |= _storage_arguments(page_size)
     else:
-        _refuse_given(
-            explicit,
-            ("--tier-dir", "--tier-nvme-bytes", "--tier-nvme-region-bytes"),
-            reason="--tier-mode host",
-        )
+        _refuse_given(explicit, _NVME_FLAGS, reason="--tier-mode host")
     config = TieredConfig(
         mode=mode,
         host_bytes=host_bytes,
@@ -203,7 +212,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         pp_size=explicit.get("pp_size") or 1,
     )
     for flag, value in added.items():
-        if flag.lstrip("-").replace("-", "_") not in explicit:
+        if _argument_name(flag) not in explicit:
             rest += [flag] if value is None else [flag, value]
     return Resolved(config, rest, tuple(notes))
 
@@ -212,7 +221,7 @@ def resolve_without_nvme(
     explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
 ) -> Resolved:
     """The same command line with host memory only, where pages cannot be named for storage."""
-    nvme_only = {"tier_dir", "tier_nvme_bytes", "tier_nvme_region_bytes"}
+    nvme_only = {_argument_name(flag) for flag in _NVME_FLAGS}
     kept = {name: value for name, value in explicit.items() if name not in nvme_only}
     resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
     note = (
@@ -245,9 +254,7 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
 def _resolve_host(explicit: Mapping[str, Any], num_ranks: int) -> int | None:
     text = explicit.get("tier_host_bytes")
     given = [
-        flag
-        for flag in ("--hicache-size", "--hicache-ratio")
-        if flag.lstrip("-").replace("-", "_") in explicit
+        flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
     ]
     if text is None and given:
         return None
@@ -303,7 +310,18 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         if region_text is None
         else parse_bytes("--tier-nvme-region-bytes", region_text)
     )
-    return NvmeConfig(directory=str(directory), capacity_bytes=capacity, region_bytes=region)
+    writes_text = explicit.get("tier_nvme_writes_per_day")
+    writes = None
+    if writes_text is not None:
+        writes = parse_bytes(
+            "--tier-nvme-writes-per-day", writes_text, otherwise="drop it to write without a limit"
+        )
+    return NvmeConfig(
+        directory=str(directory),
+        capacity_bytes=capacity,
+        region_bytes=region,
+        writes_per_day=writes,
+    )
 
 
 def _num_ranks(explicit: Mapping[str, Any]) -> int:
@@ -322,6 +340,10 @@ def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
     if explicit.get("enable_dp_attention"):
         return max(1, tp_size // (explicit.get("dp_size") or 1))
     return tp_size
+
+
+def _argument_name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _existing_parent(path: Path) -> Path:
@@ -353,6 +375,6 @@ def _refuse_given(
     except_for: str | None = None,
 ) -> None:
     for flag in flags:
-        value = explicit.get(flag.lstrip("-").replace("-", "_"))
+        value = explicit.get(_argument_name(flag))
         if flag != except_for and value is not None:
             raise ConfigError(f"{flag} {value} has no meaning with {reason}; drop one of them.")

@@ -11,11 +11,13 @@ a page that was freed and given to another request would be silent corruption.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -30,20 +32,28 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import namespace
 from sglang_tiered.integration.shards import shard_name
-from sglang_tiered.storage.base import Health, Run
+from sglang_tiered.integration.store_gate import StoreGate
+from sglang_tiered.storage.base import EngineStats, Health, Run
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
+    from sglang_tiered.policy.admission import Outcome
+    from sglang_tiered.storage.base import Job, Page, TierEngine
 
-    from sglang_tiered.storage.base import EngineStats, Job, Page, TierEngine
-
-__all__ = ["TieredStorage"]
+__all__ = ["TierStats", "TieredStorage"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierStats(EngineStats):
+    """What the engine counts, and what admission made of the pages that were offered."""
+
+    admission: dict[Outcome, int]
+    write_budget_bytes: float | None
 
 
 class TieredStorage(HiCacheStorage):  # type: ignore[misc]
@@ -62,6 +72,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         # ranks share. Our shards are private to a rank, so every rank writes its own.
         storage_config.is_mla_model = False
         self._engine: TierEngine | None = None
+        self._gate: StoreGate | None = None
         self._namespace = b""
         self._stores_suspended = False
 
@@ -75,6 +86,13 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
             {_pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
         self._engine = self._open_shard()
+        writes_per_day = self._config.nvme_writes_per_day_per_rank
+        self._gate = StoreGate(
+            self._engine,
+            host_tokens=self.mem_pool_host.logical_size,
+            page_bytes=0 if writes_per_day is None else self._page_bytes(),
+            writes_per_day=writes_per_day,
+        )
         stats = self._engine.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
@@ -115,6 +133,12 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
                     raise
         raise AssertionError("a server has at least one rank")
 
+    def _page_bytes(self) -> int:
+        """Payload of one KV page of this rank."""
+        page_size = self._storage_config.logical_page_size or self.mem_pool_host.page_size
+        pages = _page_segments(self.mem_pool_host, torch.arange(page_size), 1)
+        return sum(segment.nbytes for segment in pages[0])
+
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
         if self._engine is not None:
@@ -140,6 +164,14 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
         self._stores_suspended = False
+        if self._gate is not None:
+            self._gate.tree_was_reset()
+
+    @property
+    def gate(self) -> StoreGate:
+        """Admission, for the scheduler thread to announce what it queues."""
+        assert self._gate is not None, "SGLang registers the host pools before it queues a store"
+        return self._gate
 
     # ---- Queries (any thread, memory only) ----
 
@@ -150,10 +182,15 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     @property
     def serves_loads(self) -> bool:
         """Whether waiting for a load can still pay off."""
-        return self.stats().health is Health.RUNNING
+        return self._require_engine().stats().health is Health.RUNNING
 
-    def stats(self) -> EngineStats:
-        return self._require_engine().stats()
+    def stats(self) -> TierStats:
+        engine = self._require_engine().stats()
+        return TierStats(
+            **{field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)},
+            admission=self.gate.outcomes,
+            write_budget_bytes=self.gate.budget_bytes,
+        )
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -241,31 +278,35 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     def _load(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        engine = self._require_engine()
-        return self._transfer(engine, engine.submit_load, pool, hashes, host_indices)
+        if not hashes or host_indices is None:
+            return [False] * len(hashes)
+        pages = _page_segments(self._pool(pool), host_indices, len(hashes))
+        return self._transfer(self._require_engine().submit_load, pool, hashes, pages)
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        if self._stores_suspended:
+        """A page that admission drops is a False like any other: SGLang leaves out the rest of the
+        operation, which would be of no use without it, and goes on."""
+        if self._stores_suspended or not hashes or host_indices is None:
             return [False] * len(hashes)
-        engine = self._require_engine()
-        return self._transfer(engine, engine.submit_store, pool, hashes, host_indices)
+        admitted = self.gate.num_admitted(hashes, is_kv=pool == PoolName.KV)
+        if admitted == 0:
+            return [False] * len(hashes)
+        pages = _page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+        stored = self._transfer(self._require_engine().submit_store, pool, hashes[:admitted], pages)
+        return stored + [False] * (len(hashes) - admitted)
 
     def _transfer(
         self,
-        engine: TierEngine,
         submit: Callable[[Run], Job],
         pool: PoolName,
         hashes: Sequence[str],
-        host_indices: torch.Tensor | None,
+        pages: tuple[Page, ...],
     ) -> list[bool]:
-        if not hashes or host_indices is None:
-            return [False] * len(hashes)
-        pages = _page_segments(self._pool(pool), host_indices, len(hashes))
         job = submit(Run(keys=tuple(_keys(pool, hashes)), pages=pages))
         job.wait()
-        engine.poll()  # every caller waits for its own job, so nobody needs the reports
+        self._require_engine().poll()  # every caller waits for its own job: no reports needed
         return job.ok
 
     def _pool(self, name: PoolName) -> Any:

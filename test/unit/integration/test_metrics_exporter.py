@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import prometheus_client
 
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
+from sglang_tiered.integration.storage_backend import TierStats
 from sglang_tiered.metrics import METRICS
-from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.storage.base import Health, JobKind, Reason
 
 if TYPE_CHECKING:
     import pytest
 
-STATS = EngineStats(
+STATS = TierStats(
     health=Health.RUNNING,
+    health_reason="",
     num_pages=3,
     stored_bytes=30,
     physical_bytes=4096,
@@ -26,14 +29,26 @@ STATS = EngineStats(
     bytes_stored=50,
     bytes_written=60,
     bytes_loaded=70,
+    num_pages_reinserted=1,
+    bytes_reinserted=10,
     num_inflight_jobs=1,
+    queued_store_bytes=20,
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
+    admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
+    write_budget_bytes=None,
 )
 
 
 def test_every_field_of_the_statistics_is_exported() -> None:
-    fields = {field.name for field in dataclasses.fields(EngineStats)}
-    assert {metric.field for metric in METRICS} == fields
+    fields = {field.name for field in dataclasses.fields(TierStats)}
+    assert {metric.field for metric in METRICS} == fields - {"health_reason"}  # a text
+
+
+def test_write_budget_is_exported_only_where_there_is_one() -> None:
+    metric = next(metric for metric in METRICS if metric.field == "write_budget_bytes")
+    limited = dataclasses.replace(STATS, write_budget_bytes=1.5)
+    assert list(samples(metric, STATS)) == []
+    assert list(samples(metric, limited)) == [((), 1.5)]
 
 
 def test_health_is_one_only_while_running() -> None:
@@ -64,3 +79,4 @@ def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyP
     assert value("sglang_tiered:nvme_pages_stored_total") == 9
     labels = {"operation": "load", "reason": "corrupt"}
     assert value("sglang_tiered:nvme_page_outcomes_total", labels) == 4
+    assert value("sglang_tiered:nvme_admission_total", {"outcome": "dropped_budget"}) == 2

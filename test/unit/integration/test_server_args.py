@@ -69,6 +69,14 @@ def test_layout_is_left_to_sglang_on_cuda(resolve: Any) -> None:
     assert "--hicache-mem-layout" not in arguments and "--hicache-io-backend" not in arguments
 
 
+def test_writes_are_unlimited_unless_the_user_says_otherwise(resolve: Any) -> None:
+    assert resolve("--tier-dir {tmp}/kv").config.nvme.writes_per_day is None
+    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-writes-per-day=500GiB --tp 2")
+    assert resolved.config.nvme.writes_per_day == 500 * GiB
+    assert resolved.config.nvme_writes_per_day_per_rank == 250 * GiB
+    assert not any("writes" in argument for argument in resolved.sglang_arguments)
+
+
 def test_what_the_user_says_wins(resolve: Any) -> None:
     resolved = resolve("--tier-dir {tmp}/kv --page-size=32 --hicache-mem-layout layer_first")
     arguments = resolved.sglang_arguments
@@ -104,6 +112,17 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--tier-nvme-bytes 64MiB --tier-nvme-region-bytes 64MiB", "must hold 2 regions of 64MiB"),
         ("--tier-nvme-region-bytes 5000000", "must be a multiple of 4096"),
         ("--tier-nvme-region-bytes 4096", "at least 4MiB"),
+        ("--tier-nvme-writes-per-day 0", "greater than zero; drop it to write without a limit"),
+        ("--tier-nvme-writes-per-day -5GiB", "--tier-nvme-writes-per-day -5GiB must be greater"),
+        ("--tier-nvme-writes-per-day much", "--tier-nvme-writes-per-day 'much' is not a size"),
+        (
+            "--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB",
+            "--tier-nvme-writes-per-day 1MiB is too small: it must allow 10 regions of 64MiB",
+        ),
+        (
+            "--tier-mode host --tier-nvme-writes-per-day 1GiB",
+            "--tier-nvme-writes-per-day 1GiB has no meaning with --tier-mode host",
+        ),
         ("--tier-mode off --tier-dir x", "--tier-dir x has no meaning with --tier-mode off"),
         ("--tier-mode host --tier-nvme-bytes 1GiB", "no meaning with --tier-mode host"),
         ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
@@ -152,6 +171,7 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-host-bytes",
         "--tier-nvme-bytes",
         "--tier-nvme-region-bytes",
+        "--tier-nvme-writes-per-day",
     ]
 
 
@@ -159,6 +179,7 @@ def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(
     parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
     words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
+    words += ["--tier-nvme-writes-per-day", "1TiB"]
     arguments = server_args.join_tier_values(words)
     explicit = server_args.explicit_arguments(parser, arguments)
     resolved = server_args.resolve_without_nvme(

@@ -19,6 +19,7 @@ from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import namespace
 from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.policy.admission import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Pool:
     buffer: torch.Tensor  # [2, pages, bytes] uint8
     page_size: int = PAGE_SIZE
     dtype: torch.dtype = torch.uint8
+    logical_size: int = 16 * PAGE_SIZE
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         pages = (indices[:: self.page_size] // self.page_size).tolist()
@@ -74,7 +76,12 @@ class Fixture:
     """Opens storages on one directory and closes them all."""
 
     def __init__(self, directory: Path, num_ranks: int) -> None:
-        nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
+        nvme = NvmeConfig(
+            directory=str(directory),
+            capacity_bytes=64 * MiB,
+            region_bytes=4 * MiB,
+            writes_per_day=num_ranks * 40 * MiB,  # a burst of one region each
+        )
         self.config = TieredConfig(
             mode=TierMode.NVME, host_bytes=MiB, nvme=nvme, num_ranks=num_ranks
         )
@@ -197,6 +204,71 @@ def test_clear_forgets_everything(make: Fixture) -> None:
     storage.clear()
     assert storage.batch_exists(hashes("a")) == 0
     assert storage.stats().physical_bytes == 0
+
+
+def gate_that_admits(
+    monkeypatch: pytest.MonkeyPatch, storage: TieredStorage, *pages: int
+) -> list[bool]:
+    """Stand in for admission: so many leading pages of each call. Returns which were KV."""
+    answers, calls = iter(pages), []
+
+    def num_admitted(hashes: list[str], *, is_kv: bool) -> int:
+        calls.append(is_kv)
+        return next(answers)
+
+    monkeypatch.setattr(storage.gate, "num_admitted", num_admitted)
+    return calls
+
+
+def test_dropped_pages_are_answered_false_and_never_touched(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(0)
+    storage = make.open(pool)
+    gate_that_admits(monkeypatch, storage, 0, 2)
+    before = storage.stats()
+    keys = hashes("a", "b", "c")
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
+    assert storage.stats() == before
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
+    expected = pool.buffer.clone()
+    assert storage.batch_exists(keys) == 2
+    assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
+    assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
+
+
+def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
+    calls = gate_that_admits(monkeypatch, storage, 1, 2)
+    keys = hashes("a", "b")
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, False]}
+    assert storage.batch_set_v1(keys, slots(0, 1)) == [True, True]
+    assert calls == [False, True]
+
+
+def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) -> None:
+    storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
+    for first in range(0, 24, 8):
+        keys = hashes(*(str(number) for number in range(first, first + 8)))
+        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
+        storage.batch_set_v1(keys, slots(*range(8)))
+    stats = storage.stats()
+    assert 8 <= stats.num_pages < 12
+    assert stats.bytes_written <= 4 * MiB
+    assert stats.admission[Outcome.ADMITTED] == stats.num_pages
+    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - stats.num_pages
+    assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
+    assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+
+
+def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    storage.tree_was_reset()
+    assert len(storage.gate._offers) == 0
 
 
 def test_every_rank_of_a_latent_attention_model_writes_its_own_shard(make: Fixture) -> None:

@@ -24,8 +24,10 @@ __all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_victim"]
 
 # Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.
 REINSERTION_SHARE = 1 / 10
-# What victims without hot pages leave over is saved for later ones, up to this share of a region.
+# What victims without hot pages leave over is saved for later ones, up to this share of a region,
+# and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
+_MAX_SAVED_BYTES = 64 << 20
 
 
 def choose_victim(regions: Iterable[Region]) -> Region | None:
@@ -124,7 +126,9 @@ class Reclaimer:
         what does not verify is left behind."""
         state = self._state
         self._credit_bytes = min(
-            self._credit_bytes + victim.nbytes * REINSERTION_SHARE, victim.nbytes * _MAX_CREDIT
+            self._credit_bytes + victim.nbytes * REINSERTION_SHARE,
+            victim.nbytes * _MAX_CREDIT,
+            _MAX_SAVED_BYTES,
         )
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
             return None

@@ -1,0 +1,111 @@
+"""Operations that were announced to the storage thread and have not reached it yet.
+
+SGLang queues the store of a radix node on the scheduler thread and carries it out on a thread that
+does one at a time. What admission must know about it (how long the chain is, how long it waited,
+how much host memory waits behind it) is known at the first place and needed at the second; this
+table carries it across. Operations arrive in the order they were announced, so whatever was
+announced before one that arrives is never going to, and is forgotten: nothing leaks.
+
+Thread-safe; the lock is held for table work only. Sizes are tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Offer", "Offers"]
+
+MAX_WAITING = 4096
+"""Beyond it the oldest is forgotten, and counts as short when it arrives."""
+
+
+class Offer(NamedTuple):
+    """An operation that arrived at the storage thread."""
+
+    hashes: tuple[str, ...]
+    prefix_tokens: int
+    waited_s: float
+    tokens_behind: int  # of the operations still waiting
+
+
+@dataclass(slots=True)
+class _Waiting:
+    hashes: tuple[str, ...]
+    prefix_tokens: int
+    num_tokens: int
+    since: float
+
+
+class Offers:
+    """The announced operations of one scheduler, oldest first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # by first page
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def announce(self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int) -> None:
+        """The pages of ``hashes`` are about to be queued; they end a chain of that length."""
+        if not hashes:
+            return
+        with self._lock:
+            self._forget(hashes[0])
+            while len(self._waiting) >= MAX_WAITING:
+                self._forget(next(iter(self._waiting)))
+            entry = _Waiting(tuple(hashes), prefix_tokens, num_tokens, self._clock())
+            self._waiting[hashes[0]] = entry
+            self._num_tokens += num_tokens
+
+    def lengthen(self, first: str, prefix_tokens: int) -> bool:
+        """The chain of the operation that begins with a page grew; False if it is not waiting."""
+        with self._lock:
+            entry = self._waiting.get(first)
+            if entry is None:
+                return False
+            entry.prefix_tokens = max(entry.prefix_tokens, prefix_tokens)
+            return True
+
+    def take(self, hashes: Sequence[str]) -> Offer | None:
+        """The operation these pages begin or end, with every older one forgotten.
+
+        The pages of another pool than KV come first and may be the last ones of the chain only.
+        """
+        with self._lock:
+            first = hashes[0]
+            if first not in self._waiting:
+                ends = (k for k, entry in self._waiting.items() if entry.hashes[-1] == hashes[-1])
+                found = next(ends, None)
+                if found is None:
+                    return None
+                first = found
+            while (oldest := next(iter(self._waiting))) != first:
+                self._forget(oldest)
+            entry = self._waiting[first]
+            self._forget(first)
+            waited_s = self._clock() - entry.since
+            return Offer(entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens)
+
+    def clear(self) -> None:
+        """The queue was emptied."""
+        with self._lock:
+            self._waiting.clear()
+            self._num_tokens = 0
+
+    def _forget(self, first: str) -> None:
+        entry = self._waiting.pop(first, None)
+        if entry is not None:
+            self._num_tokens -= entry.num_tokens

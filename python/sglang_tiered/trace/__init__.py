@@ -1,0 +1,3 @@
+"""Recorded workloads: readers, and replays on the tiers without a model."""
+
+from __future__ import annotations

@@ -1,0 +1,328 @@
+"""What is admitted at which pressure, and that the write budget holds over every window."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_tiered.policy import admission
+from sglang_tiered.policy.admission import (
+    DAY_S,
+    LONG_PREFIX_TOKENS,
+    Admission,
+    Level,
+    Outcome,
+    TouchMemory,
+    WriteBudget,
+    backlog_pressure,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BUSY, EXHAUSTED = 0.5, 1.0  # pressures at which SELECTIVE and CLOSED begin
+PAGE_BYTES = 1000
+DAY_BYTES = 1_000_000  # a burst of 100,000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(*names: object) -> list[bytes]:
+    return [hashlib.sha256(str(name).encode()).digest() for name in names]
+
+
+def offer(
+    admission: Admission,
+    pages: Sequence[bytes],
+    *,
+    prefix_tokens: int = 100,
+    num_held: int = 0,
+    backlog: float | None = None,
+) -> int:
+    return admission.decide(
+        pages,
+        prefix_tokens=prefix_tokens,
+        page_bytes=PAGE_BYTES,
+        num_held=lambda: num_held,
+        backlog=backlog,
+    )
+
+
+# ---- Write budget ----
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 2 * DAY_S), st.integers(1, DAY_BYTES // 5)), min_size=1, max_size=60
+    )
+)
+def test_no_day_sees_more_than_the_budget(steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    budget = WriteBudget(DAY_BYTES, clock)
+    writes: list[tuple[float, int]] = []
+    for wait_s, num_bytes in steps:
+        clock.now += wait_s
+        if num_bytes <= budget.available:
+            budget.spend(num_bytes)
+            writes.append((clock.now, num_bytes))
+    for start, _ in writes:
+        window = sum(size for at, size in writes if start <= at <= start + DAY_S)
+        assert window <= DAY_BYTES + 1, (start, window)
+
+
+@settings(deadline=None)
+@given(st.integers(1000, 10_000), st.integers(0, 50_000))
+def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -> None:
+    """The bound is not kept by giving too little: a busy day uses what a day allows."""
+    clock = Clock()
+    budget = WriteBudget(DAY_BYTES, clock)
+    total = 0
+    for hour in range(24):
+        clock.now = hour * 3600.0
+        while size <= budget.available:
+            budget.spend(size + overhead)
+            total += size + overhead
+    assert total >= 0.9 * DAY_BYTES - size
+
+
+def test_what_was_written_beyond_the_budget_is_paid_back_first() -> None:
+    clock = Clock()
+    budget = WriteBudget(DAY_BYTES, clock)
+    budget.spend(DAY_BYTES // 10 + 9000)
+    assert budget.available == -9000
+    assert budget.pressure > 1
+    clock.now = DAY_S / 100  # 9,000 bytes flow in
+    assert budget.available == pytest.approx(0)
+
+
+def test_idle_time_does_not_pile_up_beyond_the_burst() -> None:
+    clock = Clock()
+    budget = WriteBudget(DAY_BYTES, clock)
+    clock.now = 30 * DAY_S
+    assert budget.available == DAY_BYTES / 10 and budget.pressure == 0
+
+
+@pytest.mark.parametrize("bytes_per_day", [0, -1])
+def test_budget_that_lets_nothing_through_is_refused(bytes_per_day: int) -> None:
+    with pytest.raises(ValueError, match="nothing be written"):
+        WriteBudget(bytes_per_day, Clock())
+
+
+# ---- Touch memory ----
+
+
+def test_page_is_seen_the_second_time() -> None:
+    memory = TouchMemory(1 << 12)
+    assert memory.num_seen(keys(*"abc")) == 0
+    assert memory.num_seen(keys(*"abcd")) == 3
+    assert memory.num_seen(keys(*"abcd")) == 4
+    assert memory.num_seen([]) == 0
+
+
+def test_late_page_vouches_for_the_forgotten_ones_before_it() -> None:
+    memory = TouchMemory(1 << 12)
+    memory.num_seen(keys("c"))
+    assert memory.num_seen(keys(*"abcd")) == 3
+
+
+@settings(deadline=None)
+@given(st.integers(1, 64), st.lists(st.lists(st.integers(0, 200), max_size=20, unique=True)))
+def test_memory_never_takes_a_new_page_for_a_known_one(
+    num_slots: int, runs: list[list[int]]
+) -> None:
+    """Overwritten slots forget; they must not lie, however full the table is."""
+    memory = TouchMemory(num_slots)
+    offered: set[int] = set()
+    for run in runs:
+        seen = memory.num_seen(keys(*run))
+        assert seen == 0 or run[seen - 1] in offered
+        offered.update(run)
+
+
+def test_memory_forgets_instead_of_growing() -> None:
+    memory = TouchMemory(64)
+    memory.num_seen(keys("old"))
+    for number in range(2000):
+        memory.num_seen(keys(number))
+    assert memory.num_seen(keys("old")) == 0
+    assert memory._table.nbytes == 64 * 8
+
+
+def test_key_of_zeros_is_not_an_empty_slot() -> None:
+    assert TouchMemory(4).num_seen([bytes(32)]) == 0
+
+
+# ---- Levels ----
+
+
+def test_idle_disk_takes_everything() -> None:
+    gate = Admission()
+    assert offer(gate, keys(*range(10)), backlog=0.0) == 10
+    assert gate.outcomes[Outcome.ADMITTED] == 10 and sum(gate.outcomes.values()) == 10
+
+
+def test_busy_disk_takes_the_second_touch_only() -> None:
+    gate = Admission()
+    assert offer(gate, keys(*"abc"), backlog=BUSY) == 0
+    assert offer(gate, keys(*"abc")) == 3
+    assert gate.outcomes[Outcome.DROPPED_FIRST_TOUCH] == 3
+    assert gate.outcomes[Outcome.ADMITTED] == 3
+
+
+def test_touches_before_the_pressure_count() -> None:
+    gate = Admission()
+    offer(gate, keys("a"), backlog=0.0)
+    assert offer(gate, keys("a", "b"), backlog=BUSY) == 1
+
+
+def test_only_the_suffix_behind_the_last_known_page_is_dropped() -> None:
+    gate = Admission()
+    offer(gate, keys(*"ab"), backlog=BUSY)
+    assert offer(gate, keys(*"abcd")) == 2
+    assert gate.outcomes[Outcome.DROPPED_FIRST_TOUCH] == 2 + 2
+
+
+def test_busy_disk_takes_first_touches_of_long_prefixes_whole() -> None:
+    gate = Admission()
+    short, long = LONG_PREFIX_TOKENS - 1, LONG_PREFIX_TOKENS
+    assert offer(gate, keys(*"ab"), prefix_tokens=short, backlog=BUSY) == 0
+    assert offer(gate, keys(*"cd"), prefix_tokens=long) == 2
+
+
+def test_what_is_long_grows_with_the_pressure() -> None:
+    gate = Admission()
+    thresholds = []
+    for step in range(10):
+        offer(gate, keys(step), backlog=0.5 + step * 0.05)
+        lengths = (LONG_PREFIX_TOKENS << doublings for doublings in range(10))
+        thresholds.append(next(tokens for tokens in lengths if gate.is_long(tokens)))
+    assert thresholds[0] == LONG_PREFIX_TOKENS
+    assert thresholds[-1] == LONG_PREFIX_TOKENS << admission.LONG_PREFIX_DOUBLINGS
+    assert all(earlier <= later for earlier, later in itertools.pairwise(thresholds))
+
+
+def test_exhausted_disk_takes_nothing_new_and_says_why() -> None:
+    gate = Admission()
+    offer(gate, keys("a"), backlog=0.0)
+    assert offer(gate, keys("a"), prefix_tokens=1 << 30, backlog=EXHAUSTED) == 0
+    assert gate.outcomes[Outcome.DROPPED_BACKLOG] == 1
+
+
+@pytest.mark.parametrize("backlog", [0.0, BUSY, EXHAUSTED])
+def test_page_that_is_held_already_is_never_dropped(backlog: float) -> None:
+    """It costs nothing, and a False for it would keep SGLang from offering what follows."""
+    gate = Admission()
+    assert offer(gate, keys(*"abc"), num_held=2, backlog=backlog) >= 2
+
+
+def test_levels_do_not_flap_at_a_threshold() -> None:
+    gate = Admission()
+    seen = []
+    for pressure in (0.49, 0.5, 0.4, 0.26, 0.24, 0.4, 0.6, 1.0, 0.9, 0.88, 0.87, 0.9, 0.1):
+        offer(gate, keys("a"), backlog=pressure)
+        seen.append(gate.level)
+    o, s, c = Level.OPEN, Level.SELECTIVE, Level.CLOSED
+    assert seen == [o, s, s, s, o, o, s, c, c, c, s, s, o]
+
+
+def test_unknown_backlog_leaves_the_last_one() -> None:
+    gate = Admission()
+    offer(gate, keys("a"), backlog=EXHAUSTED)
+    assert offer(gate, keys("a"), backlog=None) == 0
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "pinned_share", "level"),
+    [
+        (0.0, 1.0, Level.OPEN),  # a burst fills the host tier: the disk may still be idle
+        (0.4, 1.0, Level.OPEN),
+        (1.0, 1.0, Level.SELECTIVE),  # it stays filled
+        (2.0, 1.0, Level.CLOSED),
+        (1.9, 0.1, Level.OPEN),
+        (2.0, 0.0, Level.SELECTIVE),
+        (4.0, 0.0, Level.CLOSED),
+    ],
+)
+def test_backlog_counts_by_how_long_it_stands(
+    waited_s: float, pinned_share: float, level: Level
+) -> None:
+    gate = Admission()
+    offer(gate, keys("a"), backlog=backlog_pressure(waited_s, pinned_share))
+    assert gate.level is level
+
+
+# ---- Budget and levels together ----
+
+
+def budgeted() -> tuple[Admission, Clock]:
+    clock = Clock()
+    return Admission(budget=WriteBudget(DAY_BYTES, clock)), clock
+
+
+def test_admission_tightens_as_the_budget_is_used_up() -> None:
+    gate, _ = budgeted()
+    levels = []
+    for number in range(12):
+        offer(gate, keys(number), prefix_tokens=0)
+        levels.append(gate.level)
+        gate.spend(10_000)
+    assert levels == [Level.OPEN] * 5 + [Level.SELECTIVE] * 5 + [Level.CLOSED] * 2
+    assert gate.outcomes[Outcome.DROPPED_BUDGET] == 2
+
+
+def test_operation_larger_than_the_budget_keeps_its_head() -> None:
+    gate, _ = budgeted()
+    admitted = offer(gate, keys(*range(500)), num_held=10)
+    assert admitted == 10 + int(100_000 / (PAGE_BYTES * admission.MAX_WRITTEN_PER_PAYLOAD))
+    assert gate.outcomes[Outcome.DROPPED_BUDGET] == 500 - admitted
+    assert gate.level is Level.CLOSED
+
+
+def test_used_up_budget_opens_again_by_waiting_only() -> None:
+    gate, clock = budgeted()
+    gate.spend(100_000)
+    assert offer(gate, keys("a")) == 0
+    clock.now = 0.1 * DAY_S / 9  # a tenth of the burst: not enough to open
+    assert offer(gate, keys("a")) == 0
+    clock.now = 0.2 * DAY_S / 9
+    assert offer(gate, keys("a")) == 1  # seen twice by now
+    clock.now = DAY_S
+    assert offer(gate, keys("new")) == 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3600), st.integers(1, 60), st.floats(0, 1.2), st.integers(0, 9999)),
+        min_size=1,
+        max_size=80,
+    )
+)
+def test_admitted_bytes_stay_within_the_budget_whatever_is_offered(
+    steps: list[tuple[float, int, float, int]],
+) -> None:
+    gate, clock = budgeted()
+    writes: list[tuple[float, float]] = []
+    for number, (wait_s, num_pages, backlog, prefix_tokens) in enumerate(steps):
+        clock.now += wait_s
+        pages = keys(*((number // 2, page) for page in range(num_pages)))
+        admitted = offer(gate, pages, prefix_tokens=prefix_tokens, backlog=backlog)
+        assert 0 <= admitted <= num_pages
+        written = int(admitted * PAGE_BYTES * admission.MAX_WRITTEN_PER_PAYLOAD)
+        gate.spend(written)
+        writes.append((clock.now, written))
+    assert sum(gate.outcomes.values()) == sum(num_pages for _, num_pages, _, _ in steps)
+    for start, _ in writes:
+        assert sum(size for at, size in writes if start <= at <= start + DAY_S) <= DAY_BYTES + 1
