@@ -15,7 +15,6 @@ from sglang_tiered.storage.region.format import Contents
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from sglang_tiered.storage.region.device import Device
@@ -28,7 +27,7 @@ __all__ = ["SyncWorker"]
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_INTERVAL_S = 30.0  # or with the next seal, whichever comes first
+_CHECKPOINT_INTERVAL_S = 30.0
 
 
 class SyncWorker:
@@ -53,26 +52,34 @@ class SyncWorker:
         self._reclaimer = reclaimer
         self._interval_s = interval_s
         self._checkpoint_at = 0.0
+        self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
         """Until the store is closed and all that was written is sealed."""
         state = self._state
         while True:
             with state.lock:
-                last = self._wait()
+                last, due = self._wait()
                 seals = [region for region in state.to_seal if not region.retired]
                 state.to_seal.clear()
                 orders, state.syncs = state.syncs, []
-                dirty = [r for r in state.regions if r.dirty and r not in seals]
-                state.any_dirty = False
+                dirty = [region for region in state.regions if region.dirty] if due else []
+                tails = {region: region.published_tail for region in dirty}
+                state.any_dirty = state.any_dirty and not due
                 state.syncing = True
-                tails = {region: region.published_tail for region in (*seals, *dirty)}
-                for region in tails:
+                for region in dirty:
                     region.dirty = False
+                busy = set(seals) | set(dirty)
+                for region in busy:
                     region.syncing = True
                     state.regions.pin(region)
-            durable = self._work(seals, tails)
-            self._checkpoint(force=last or bool(seals))
+            for region in seals:
+                self._seal(region)
+            durable = self._sync_all(tails)
+            for region in busy:
+                self._unpin(region)
+            if due:
+                self._checkpoint(last=last)
             with state.lock:
                 state.syncing = False
             for order in orders:
@@ -81,28 +88,30 @@ class SyncWorker:
             if last:
                 return
 
-    def _wait(self) -> bool:
-        """Until there is something to do; true when it is the last. The lock is held."""
+    def _wait(self) -> tuple[bool, bool]:
+        """Until there is something to do: whether it is the last, and whether it is time to sync.
+        Footers alone are written as they come: a flush for each would hold the writes up. The lock
+        is held."""
         state = self._state
-        due = None
         while True:
             if state.written_all:
-                return True
-            if state.to_seal or state.syncs:
-                return False
-            if state.any_dirty and due is None:
-                due = time.monotonic() + self._interval_s
-            left = None if due is None else due - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            state.sync_ready.wait(left)
+                return True, True
+            now = time.monotonic()
+            if not state.any_dirty:
+                self._due = None
+            elif self._due is None:
+                self._due = now + self._interval_s
+            if state.syncs or (self._due is not None and now >= self._due):
+                self._due = None
+                return False, True
+            if state.to_seal:
+                return False, False
+            state.sync_ready.wait(None if self._due is None else self._due - now)
 
-    def _work(self, seals: Sequence[Region], tails: dict[Region, int]) -> bool:
-        """Seal and sync; true when all that is published is durable now."""
+    def _sync_all(self, tails: dict[Region, int]) -> bool:
+        """Sync the regions and their names; true when all that is published is durable now."""
         state = self._state
         failure: OSError | None = None
-        for region in seals:
-            failure = self._seal(region) or failure
         for region in tails:
             failure = self._sync(region) or failure
         if tails:
@@ -115,11 +124,7 @@ class SyncWorker:
                     region.dirty = state.any_dirty = True
             # After a failed fsync the next one succeeds, and what the first lost stays lost.
             in_doubt = any(r.doubtful and state.index.num_live(r.slot) for r in state.regions)
-        for region in tails:
-            self._unpin(region)
-        if failure is None:
-            self._log.settle("sync")
-        else:
+        if failure is not None:
             # Stores go on: what cannot be written says so itself, and a page that is not durable
             # is still a hit.
             self._log.report(
@@ -128,9 +133,13 @@ class SyncWorker:
                 self._directory,
                 failure,
             )
+        elif tails:
+            self._log.settle("sync")
         return failure is None and not in_doubt
 
-    def _seal(self, region: Region) -> OSError | None:
+    def _seal(self, region: Region) -> None:
+        """Write the footer, unless what it would list may be lost. Without one the region is
+        served all the same, and the next recovery walks it."""
         contents = Contents.of(region.extents)
         written = 0
         try:
@@ -138,12 +147,11 @@ class SyncWorker:
                 with self._health.watch():
                     written = write_footer(self._device, region, contents)
         except OSError as error:
-            return error
-        finally:
-            with self._state.lock:
-                region.extents = []
-                self._state.bytes_written += written
-        return None
+            logger.warning("%s could not be sealed (%s)", self._directory / region.name, error)
+        with self._state.lock:
+            region.extents = []
+            region.dirty = self._state.any_dirty = True
+            self._state.bytes_written += written
 
     def _sync(self, region: Region) -> OSError | None:
         try:
@@ -169,9 +177,9 @@ class SyncWorker:
         if unused:
             self._reclaimer.dispose(region)
 
-    def _checkpoint(self, *, force: bool) -> None:
+    def _checkpoint(self, *, last: bool) -> None:
         now = time.monotonic()
-        if not force and now < self._checkpoint_at:
+        if not last and now < self._checkpoint_at:
             return
         self._checkpoint_at = now + _CHECKPOINT_INTERVAL_S
         with self._state.lock:
