@@ -141,7 +141,7 @@ class PageIndex:
         """Point keys at pages of one region, whatever they pointed at before. Where a key occurs
         twice the later page counts."""
         hashes = _hash(words)
-        if len(np.unique(hashes)) != len(hashes):
+        if len(set(hashes.tolist())) != len(hashes):
             last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
             words, hashes = words[last], hashes[last]
             offsets, lengths, checksums = offsets[last], lengths[last], checksums[last]

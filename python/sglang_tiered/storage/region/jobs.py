@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
+    "Batch",
     "Chunk",
     "ClearOrder",
     "ExtentWrite",
@@ -71,15 +72,28 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ExtentWrite:
-    """An extent on its way to the device. Guarded by the store's lock."""
+    """An extent on its way to the device: hashed in batches, then written in chunks, each by
+    whichever chunk writer is free. Guarded by the store's lock, but for ``extent.pages``, of which
+    a batch being hashed owns its rows."""
 
     region: Region
     extent: Extent
+    ordinal: int
     parts: list[Part]
+    pages: list[Page]
     chunks: list[Chunk] = field(default_factory=list)
-    num_chunks_left: int = 0
+    num_left: int = 0  # batches, then chunks, that are not done
+    done: bool = False  # written, or ``error`` says why not; nobody touches its pages any more
     error: OSError | None = None
     num_tries: int = 0
+
+
+class Batch(NamedTuple):
+    """Pages of an extent to hash together."""
+
+    write: ExtentWrite
+    start: int  # row in ``extent.pages``
+    stop: int
 
 
 class Chunk(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.jobs import (
+    Batch,
     Chunk,
     ClearOrder,
     ExtentWrite,
@@ -56,7 +57,8 @@ class StoreState:
         self.jobs = JobBook()
         self.stores: deque[StoreTicket | ClearOrder] = deque()
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
-        self.chunks: deque[Chunk] = deque()
+        self.batches: deque[Batch] = deque()  # of extents to hash
+        self.chunks: deque[Chunk] = deque()  # of extents to write
         self.num_chunks_writing = 0
         self.loads: deque[LoadSpan] = deque()
         self.to_seal: deque[Region] = deque()
@@ -99,13 +101,27 @@ class StoreState:
         if positions:
             self.stores.appendleft(ticket)
 
+    def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
+        """Hand a placed extent to the chunk writers, to hash and then to write it."""
+        write.num_left = len(batches)
+        self.writes.append(write)
+        self.batches.extend(batches)
+        self.chunk_ready.notify(len(batches))
+
     def queue_write(self, write: ExtentWrite) -> None:
-        """Hand a placed extent's chunks to the chunk writers."""
-        write.num_chunks_left = len(write.chunks)
+        """Hand a hashed extent's chunks to the chunk writers."""
+        write.num_left = len(write.chunks)
+        write.done = False
         write.error = None
         write.num_tries += 1
         self.chunks.extend(write.chunks)
         self.chunk_ready.notify(len(write.chunks))
+
+    def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
+        """Nothing of the extent is under way any more; the writer thread settles it."""
+        write.error = write.error or error
+        write.done = True
+        self.store_ready.notify()
 
     def may_write_chunk(self) -> bool:
         """Loads overtake: while any waits for a reader, one write at a time keeps the log going."""
@@ -247,15 +263,18 @@ class StoreState:
         """Let go of placed extents of which nothing was handed to the device yet. The writer finds
         them failed, and rewinds the log."""
         for write in reversed(self.writes):
-            queued = [chunk for chunk in self.chunks if chunk.write is write]
-            if not write.num_chunks_left or len(queued) < len(write.chunks):
+            queued = sum(batch.write is write for batch in self.batches)
+            queued += sum(chunk.write is write for chunk in self.chunks)
+            begun = queued < write.num_left or write.num_left < len(write.chunks)
+            if write.done or begun or write.num_left == 0:
                 return
+            self.batches = deque(batch for batch in self.batches if batch.write is not write)
             self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
-            write.chunks, write.num_chunks_left = [], 0
-            write.error = OSError(errno.ECANCELED, "not written, as the device fails or hangs")
+            write.chunks, write.pages = [], []
             self.give_up(write.parts, reason)
             write.parts = []
-        self.store_ready.notify()
+            cause = "not written, as the device fails or hangs"
+            self.finish_write(write, OSError(errno.ECANCELED, cause))
 
     def check_integrity(self) -> None:
         idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
@@ -265,4 +284,5 @@ class StoreState:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"
             assert not self.chunks, f"{len(self.chunks)} chunks queued while idle"
+            assert not self.batches, f"{len(self.batches)} batches queued while idle"
             assert self.queued_store_bytes == 0, f"{self.queued_store_bytes} bytes queued, idle"

@@ -68,7 +68,7 @@ class StoreWorker:
         state = self._state
         with state.lock:
             while True:
-                written = bool(state.writes) and state.writes[0].num_chunks_left == 0
+                written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
                 if state.closed and not state.stores and not state.writes:
@@ -166,13 +166,13 @@ class StoreWorker:
         """Nothing behind a hole in a region counts, or recovery could not find it."""
         state = self._state
         with state.lock:
-            while any(write.num_chunks_left for write in state.writes):
+            while not all(write.done for write in state.writes):
                 state.store_ready.wait()
             failed = [write for write in state.writes if write.region is first.region]
         if error.errno in NO_SPACE_ERRNOS and first.num_tries == 1 and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
-                    if write.error is not None:
+                    if write.error is not None and write.chunks:
                         state.queue_write(write)
             return
         withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried

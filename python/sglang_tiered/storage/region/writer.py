@@ -1,9 +1,9 @@
 """The open end of the log: gives pages a place in it. Runs on the store's writer thread.
 
-Placing is apart from writing: while the chunk writers put one extent on the device, the next is
-placed and hashed. Extents become visible in the order of the log, so what is acknowledged has no
-hole before it and recovery finds all of it. After a failed write the log is rewound to where the
-failed extent began.
+Placing is apart from hashing and writing, which the chunk writers do: while one extent is on its
+way to the device, the next is hashed and another placed. Extents become visible in the order of the
+log, so what is acknowledged has no hole before it and recovery finds all of it. After a failed
+write the log is rewound to where the failed extent began.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.jobs import Chunk, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.jobs import Batch, Chunk, ExtentWrite, Part, StoreTicket
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
@@ -46,12 +46,21 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["NO_SPACE_ERRNOS", "RegionWriter", "write_footer", "write_fully"]
+__all__ = [
+    "NO_SPACE_ERRNOS",
+    "RegionWriter",
+    "cut_chunks",
+    "hash_batch",
+    "write_footer",
+    "write_fully",
+]
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _CHUNK_BYTES = 1 << 20  # one write: large enough for bandwidth, short enough for a load to wait
+_BATCH_BYTES = 2 << 20  # hashed at once
 _MAX_WRITE_FAILURES = 3
+_ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 
 
 def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:
@@ -96,7 +105,6 @@ class RegionWriter:
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
-        self._zeros = aligned_buffer(BLOCK_BYTES).toreadonly()
 
     def open_region(self) -> None:
         """Make sure there is a region to write to. Raises ``OSError``; ``NO_SPACE_ERRNOS`` when
@@ -147,32 +155,23 @@ class RegionWriter:
         return end + footer + BLOCK_BYTES <= region.nbytes
 
     def place(self, parts: list[Part]) -> ExtentWrite:
-        """Append the pages to the open region: hash them and cut them into writes."""
+        """Append the pages to the open region and hand them to the chunk writers."""
         region = self._region
         assert region is not None
-        namespace = parts[0].ticket.namespace
+        pages: list[Page] = []
         records = []
-        segments: list[memoryview] = []
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
-                key, page = part.ticket.key(index), part.ticket.page(index)
-                length = _num_bytes(page)
-                records.append((key, length, page_checksum(namespace, key, page)))
-                segments.extend(segment for segment in page if segment.nbytes)
-                if padded(length) > length:
-                    segments.append(self._zeros[: padded(length) - length])
-        extent = Extent(region.tail, namespace, page_table(records))
-        packed = pack_extent_header(extent, region.nonce, len(region.extents))
-        header = aligned_buffer(len(packed))
-        header[:] = packed
-        write = ExtentWrite(region, extent, parts)
-        write.chunks = _cut(write, [header, *segments])
+                page = part.ticket.page(index)
+                pages.append(page)
+                records.append((part.ticket.key(index), _num_bytes(page), 0))
+        extent = Extent(region.tail, parts[0].ticket.namespace, page_table(records))
+        write = ExtentWrite(region, extent, len(region.extents), parts, pages)
         with self._state.lock:
             region.extents.append(extent)
             region.tail = extent.end
             region.num_writing += 1
-            self._state.writes.append(write)
-            self._state.queue_write(write)
+            self._state.queue_extent(write, _batches(write))
         self._num_pages += len(records)
         return write
 
@@ -280,8 +279,41 @@ def _num_bytes(page: Page) -> int:
     return sum(segment.nbytes for segment in page)
 
 
-def _cut(write: ExtentWrite, segments: Sequence[memoryview]) -> list[Chunk]:
-    """Cut an extent's bytes into chunks of whole blocks. Pure."""
+def _batches(write: ExtentWrite) -> list[Batch]:
+    """Cut an extent's pages into batches to hash. Pure."""
+    batches: list[Batch] = []
+    start = nbytes = 0
+    for row, length in enumerate(write.extent.pages["length"].tolist()):
+        nbytes += length
+        if nbytes >= _BATCH_BYTES:
+            batches.append(Batch(write, start, row + 1))
+            start, nbytes = row + 1, 0
+    if nbytes:
+        batches.append(Batch(write, start, len(write.pages)))
+    return batches
+
+
+def hash_batch(batch: Batch) -> None:
+    """Enter the checksums of a batch's pages into its extent."""
+    extent, pages = batch.write.extent, batch.write.pages
+    rows = range(batch.start, batch.stop)
+    keys = extent.pages["key"]
+    extent.pages["checksum"][batch.start : batch.stop] = [
+        page_checksum(extent.namespace, keys[row].tobytes(), pages[row]) for row in rows
+    ]
+
+
+def cut_chunks(write: ExtentWrite) -> list[Chunk]:
+    """The writes of an extent whose pages are hashed: header, pages and padding, cut into chunks
+    of whole blocks."""
+    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
+    header = aligned_buffer(len(packed))
+    header[:] = packed
+    segments = [header]
+    for page, length in zip(write.pages, write.extent.pages["length"].tolist(), strict=True):
+        segments.extend(segment for segment in page if segment.nbytes)
+        if padded(length) > length:
+            segments.append(_ZEROS[: padded(length) - length])
     chunks: list[Chunk] = []
     batch: list[memoryview] = []
     offset, nbytes = write.extent.offset, 0
