@@ -423,3 +423,18 @@ def test_kill_in_the_middle_of_stores(tmp_path: Path, blank: Blank, num_acknowle
         assert loaded(engine, Run(keys, pages), blank) == [True] * 4, f"run {seed} was lost"
     engine.check_integrity()
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["region-0000000000000009.kv", "CHECKPOINT"])
+def test_a_fifo_under_our_name_neither_hangs_nor_stops_the_start(
+    sealed: Path, runs: list[Run], blank: Blank, name: str
+) -> None:
+    (sealed / name).unlink(missing_ok=True)
+    os.mkfifo(sealed / name)
+    writer = os.open(sealed / name, os.O_RDWR)
+    try:
+        engine = open_engine(sealed)
+        assert [all(loaded(engine, run, blank)) for run in runs] == [True] * len(runs)
+        engine.close()
+    finally:
+        os.close(writer)

@@ -1,6 +1,7 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/.
 
-launch_server -> integration -> {storage, policy, transfer, kernels}; trace -> {storage, policy}.
+launch_server -> integration -> {storage, policy, transfer, kernels}; trace -> {storage, policy};
+store -> storage. Nothing imports store.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "policy": set(),
     "transfer": set(),
     "trace": {"storage", "policy"},
+    "store": {"storage"},
     KERNELS: set(),
 }
 # Above the package, or beside it: nothing in it may know them.
@@ -135,6 +137,10 @@ def test_the_walk_sees_both_source_roots() -> None:
         ("sglang_tiered.trace.replay", "from ..transfer import messages"),
         ("sglang_tiered.integration.hooks", "from ..trace.generator import generate"),
         ("sglang_tiered.integration.hooks", "from .. import launch_server"),
+        ("sglang_tiered.storage.region.inspection", "from ...store import report"),
+        ("sglang_tiered.launch_server", "from sglang_tiered.store.cli import main"),
+        ("sglang_tiered.store.gc", "from sglang_tiered.integration import shards"),
+        ("sglang_tiered.store.bench", "from ..policy import admission"),
         ("sglang_tiered.storage.base", "import benchmark.harness"),
         ("sglang_tiered.storage.base", "from test.unit import double"),
         ("sglang_tiered_kernels.page_copy.interface", "import sglang"),
@@ -164,6 +170,8 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
         ),
         ("sglang_tiered.storage.region.store", "from ...errors import TierError"),
         ("sglang_tiered.trace.replay", "from ..storage.memory import MemoryEngine"),
+        ("sglang_tiered.store.scan", "from ..storage.region import inspection"),
+        ("sglang_tiered.store.cli", "from sglang_tiered.store.gc import run"),
         ("sglang_tiered.transfer.data", "import zmq"),
         ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
         ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),

@@ -31,11 +31,11 @@ from sglang_tiered.storage.region.format import (
 u64 = st.integers(0, 2**64 - 1)
 nonces = st.binary(min_size=16, max_size=16)
 digests = st.binary(min_size=32, max_size=32)
-blocks = st.integers(8, 2**40).map(lambda count: count * BLOCK_BYTES)
+blocks = st.integers(8, 2**28).map(lambda count: count * BLOCK_BYTES)
 pages = st.tuples(digests, st.integers(1, 2**32 - 1), u64)
 extents = st.builds(
     Extent,
-    blocks,
+    st.integers(1, 2**28 - 1).map(lambda count: count * BLOCK_BYTES),
     digests,
     st.lists(pages, min_size=1, max_size=MAX_EXTENT_PAGES).map(page_table),
 )
@@ -121,3 +121,14 @@ def test_every_flipped_byte_of_a_trailer_is_seen() -> None:
     trailer = Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)
     for damaged in flips(pack_trailer(trailer)):
         assert unpack_trailer(damaged, NONCE, 8 * BLOCK_BYTES) is None
+
+
+def test_a_forged_size_is_not_followed() -> None:
+    huge = pack_region_header(RegionHeader(2**64 - BLOCK_BYTES, 3, NONCE, 1))
+    assert unpack_region_header(huge) is None
+    empty_footer = pack_trailer(Trailer(NONCE, 0, 7 * BLOCK_BYTES, 0))
+    assert unpack_trailer(empty_footer, NONCE, 8 * BLOCK_BYTES) is None
+    no_pages = Extent(BLOCK_BYTES, b"n" * 32, page_table([]))
+    assert unpack_footer(pack_footer(Contents.of([no_pages]), NONCE), NONCE) is None
+    odd = Extent(BLOCK_BYTES + 1, b"n" * 32, EXTENT.pages)
+    assert unpack_footer(pack_footer(Contents.of([odd]), NONCE), NONCE) is None

@@ -13,6 +13,7 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
@@ -173,7 +174,14 @@ class FileDevice(Device):
         return fd
 
     def open(self, name: str) -> int:
-        return self._open(name, _DIRECT if self.direct else 0)
+        try:
+            fd = self._open(name, (_DIRECT if self.direct else 0) | os.O_NONBLOCK)
+        except OSError as error:
+            # What is no file may refuse O_DIRECT before its kind can be asked.
+            if error.errno == errno.EINVAL:
+                _regular(self._open(name, os.O_NONBLOCK), name)
+            raise
+        return _regular(fd, name)
 
     def is_intact(self, fd: int, nbytes: int) -> bool:
         status = os.fstat(fd)
@@ -226,7 +234,7 @@ class FileDevice(Device):
 
     def read_file(self, name: str) -> bytes:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._directory / name, flags), "rb") as file:
+        with open(_regular(os.open(self._directory / name, flags), name), "rb") as file:
             return file.read()
 
     def replace_file(self, name: str, data: bytes) -> None:
@@ -274,6 +282,15 @@ class FileDevice(Device):
         if buffer is None:
             buffer = self._bounce.buffer = aligned_buffer(_BOUNCE_BYTES)
         return cast("memoryview", buffer)
+
+
+def _regular(fd: int, name: str) -> int:
+    """The descriptor, if it is that of a regular file: a FIFO under one of our names must neither
+    hang nor surprise anybody. Raises ``OSError`` otherwise, with the descriptor closed."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, f"{name} is not a regular file")
+    return fd
 
 
 def _address(segment: memoryview) -> int:

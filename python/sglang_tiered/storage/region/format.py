@@ -27,6 +27,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_EXTENT_HEADER_BYTES",
     "MAX_EXTENT_PAGES",
+    "MAX_REGION_BYTES",
     "MIN_REGION_BYTES",
     "NAMESPACE_BYTES",
     "NONCE_BYTES",
@@ -185,6 +186,7 @@ def max_page_bytes(region_bytes: int) -> int:
 
 MAX_EXTENT_HEADER_BYTES = extent_header_bytes(MAX_EXTENT_PAGES)
 MIN_REGION_BYTES = 8 * BLOCK_BYTES
+MAX_REGION_BYTES = 1 << 40
 
 
 def region_name(sequence: int) -> str:
@@ -251,7 +253,7 @@ def unpack_region_header(block: Buffer) -> RegionHeader | None:
     magic, version, block_bytes, nbytes, sequence, nonce, created = _REGION.unpack_from(block)
     if (magic, version, block_bytes) != (REGION_MAGIC, FORMAT_VERSION, BLOCK_BYTES):
         return None
-    if nbytes % BLOCK_BYTES or nbytes < MIN_REGION_BYTES:
+    if nbytes % BLOCK_BYTES or not MIN_REGION_BYTES <= nbytes <= MAX_REGION_BYTES:
         return None
     return RegionHeader(nbytes, sequence, nonce, created)
 
@@ -321,7 +323,11 @@ def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
     extents = np.frombuffer(footer, EXTENT_DTYPE, num_extents, _FOOTER.size).copy()
     start = _FOOTER.size + extents.nbytes
     pages = np.frombuffer(footer, PAGE_DTYPE, num_pages, start).copy()
-    return Contents(extents, pages) if extents["num_pages"].sum() == num_pages else None
+    offsets = extents["offset"]
+    sane = (extents["num_pages"] > 0) & (offsets % BLOCK_BYTES == 0) & (offsets < MAX_REGION_BYTES)
+    if not sane.all() or extents["num_pages"].sum() != num_pages:
+        return None
+    return Contents(extents, pages)
 
 
 def pack_trailer(trailer: Trailer) -> bytes:
@@ -342,6 +348,6 @@ def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | 
     magic, version, num_extents, found_nonce, offset, nbytes = _TRAILER.unpack_from(block)
     if (magic, version, found_nonce) != (TRAILER_MAGIC, FORMAT_VERSION, nonce):
         return None
-    if nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
+    if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
     return Trailer(found_nonce, num_extents, offset, nbytes)
