@@ -1,54 +1,44 @@
-"""What the chunk writers do: hash placed extents and put them on the device, several at once."""
+"""What hashers and chunk writers do: hash placed extents, and put them on the device.
+
+Apart, so that the device always has as many writes as there are chunk writers.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.jobs import Batch
 from sglang_tiered.storage.region.writer import cut_chunks, hash_batch, write_fully
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.jobs import Chunk
+    from sglang_tiered.storage.region.jobs import Batch, Chunk
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["ChunkWorker"]
+__all__ = ["ChunkWorker", "HashWorker"]
 
 logger = logging.getLogger(__name__)
 
 
-class ChunkWorker:
-    """Every chunk-writer thread runs ``run`` of the same worker."""
+class HashWorker:
+    """Every hasher thread runs ``run`` of the same worker."""
 
-    def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
+    def __init__(self, state: StoreState) -> None:
         self._state = state
-        self._health = health
-        self._device = device
 
     def run(self) -> None:
         """Until the writer thread has nothing under way any more."""
-        while (task := self._take()) is not None:
-            if isinstance(task, Batch):
-                self._hash(task)
-            else:
-                self._write(task)
-            del task  # its pages are the caller's memory
-
-    def _take(self) -> Batch | Chunk | None:
-        """The device comes first: what it waits for is written before more is hashed."""
         state = self._state
-        with state.lock:
-            while True:
-                if state.may_write_chunk():
-                    state.num_chunks_writing += 1
-                    return state.chunks.popleft()
-                if state.batches:
-                    return state.batches.popleft()
-                if state.written_all:
-                    return None
-                state.chunk_ready.wait()
+        while True:
+            with state.lock:
+                while not state.batches:
+                    if state.written_all:
+                        return
+                    state.batch_ready.wait()
+                batch = state.batches.popleft()
+            self._hash(batch)
+            del batch  # its pages are the caller's memory
 
     def _hash(self, batch: Batch) -> None:
         state, write = self._state, batch.write
@@ -73,6 +63,29 @@ class ChunkWorker:
             return
         with state.lock:
             state.queue_write(write)
+
+
+class ChunkWorker:
+    """Every chunk-writer thread runs ``run`` of the same worker."""
+
+    def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
+        self._state = state
+        self._health = health
+        self._device = device
+
+    def run(self) -> None:
+        """Until the writer thread has nothing under way any more."""
+        state = self._state
+        while True:
+            with state.lock:
+                while not state.may_write_chunk():
+                    if state.written_all:
+                        return
+                    state.chunk_ready.wait()
+                chunk = state.chunks.popleft()
+                state.num_chunks_writing += 1
+            self._write(chunk)
+            del chunk  # its segments are the caller's memory
 
     def _write(self, chunk: Chunk) -> None:
         state, write = self._state, chunk.write

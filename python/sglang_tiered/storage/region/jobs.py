@@ -73,8 +73,8 @@ class Part(NamedTuple):
 @dataclass(eq=False, slots=True)
 class ExtentWrite:
     """An extent on its way to the device: hashed in batches, then written in chunks, each by
-    whichever chunk writer is free. Guarded by the store's lock, but for ``extent.pages``, of which
-    a batch being hashed owns its rows."""
+    whichever hasher and chunk writer is free. Guarded by the store's lock, but for
+    ``extent.pages``, of which a batch being hashed owns its rows."""
 
     region: Region
     extent: Extent

@@ -44,6 +44,7 @@ class StoreState:
     def __init__(self, namespace: bytes) -> None:
         self.lock = threading.Lock()
         self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
+        self.batch_ready = threading.Condition(self.lock)  # hashers
         self.chunk_ready = threading.Condition(self.lock)  # chunk writers
         self.load_ready = threading.Condition(self.lock)  # readers
         self.sync_ready = threading.Condition(self.lock)  # syncer
@@ -102,11 +103,11 @@ class StoreState:
             self.stores.appendleft(ticket)
 
     def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
-        """Hand a placed extent to the chunk writers, to hash and then to write it."""
+        """Hand a placed extent to the hashers, who hand it on to the chunk writers."""
         write.num_left = len(batches)
         self.writes.append(write)
         self.batches.extend(batches)
-        self.chunk_ready.notify(len(batches))
+        self.batch_ready.notify(len(batches))
 
     def queue_write(self, write: ExtentWrite) -> None:
         """Hand a hashed extent's chunks to the chunk writers."""

@@ -1,8 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
-Threads: one writer places stores in the log and hashes them, ``num_writers`` chunk writers put them
-on the device, one syncer makes them durable, and ``num_readers`` readers serve loads, which
-therefore never wait behind stores. What they share, and its one lock, is in ``state``.
+Threads: one writer places stores in the log, two hashers hash them, ``num_writers`` chunk writers
+put them on the device, one syncer makes them durable, and ``num_readers`` readers serve loads,
+which therefore never wait behind stores. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_tiered.storage.base import (
     Stop,
     TierEngine,
 )
-from sglang_tiered.storage.region.chunk_worker import ChunkWorker
+from sglang_tiered.storage.region.chunk_worker import ChunkWorker, HashWorker
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -60,6 +60,7 @@ __all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_REGION_BYTES = 64 << 20
+_NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
 class RegionEngine(TierEngine):
@@ -127,6 +128,7 @@ class RegionEngine(TierEngine):
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),
+            *(_thread(f"tier-hasher-{i}", HashWorker(state).run) for i in range(_NUM_HASHERS)),
             *(_thread(f"tier-chunk-{i}", chunk_worker.run) for i in range(num_writers)),
             *(_thread(f"tier-reader-{i}", self._load_worker.run) for i in range(num_readers)),
         ]

@@ -61,6 +61,7 @@ class StoreWorker:
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
+            self._state.batch_ready.notify_all()
             self._state.chunk_ready.notify_all()
 
     def _step(self) -> bool:

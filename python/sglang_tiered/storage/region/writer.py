@@ -1,6 +1,6 @@
 """The open end of the log: gives pages a place in it. Runs on the store's writer thread.
 
-Placing is apart from hashing and writing, which the chunk writers do: while one extent is on its
+Placing is apart from hashing and writing, which other threads do: while one extent is on its
 way to the device, the next is hashed and another placed. Extents become visible in the order of the
 log, so what is acknowledged has no hole before it and recovery finds all of it. After a failed
 write the log is rewound to where the failed extent began.
@@ -155,7 +155,7 @@ class RegionWriter:
         return end + footer + BLOCK_BYTES <= region.nbytes
 
     def place(self, parts: list[Part]) -> ExtentWrite:
-        """Append the pages to the open region and hand them to the chunk writers."""
+        """Append the pages to the open region and hand them to the hashers."""
         region = self._region
         assert region is not None
         pages: list[Page] = []
