@@ -62,7 +62,7 @@ class HashWorker:
                 state.finish_write(write, _internal(fault))
             return
         with state.lock:
-            state.queue_write(write)
+            state.queue_hashed()
 
 
 class ChunkWorker:

@@ -109,6 +109,16 @@ class StoreState:
         self.batches.extend(batches)
         self.batch_ready.notify(len(batches))
 
+    def queue_hashed(self) -> None:
+        """Hand on the extents that are hashed and have no unhashed one before them, so that the
+        device is written in the order of the log."""
+        for write in self.writes:
+            if write.done or write.num_tries:
+                continue
+            if not write.chunks:
+                return
+            self.queue_write(write)
+
     def queue_write(self, write: ExtentWrite) -> None:
         """Hand a hashed extent's chunks to the chunk writers."""
         write.num_left = len(write.chunks)
@@ -123,6 +133,7 @@ class StoreState:
         write.error = write.error or error
         write.done = True
         self.store_ready.notify()
+        self.queue_hashed()
 
     def may_write_chunk(self) -> bool:
         """Loads overtake: while any waits for a reader, one write at a time keeps the log going."""
@@ -264,10 +275,7 @@ class StoreState:
         """Let go of placed extents of which nothing was handed to the device yet. The writer finds
         them failed, and rewinds the log."""
         for write in reversed(self.writes):
-            queued = sum(batch.write is write for batch in self.batches)
-            queued += sum(chunk.write is write for chunk in self.chunks)
-            begun = queued < write.num_left or write.num_left < len(write.chunks)
-            if write.done or begun or write.num_left == 0:
+            if not self._waits(write):
                 return
             self.batches = deque(batch for batch in self.batches if batch.write is not write)
             self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
@@ -276,6 +284,16 @@ class StoreState:
             write.parts = []
             cause = "not written, as the device fails or hangs"
             self.finish_write(write, OSError(errno.ECANCELED, cause))
+
+    def _waits(self, write: ExtentWrite) -> bool:
+        """Whether no thread is at work on an extent, and nothing of it has been written."""
+        if write.done:
+            return False
+        if write.num_tries:
+            return sum(chunk.write is write for chunk in self.chunks) == len(write.chunks)
+        if write.num_left:
+            return sum(batch.write is write for batch in self.batches) == write.num_left
+        return bool(write.chunks)  # none yet: they are just being cut
 
     def check_integrity(self) -> None:
         idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
