@@ -1,0 +1,173 @@
+"""A process of its own with a region engine on a real directory, which the test talks to by lines
+and may kill.
+
+``python -m simulation.child DIRECTORY SEED FIRST`` opens the store and obeys orders on standard
+input. ``hold`` answers what it finds; ``write`` stores one run after the other, a few at a time,
+and reports each once it is acknowledged, until it is killed; ``exit`` closes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, keys
+
+from sglang_tiered.errors import StoreLockedError
+from sglang_tiered.storage.base import Job, Reason
+from sglang_tiered.storage.region import RegionEngine
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["CAPACITY", "PAGES_PER_RUN", "Child", "open_directory", "run_keys"]
+
+REGION = 256 * 1024
+CAPACITY = 1024 * REGION
+PAGES_PER_RUN = 3
+_MAX_RUNS_UNDER_WAY = 4
+
+
+def open_directory(directory: Path) -> RegionEngine:
+    return RegionEngine(
+        directory,
+        namespace=NAMESPACE,
+        capacity_bytes=CAPACITY,
+        region_bytes=REGION,
+        num_readers=2,
+        num_writers=2,
+    )
+
+
+def run_keys(number: int) -> list[bytes]:
+    return keys(range(PAGES_PER_RUN * number, PAGES_PER_RUN * (number + 1)))
+
+
+class Child:
+    """The other end of the process. As a context manager: killed at the latest when left."""
+
+    def __init__(self, directory: Path, *, seed: int = 0, first: int = 0) -> None:
+        arguments = [str(directory), str(seed), str(first)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "simulation.child", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders = self._process.stdin
+        self._reports = self._process.stdout
+        self._buffered = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, order: str) -> None:
+        self._orders.write(order.encode() + b"\n")
+
+    def line(self) -> str:
+        """The next line it says; fails when it dies or is silent for too long."""
+        while b"\n" not in self._buffered:
+            ready, _, _ = select.select([self._reports], [], [], TIMEOUT_S)
+            assert ready, "the process is silent"
+            piece = self._reports.read(65536)
+            assert piece, f"the process ended with {self._process.wait(TIMEOUT_S)}"
+            self._buffered += piece
+        line, _, self._buffered = self._buffered.partition(b"\n")
+        return line.decode()
+
+    def strike(self) -> None:
+        """``kill -9``."""
+        self._process.kill()
+        self._process.wait(TIMEOUT_S)
+
+    def kill(self) -> list[str]:
+        """``kill -9``; returns what it had said until then."""
+        self.strike()
+        while piece := self._reports.read(65536):
+            self._buffered += piece
+        # A report is one write to a pipe, which is whole or not there.
+        lines, self._buffered = self._buffered.decode().splitlines(), b""
+        return lines
+
+    def end(self) -> int:
+        self.tell("exit")
+        return self._process.wait(TIMEOUT_S)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.strike()
+        self._orders.close()
+        self._reports.close()
+
+
+def _say(text: str) -> None:
+    os.write(1, text.encode() + b"\n")
+
+
+def _write(engine: RegionEngine, source: random.Random, number: int) -> None:
+    """Store without end; now and then pass a barrier, load, or cancel."""
+    ledger = Ledger()
+    under_way: deque[tuple[int, Job]] = deque()
+    first = number
+    while True:
+        under_way.append((number, ledger.submit(engine, run_keys(number))))
+        number += 1
+        while len(under_way) > source.randrange(_MAX_RUNS_UNDER_WAY):
+            done, job = under_way.popleft()
+            if all(reason is Reason.OK for reason in ledger.settle(job)):
+                _say(f"stored {done}")
+        what = source.random()
+        if what < 0.1:
+            ledger.sync(engine)
+        elif what < 0.3:
+            ledger.load(engine, run_keys(source.randrange(first, number)))
+        elif what < 0.4 and under_way:
+            under_way[-1][1].cancel()
+
+
+def main(directory: str, seed: str, first: str) -> None:
+    _say("opening")
+    try:
+        engine = open_directory(Path(directory))
+    except StoreLockedError as error:
+        _say(f"locked {error}")
+        return
+    _say("open")
+    for order in sys.stdin:
+        verb, *rest = order.split()
+        if verb == "write":
+            _write(engine, random.Random(int(seed)), int(first))
+        elif verb == "hold":
+            ledger = Ledger()
+            ledger.store(engine, run_keys(int(rest[0])))
+            reasons = ledger.load(engine, run_keys(int(rest[0])))
+            _say("served" if set(reasons) == {Reason.OK} else f"not served {reasons}")
+        elif verb == "spawn":
+            # A helper process of the server, which outlives it and inherits what is inheritable.
+            helper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+            subprocess.Popen(helper, close_fds=False)
+            _say("spawned")
+        else:
+            break
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

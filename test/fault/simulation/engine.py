@@ -1,0 +1,75 @@
+"""Region engines on simulated devices: opened, and closed with nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from simulation.ledger import NAMESPACE
+
+from sglang_tiered.storage.region import RegionEngine, sync_worker, writer
+from sglang_tiered.storage.region.format import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.device import Device
+
+__all__ = ["REGION", "Clock", "open_engine", "running", "small_steps"]
+
+REGION = 64 * 1024
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_engine(directory: Path, device: Device, **changes: Any) -> RegionEngine:
+    """Few threads, small regions, room for everything, and no barrier but those of the test."""
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "capacity_bytes": 64 * REGION,
+        "region_bytes": REGION,
+        "num_readers": 1,
+        "num_writers": 2,
+        "sync_interval_s": 3600.0,
+        # A test that lets its clock jump over a pause must not make a sick device of a slow thread.
+        "io_timeout_s": 3600.0,
+    }
+    return RegionEngine(directory, device=device, **(options | changes))
+
+
+@contextlib.contextmanager
+def small_steps() -> Iterator[None]:
+    """Extents of a few pages are hashed and written in several pieces, side by side; every barrier
+    writes a checkpoint."""
+    with (
+        mock.patch.object(writer, "_CHUNK_BYTES", 4 * BLOCK_BYTES),
+        mock.patch.object(writer, "_BATCH_BYTES", 4 * BLOCK_BYTES),
+        mock.patch.object(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def running(directory: Path, device: Device, **changes: Any) -> Iterator[RegionEngine]:
+    """An engine that takes small steps, for as long as the block takes; every thread it started
+    must be gone then."""
+    before = set(threading.enumerate())
+    with small_steps():
+        engine = open_engine(directory, device, **changes)
+        try:
+            yield engine
+        finally:
+            engine.close()
+            leftover = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    assert not leftover, f"threads outlive their engine: {leftover}"

@@ -1,0 +1,165 @@
+"""What a workload stored, what the engine owes for it, and whether it pays.
+
+The bytes of a page follow from its namespace and key, so every hit can be judged, whoever stored it
+and before whichever crash. ``Ledger.check`` is the invariant of the store:
+
+* a hit returns exactly the bytes stored under its key, and touches nothing beside them;
+* a page that is owed is a hit;
+* a page that lookup promises comes back, unless its bytes are not on the disk any more;
+* a key that was never stored is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Health, Job, Reason, Run
+from sglang_tiered.storage.region.format import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from sglang_tiered.storage.base import Page
+    from sglang_tiered.storage.region import RegionEngine
+
+__all__ = [
+    "NAMESPACE",
+    "SIZES",
+    "TIMEOUT_S",
+    "Ledger",
+    "Loaded",
+    "content",
+    "key",
+    "keys",
+]
+
+TIMEOUT_S = 30.0
+NAMESPACE = b"\x11" * 32
+SIZES = (4096, 5000, 8192, 12_288)
+_GUARD = b"\x5c" * 64
+_CANARY = b"\xa5"
+_NEVER_STORED = 1_000_000
+
+
+@functools.cache
+def key(number: int) -> bytes:
+    """A key like the digests that serve as keys, but every third one shares its first half with
+    its family and every third its second: an index must tell them apart by all 32 bytes."""
+    digest = hashlib.sha256(b"page %d" % number).digest()
+    family = hashlib.sha256(b"family %d" % (number // 12)).digest()
+    return (digest, family[:16] + digest[16:], digest[:16] + family[16:])[number % 3]
+
+
+def keys(numbers: Iterable[int]) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+@functools.lru_cache(maxsize=4096)
+def content(namespace: bytes, key: bytes) -> bytes:
+    source = random.Random(namespace + key)
+    return source.randbytes(source.choice(SIZES))
+
+
+class Loaded:
+    """Buffers to load pages into, between guards, filled with a byte that shows."""
+
+    def __init__(self, namespace: bytes, wanted: Sequence[bytes]) -> None:
+        self.namespace = namespace
+        self._buffers: list[bytearray] = []
+        pages: list[Page] = []
+        for number, each in enumerate(wanted):
+            length = len(content(namespace, each))
+            self._buffers.append(bytearray(_GUARD + _CANARY * length + _GUARD))
+            page = memoryview(self._buffers[-1])[len(_GUARD) : -len(_GUARD)]
+            cut = (0, 1, length // 2, length)[number % 4]
+            pages.append((page[:cut], page[cut:]))
+        self.run = Run(tuple(wanted), tuple(pages))
+
+    def check(self, job: Job) -> list[Reason]:
+        """Wait for the load; every page it calls OK must be right, no guard touched."""
+        assert job.wait(TIMEOUT_S), "a load did not finish"
+        for each, buffer, reason in zip(self.run.keys, self._buffers, job.reasons, strict=True):
+            assert buffer.startswith(_GUARD), "bytes before a page were touched"
+            assert buffer.endswith(_GUARD), "bytes behind a page were touched"
+            if reason is Reason.OK:
+                right = buffer[len(_GUARD) : -len(_GUARD)] == content(self.namespace, each)
+                assert right, f"wrong bytes were served for {each[:4].hex()}"
+        return job.reasons
+
+
+@dataclass
+class Ledger:
+    namespace: bytes = NAMESPACE
+    submitted: set[bytes] = field(default_factory=set)
+    submitted_again: set[bytes] = field(default_factory=set)  # may lie on the disk twice
+    acknowledged: set[bytes] = field(default_factory=set)
+    durable: set[bytes] = field(default_factory=set)  # acknowledged before a completed barrier
+
+    def submit(self, engine: RegionEngine, wanted: Sequence[bytes]) -> Job:
+        self.submitted_again.update(self.submitted.intersection(wanted))
+        self.submitted.update(wanted)
+        data = [content(self.namespace, each) for each in wanted]
+        pages = tuple((memoryview(d)[: len(d) // 3], memoryview(d)[len(d) // 3 :]) for d in data)
+        return engine.submit_store(Run(tuple(wanted), pages))
+
+    def settle(self, job: Job) -> list[Reason]:
+        """Wait for a store and book what it acknowledges. A duplicate is no acknowledgement: it
+        may be of a store that is still under way."""
+        assert job.wait(TIMEOUT_S), "a store did not finish"
+        for each, reason in zip(job.run.keys, job.reasons, strict=True):
+            if reason is Reason.OK:
+                self.acknowledged.add(each)
+        return job.reasons
+
+    def store(self, engine: RegionEngine, wanted: Sequence[bytes]) -> list[Reason]:
+        return self.settle(self.submit(engine, wanted))
+
+    def sync(self, engine: RegionEngine) -> bool:
+        before = set(self.acknowledged)
+        completed = engine.sync(TIMEOUT_S)
+        if completed:
+            self.durable |= before
+        return completed
+
+    def load(self, engine: RegionEngine, wanted: Sequence[bytes]) -> list[Reason]:
+        target = Loaded(self.namespace, wanted)
+        return target.check(engine.submit_load(target.run))
+
+    def check(
+        self,
+        engine: RegionEngine,
+        owed: Iterable[bytes] = (),
+        files: Mapping[str, bytes] | None = None,
+    ) -> set[bytes]:
+        """Assert the invariant; returns the keys that came back. ``files`` is what the disk holds,
+        where something on it may have been lost: only then may a promised page fail. A page that
+        may lie there twice is not judged by that, as lookup knows the later copy only."""
+        assert engine.stats().health is Health.RUNNING, engine.stats()
+        stranger = key(_NEVER_STORED)
+        assert engine.lookup([stranger]).num_hits == 0, "a key never stored is a hit"
+        wanted = sorted(self.submitted)
+        promised = {each for each in wanted if engine.lookup([each]).num_hits}
+        reasons = self.load(engine, [*wanted, stranger])
+        found = {each for each, r in zip(wanted, reasons, strict=False) if r is Reason.OK}
+        assert found <= promised, "a page was served that lookup did not know"
+        for each in promised - found - self.submitted_again:
+            intact = files is None or _on_disk(files, content(self.namespace, each))
+            assert not intact, f"{each[:4].hex()} was promised, is on the disk, and did not load"
+        lost = sorted(each[:4].hex() for each in set(owed) - found)
+        assert not lost, f"{len(lost)} pages that are owed were lost: {lost}"
+        engine.check_integrity()
+        return found
+
+
+def _on_disk(files: Mapping[str, bytes], data: bytes) -> bool:
+    for file in files.values():
+        position = file.find(data)
+        while position >= 0:
+            if position % BLOCK_BYTES == 0:
+                return True
+            position = file.find(data, position + 1)
+    return False

@@ -1,0 +1,265 @@
+"""Bits flip, blocks go astray, files change their size: over every structure of a small store.
+
+The corpus holds sealed regions, an open one and a checkpoint, as a killed process leaves them.
+After each damage the store opens, returns no wrong byte, and serves every page whose file was not
+touched.
+``test_region_damage.py`` names what a damage costs inside its own region; this finds the places
+nobody thought of.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from simulation.device import SimulatedDevice
+from simulation.engine import REGION, running
+from simulation.ledger import Ledger, content, keys
+
+from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name, region_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Files = dict[str, bytes]
+
+CHECKPOINT = "CHECKPOINT"
+NUM_BLOCKS = REGION // BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Corpus:
+    ledger: Ledger
+    earlier: Files  # the same store, some stores before
+    files: Files
+    homes: dict[bytes, str]  # key -> the file its page is in
+
+    @property
+    def regions(self) -> list[str]:
+        return sorted(name for name in self.files if parse_region_name(name) is not None)
+
+    def elsewhere(self, *names: str) -> set[bytes]:
+        return {key for key, home in self.homes.items() if home not in names}
+
+
+def build(directory: Path) -> Corpus:
+    device, ledger = SimulatedDevice(), Ledger()
+    with running(directory, device) as engine:
+        for start in range(0, 12, 3):
+            ledger.store(engine, keys(range(start, start + 3)))
+    earlier: Files = {}
+    with running(directory, device) as engine:
+        for start in range(12, 30, 3):
+            ledger.store(engine, keys(range(start, start + 3)))
+            assert ledger.sync(engine)
+            if start == 18:
+                earlier = device.crash("kill")
+        ledger.store(engine, keys(range(30, 33)))
+        files = device.crash("kill")
+    homes = {
+        key: name
+        for key in ledger.acknowledged
+        for name, data in files.items()
+        if content(ledger.namespace, key) in data
+    }
+    assert homes.keys() == ledger.acknowledged
+    return Corpus(ledger, earlier, files, homes)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return build(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Another store with the same numbers everywhere: only nonces tell the two apart."""
+    return build(tmp_path_factory.mktemp("stranger"))
+
+
+def check(
+    directory: Path, corpus: Corpus, files: Files, owed: set[bytes], *, twice: bool = True
+) -> set[bytes]:
+    device = SimulatedDevice(files)
+    with running(directory, device) as engine:
+        found = corpus.ledger.check(engine, owed, files)
+    if twice:
+        with running(directory, device) as engine:
+            again = corpus.ledger.check(engine, owed, files)
+        assert again == found, "the second opening found others"
+    assert not device.misuse, device.misuse
+    assert device.num_open == 0, "descriptors are left open"
+    return found
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def with_block(data: bytes, block: int, new: bytes) -> bytes:
+    return data[: block * BLOCK_BYTES] + new + data[(block + 1) * BLOCK_BYTES :]
+
+
+def block_of(data: bytes, block: int) -> bytes:
+    return data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+
+
+def bits_of_block(source: random.Random, block: int) -> Iterator[int]:
+    """Where fields are, where the checksum is, and anywhere."""
+    start = block * BLOCK_BYTES * 8
+    yield start + source.randrange(128 * 8)
+    yield start + source.randrange((BLOCK_BYTES - 8) * 8, BLOCK_BYTES * 8)
+    yield start + source.randrange(BLOCK_BYTES * 8)
+
+
+def test_the_corpus_has_every_structure(tmp_path: Path, corpus: Corpus) -> None:
+    assert len(corpus.regions) >= 5
+    trailers = [block_of(corpus.files[name], NUM_BLOCKS - 1) for name in corpus.regions]
+    assert all(any(trailer) for trailer in trailers[:-1]), "a region that should be sealed is not"
+    assert not any(trailers[-1]), "no region is open"
+    assert CHECKPOINT in corpus.files
+    assert CHECKPOINT in corpus.earlier
+    assert corpus.files[CHECKPOINT] != corpus.earlier[CHECKPOINT]
+    assert check(tmp_path, corpus, corpus.files, corpus.ledger.acknowledged)
+
+
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_a_flipped_bit_costs_no_page_of_another_region(
+    tmp_path: Path, corpus: Corpus, block: int
+) -> None:
+    source = random.Random(block)
+    for name in corpus.regions:
+        for bit in bits_of_block(source, block):
+            files = corpus.files | {name: flipped(corpus.files[name], bit)}
+            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=bit % 4 == 0)
+
+
+def test_many_flipped_bits_at_once(tmp_path: Path, corpus: Corpus) -> None:
+    for seed in range(30):
+        source = random.Random(seed)
+        files = dict(corpus.files)
+        for _ in range(source.randint(2, 40)):
+            name = source.choice(sorted(files))
+            files[name] = flipped(files[name], source.randrange(len(files[name]) * 8))
+        touched = [name for name in files if files[name] != corpus.files[name]]
+        check(tmp_path, corpus, files, corpus.elsewhere(*touched))
+
+
+@pytest.mark.parametrize("damage", ["zeros", "noise", "misdirected", "lost write"])
+def test_a_block_that_holds_something_else(tmp_path: Path, corpus: Corpus, damage: str) -> None:
+    """Also blocks that are valid in themselves, but of another place, file or time."""
+    source = random.Random(damage)
+    for number, name in enumerate(corpus.regions):
+        for block in range(number % 2, NUM_BLOCKS, 2):
+            data = corpus.files[name]
+            if damage == "zeros":
+                new = bytes(BLOCK_BYTES)
+            elif damage == "noise":
+                new = source.randbytes(BLOCK_BYTES)
+            elif damage == "misdirected":
+                other = source.choice(corpus.regions)
+                new = block_of(corpus.files[other], source.randrange(NUM_BLOCKS))
+            else:
+                new = block_of(corpus.earlier.get(name, bytes(REGION)), block)
+            if new != block_of(data, block):
+                files = corpus.files | {name: with_block(data, block, new)}
+                check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
+
+
+def test_the_same_block_of_another_store(tmp_path: Path, corpus: Corpus, stranger: Corpus) -> None:
+    """Same sequence, same offsets, same keys; another nonce."""
+    for number, name in enumerate(corpus.regions):
+        for block in range(number % 2, NUM_BLOCKS, 2):
+            new = block_of(stranger.files[name], block)
+            files = corpus.files | {name: with_block(corpus.files[name], block, new)}
+            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
+
+
+def test_a_region_cut_at_any_length(tmp_path: Path, corpus: Corpus) -> None:
+    source = random.Random(1)
+    for number, name in enumerate(corpus.regions):
+        for block in range(NUM_BLOCKS):
+            odd = (number + block) % 2 * source.randrange(1, BLOCK_BYTES)
+            files = corpus.files | {name: corpus.files[name][: block * BLOCK_BYTES + odd]}
+            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
+
+
+def test_a_region_that_grew(tmp_path: Path, corpus: Corpus) -> None:
+    source = random.Random(2)
+    for name in corpus.regions:
+        data = corpus.files[name]
+        tails = (bytes(1), bytes(REGION), source.randbytes(5000), data, data[BLOCK_BYTES:])
+        for tail in tails:
+            files = corpus.files | {name: data + tail}
+            check(tmp_path, corpus, files, corpus.elsewhere(name))
+
+
+def test_a_region_rolled_back(tmp_path: Path, corpus: Corpus) -> None:
+    """One file restored from an earlier time: what a checkpoint says about it is too new."""
+    for name in corpus.earlier.keys() & set(corpus.regions):
+        files = corpus.files | {name: corpus.earlier[name]}
+        check(tmp_path, corpus, files, corpus.elsewhere(name))
+    files = corpus.earlier | {CHECKPOINT: corpus.files[CHECKPOINT]}
+    held = b"".join(corpus.earlier.values())
+    early = {key for key in corpus.homes if content(corpus.ledger.namespace, key) in held}
+    assert check(tmp_path, corpus, files, early) == early
+
+
+def test_a_copy_under_another_number_is_nobodys_page(tmp_path: Path, corpus: Corpus) -> None:
+    for name in corpus.regions:
+        for number in (0, 3, 77):
+            copy = region_name(number)
+            if copy != name:
+                files = corpus.files | {copy: corpus.files[name]}
+                check(tmp_path, corpus, files, corpus.elsewhere(copy))
+
+
+def test_a_region_is_gone(tmp_path: Path, corpus: Corpus) -> None:
+    for gone in corpus.regions:
+        files = {name: data for name, data in corpus.files.items() if name != gone}
+        assert check(tmp_path, corpus, files, corpus.elsewhere(gone)) == corpus.elsewhere(gone)
+
+
+def checkpoints(corpus: Corpus, stranger: Corpus) -> Iterator[tuple[str, bytes]]:
+    good = corpus.files[CHECKPOINT]
+    source = random.Random(3)
+    for byte in range(0, len(good), max(len(good) // 100, 1)):
+        yield f"bit of byte {byte} flipped", flipped(good, byte * 8 + source.randrange(8))
+    for nbytes in range(0, len(good), max(len(good) // 30, 1)):
+        yield f"cut to {nbytes} bytes", good[:nbytes]
+    yield "cut by a byte", good[:-1]
+    yield "empty", b""
+    yield "longer", good + bytes(8)
+    yield "twice", good + good
+    yield "zeros", bytes(len(good))
+    yield "noise", source.randbytes(len(good))
+    yield "much noise", source.randbytes(1 << 20)
+    yield "a region", corpus.files[corpus.regions[0]]
+    yield "of an earlier time", corpus.earlier[CHECKPOINT]
+    yield "of another store", stranger.files[CHECKPOINT]
+
+
+def test_no_checkpoint_costs_a_page(tmp_path: Path, corpus: Corpus, stranger: Corpus) -> None:
+    everything = corpus.ledger.acknowledged
+    without = {name: data for name, data in corpus.files.items() if name != CHECKPOINT}
+    assert check(tmp_path, corpus, without, everything) == everything
+    for what, data in checkpoints(corpus, stranger):
+        try:
+            files = corpus.files | {CHECKPOINT: data}
+            check(tmp_path, corpus, files, everything, twice=False)
+        except Exception as error:
+            raise AssertionError(f"checkpoint {what}: {error}") from error
+
+
+def test_damage_where_a_checkpoint_vouches(tmp_path: Path, corpus: Corpus) -> None:
+    """What a checkpoint calls verified has rotted since: the load finds out."""
+    for key, home in sorted(corpus.homes.items()):
+        data = corpus.files[home]
+        start = data.index(content(corpus.ledger.namespace, key))
+        files = corpus.files | {home: flipped(data, (start + 100) * 8)}
+        assert key not in check(tmp_path, corpus, files, corpus.elsewhere(home))

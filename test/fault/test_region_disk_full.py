@@ -1,0 +1,121 @@
+"""The disk is full after any number of bytes, from the first or from any moment on.
+
+Full is no illness: the engine drops stores or evicts regions of its own, says so, serves what it
+has, and goes on when there is room again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simulation.device import SimulatedDevice
+from simulation.engine import REGION, Clock, running
+from simulation.ledger import Ledger, keys
+
+from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.faulty import FaultyDevice
+from sglang_tiered.storage.region.format import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+LIMITS: dict[str, Any] = {"capacity_bytes": 5 * REGION}
+NUM_STORES = 10
+ROUNDS = range(NUM_STORES)
+EXPECTED = {Reason.OK, Reason.DUPLICATE, Reason.NO_SPACE, Reason.REJECTED}
+
+
+def fill(engine: RegionEngine, ledger: Ledger, clock: Clock, rounds: range) -> set[Reason]:
+    seen: set[Reason] = set()
+    for number in rounds:
+        seen |= set(ledger.store(engine, keys(range(3 * number, 3 * number + 3))))
+        ledger.load(engine, keys(range(3 * number + 3)))
+        clock.now += 100.0
+        assert engine.stats().health is Health.RUNNING, "a full disk is not a sick one"
+        if number % 4 == 3:
+            ledger.sync(engine)
+    return seen
+
+
+def expect_room_again(engine: RegionEngine, ledger: Ledger, clock: Clock) -> None:
+    clock.now += 100.0
+    fresh = keys(range(500, 504))
+    assert ledger.store(engine, fresh) == [Reason.OK] * len(fresh)
+    ledger.check(engine, fresh)
+
+
+def live_on(directory: Path, device: SimulatedDevice, rounds: range) -> set[Reason]:
+    """Fill a store on a disk too small, open it again while it still is, then make room."""
+    clock, ledger = Clock(), Ledger()
+    with running(directory, device, clock=clock, **LIMITS) as engine:
+        seen = fill(engine, ledger, clock, rounds)
+        held = ledger.check(engine)
+    with running(directory, device, clock=clock, **LIMITS) as engine:
+        assert ledger.check(engine, held) == held
+        seen |= fill(engine, ledger, clock, range(rounds.stop, rounds.stop + 2))
+        device.capacity_bytes = None
+        expect_room_again(engine, ledger, clock)
+    assert not device.misuse, device.misuse
+    assert device.num_open == 0, "descriptors are left open"
+    return seen
+
+
+def num_blocks_wanted(directory: Path) -> int:
+    device, ledger, clock = SimulatedDevice(sparse=True), Ledger(), Clock()
+    with running(directory, device, clock=clock, **LIMITS) as engine:
+        assert fill(engine, ledger, clock, ROUNDS) == {Reason.OK}
+        device.capacity_bytes = 1 << 40
+        free = device.free_bytes()
+    return ((1 << 40) - free) // BLOCK_BYTES
+
+
+def test_a_disk_of_any_number_of_blocks(tmp_path: Path) -> None:
+    """Space is taken by writing, so writes come short and fail in the middle of a region."""
+    wanted = num_blocks_wanted(tmp_path)
+    for blocks in range(0, wanted + 2, 2):
+        device = SimulatedDevice(capacity_bytes=blocks * BLOCK_BYTES, sparse=True)
+        seen = live_on(tmp_path, device, ROUNDS)
+        # The write that ends the space comes short, which by itself is no full disk.
+        assert seen <= EXPECTED | {Reason.IO_ERROR}, f"{blocks} blocks: {seen}"
+        if blocks == 0:
+            assert Reason.OK not in seen
+
+
+def test_a_disk_of_any_number_of_blocks_reserved_ahead(tmp_path: Path) -> None:
+    for blocks in range(0, 6 * REGION // BLOCK_BYTES, 3):
+        device = SimulatedDevice(capacity_bytes=blocks * BLOCK_BYTES)
+        seen = live_on(tmp_path, device, ROUNDS)
+        assert seen <= EXPECTED, f"{blocks} blocks: {seen}"
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_disk_fills_up_at_any_store(tmp_path: Path, sparse: bool) -> None:
+    """By somebody else: from then on there is not a block left."""
+    for moment in ROUNDS:
+        device, ledger, clock = SimulatedDevice(sparse=sparse), Ledger(), Clock()
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            fill(engine, ledger, clock, range(moment))
+            device.capacity_bytes = 0
+            fill(engine, ledger, clock, range(moment, NUM_STORES))
+            held = ledger.check(engine)
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            ledger.check(engine, held)
+            device.capacity_bytes = None
+            expect_room_again(engine, ledger, clock)
+        assert not device.misuse, device.misuse
+
+
+def test_any_quota(tmp_path: Path) -> None:
+    """The same by the count of the fault device, which gives space back for deleted files only."""
+    for writable in range(0, 6 * REGION + 1, REGION // 2):
+        clock, ledger = Clock(), Ledger()
+        device = FaultyDevice(SimulatedDevice(), writable_bytes=writable)
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            assert fill(engine, ledger, clock, ROUNDS) <= EXPECTED
+            assert engine.stats().physical_bytes <= writable
+            ledger.check(engine)
+            device.writable_bytes = None
+            expect_room_again(engine, ledger, clock)

@@ -1,0 +1,262 @@
+"""Operation number N of the device fails once, for all N.
+
+The workload opens a store, fills it beyond its cap, loads, passes barriers, clears, closes, opens
+it again and goes on; every operation of all that is hit, over the simulator, so that what a barrier
+promised can be held against a loss of power. ``test_region_faults.py`` does the stores and loads
+of one life on a real directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simulation.device import SimulatedDevice
+from simulation.engine import REGION, Clock, running
+from simulation.ledger import TIMEOUT_S, Ledger, keys
+
+from sglang_tiered.errors import StoreError
+from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.faulty import Fault, FaultyDevice
+from sglang_tiered.storage.region.format import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+CAPACITY = 3 * REGION
+LIMITS: dict[str, Any] = {"capacity_bytes": CAPACITY}
+FRESH = range(900, 904)
+NUM_TRIES = 4
+
+
+def first_life(engine: RegionEngine, ledger: Ledger) -> None:
+    for number in range(7):
+        ledger.store(engine, keys(range(3 * number, 3 * number + 3)))
+        ledger.load(engine, keys(range(3 * number, 3 * number + 3)))
+        if number % 3 == 1:
+            ledger.sync(engine)
+    ledger.load(engine, keys(range(21)))
+
+
+def second_life(engine: RegionEngine, ledger: Ledger) -> None:
+    ledger.load(engine, keys(range(21)))
+    ledger.store(engine, keys(range(21, 25)))
+    engine.clear()
+    ledger.store(engine, keys(range(25, 31)))
+    ledger.sync(engine)
+    ledger.load(engine, keys(range(21, 31)))
+
+
+@contextlib.contextmanager
+def life(directory: Path, device: FaultyDevice, clock: Clock) -> Iterator[RegionEngine]:
+    """An engine on the device, tried again as an operator would where a fault refuses it."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(NUM_TRIES):
+            with contextlib.suppress(StoreError):
+                engine = stack.enter_context(running(directory, device, clock=clock, **LIMITS))
+                break
+        else:
+            raise AssertionError(f"the store is refused {NUM_TRIES} times")
+        yield engine
+        assert engine.drain(TIMEOUT_S), "a job is left waiting"
+
+
+def expect_recovery(
+    engine: RegionEngine, ledger: Ledger, clock: Clock, device: FaultyDevice
+) -> None:
+    """After the pause the engine takes and serves everything again. The fault may come only now,
+    and then costs this a try."""
+    fresh = keys(FRESH)
+    reasons: list[Reason] = []
+    for _ in range(NUM_TRIES):
+        clock.now += 100.0
+        assert engine.stats().health is Health.RUNNING
+        ledger.store(engine, fresh)
+        reasons = ledger.load(engine, fresh)
+        if reasons == [Reason.OK] * len(fresh):
+            # The check itself is no part of the workload: what it reads does not fail.
+            faults, device.faults = device.faults, []
+            ledger.check(engine, fresh)
+            device.faults = faults
+            return
+    raise AssertionError(f"no recovery: {reasons}")
+
+
+def expect_barrier(engine: RegionEngine, ledger: Ledger) -> None:
+    """One attempt may hit the fault. No barrier vouches again for pages that a sync failed on, as
+    nobody knows whether they are on the disk; without those it works."""
+    if not any(ledger.sync(engine) for _ in range(NUM_TRIES)):
+        engine.clear()
+        assert set(ledger.store(engine, keys(FRESH))) == {Reason.OK}
+        assert ledger.sync(engine), "no barrier completes any more"
+
+
+def lives(directory: Path, device: FaultyDevice) -> Ledger:
+    """Both lives, and what must hold in spite of the fault."""
+    clock, ledger = Clock(), Ledger()
+    disk = device.inner
+    assert isinstance(disk, SimulatedDevice)
+    with life(directory, device, clock) as engine:
+        first_life(engine, ledger)
+        expect_recovery(engine, ledger, clock, device)
+    with life(directory, device, clock) as engine:
+        second_life(engine, ledger)
+        expect_recovery(engine, ledger, clock, device)
+        expect_barrier(engine, ledger)
+        files = disk.crash("drop")
+        assert engine.stats().physical_bytes <= CAPACITY
+    assert not disk.misuse, disk.misuse
+    assert disk.num_open == 0, "descriptors are left open"
+    with running(directory, SimulatedDevice(files), **LIMITS) as engine:
+        ledger.check(engine, keys(FRESH))
+    return ledger
+
+
+def calls_without_faults(directory: Path) -> list[str]:
+    device = FaultyDevice(SimulatedDevice())
+    lives(directory, device)
+    return list(device.calls)
+
+
+def expect_survival(directory: Path, fault: Fault) -> None:
+    device = FaultyDevice(SimulatedDevice(), [fault])
+    try:
+        lives(directory, device)
+    except Exception as error:
+        raise AssertionError(f"{fault}: {error}") from error
+
+
+def test_the_workload_uses_every_operation(tmp_path: Path) -> None:
+    used = set(calls_without_faults(tmp_path))
+    assert used == {
+        "list_names",
+        "create",
+        "open",
+        "is_intact",
+        "readv",
+        "writev",
+        "sync",
+        "sync_directory",
+        "unlink",
+        "free_bytes",
+        "read_file",
+        "replace_file",
+    }
+
+
+@pytest.mark.parametrize(("times", "stride"), [(1, 1), (3, 5)])
+def test_operation_n_answers_with_an_io_error(tmp_path: Path, times: int, stride: int) -> None:
+    for at in range(0, len(calls_without_faults(tmp_path)), stride):
+        expect_survival(tmp_path, Fault(at, times=times, error=errno.EIO))
+
+
+@pytest.mark.parametrize("operation", ["create", "writev", "sync", "sync_directory"])
+def test_operation_n_finds_the_disk_full(tmp_path: Path, operation: Any) -> None:
+    for at in range(calls_without_faults(tmp_path).count(operation)):
+        expect_survival(tmp_path, Fault(at, operation, error=errno.ENOSPC))
+
+
+@pytest.mark.parametrize("operation", ["writev", "readv"])
+def test_transfer_n_comes_short(tmp_path: Path, operation: Any) -> None:
+    for at in range(0, calls_without_faults(tmp_path).count(operation), 2):
+        expect_survival(tmp_path, Fault(at, operation, short_bytes=at % 3 * BLOCK_BYTES))
+
+
+def test_read_n_is_damaged_on_its_way(tmp_path: Path) -> None:
+    for at in range(1, calls_without_faults(tmp_path).count("readv"), 2):
+        expect_survival(tmp_path, Fault(at, "readv", flip_bit=7919 * at))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR])
+def test_operation_n_is_refused(tmp_path: Path, code: int) -> None:
+    """Permission taken away, filesystem remounted read-only, no descriptors left, a signal."""
+    for at in range(code % 11, len(calls_without_faults(tmp_path)), 11):
+        expect_survival(tmp_path, Fault(at, error=code))
+
+
+def below_capacity(directory: Path, device: FaultyDevice) -> None:
+    """Nothing is evicted, so whatever happened on the way, what was acknowledged is owed: after
+    ``kill -9`` all of it, after a loss of power all before a barrier. One region takes it all and
+    has no footer until it is closed, so recovery finds nothing behind a hole in it."""
+    clock, ledger = Clock(), Ledger()
+    disk = device.inner
+    assert isinstance(disk, SimulatedDevice)
+    images: list[tuple[dict[str, bytes], set[bytes]]] = []
+    with running(directory, device, clock=clock, region_bytes=8 * REGION) as engine:
+        for start in range(0, 32, 8):
+            jobs = [
+                ledger.submit(engine, keys(range(n, n + 2))) for n in range(start, start + 8, 2)
+            ]
+            for job in jobs:
+                ledger.settle(job)
+            clock.now += 100.0
+            ledger.sync(engine)
+        images += [(disk.crash("kill"), set(ledger.acknowledged))]
+        images += [(disk.crash("drop"), set(ledger.durable))]
+    images += [(disk.crash("kill"), ledger.acknowledged), (disk.crash("drop"), ledger.durable)]
+    for files, owed in images:
+        with running(directory, SimulatedDevice(files)) as engine:
+            ledger.check(engine, owed)
+
+
+@pytest.mark.parametrize("kind", ["EIO", "short write"])
+def test_no_single_failure_costs_an_acknowledged_page(tmp_path: Path, kind: str) -> None:
+    counting = FaultyDevice(SimulatedDevice())
+    below_capacity(tmp_path, counting)
+    if kind == "EIO":
+        faults = [Fault(at, error=errno.EIO) for at in range(len(counting.calls))]
+    else:
+        num_writes = counting.calls.count("writev")
+        faults = [Fault(at, "writev", short_bytes=BLOCK_BYTES) for at in range(num_writes)]
+    for fault in faults:
+        try:
+            below_capacity(tmp_path, FaultyDevice(SimulatedDevice(), [fault]))
+        except StoreError:
+            assert fault.at < 4, f"{fault} hits nothing of opening"
+        except Exception as error:
+            raise AssertionError(f"{fault}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": BLOCK_BYTES}])
+def test_nothing_behind_a_failed_write_counts_before_it_is_mended(
+    tmp_path: Path, kind: dict[str, int]
+) -> None:
+    """Two extents are under way; the second is written, then the first fails."""
+    first_begun, second_begun = threading.Event(), threading.Event()
+    num_writes = itertools.count()
+
+    def hold(operation: str) -> None:
+        if operation != "writev":
+            return
+        number = next(num_writes)  # 0 is the header of the region
+        if number == 1:
+            first_begun.set()
+            assert second_begun.wait(TIMEOUT_S)
+        elif number == 2:
+            second_begun.set()
+
+    device = FaultyDevice(SimulatedDevice(), [Fault(1, "writev", **kind)], before=hold)
+    disk = device.inner
+    assert isinstance(disk, SimulatedDevice)
+    clock, ledger = Clock(), Ledger()
+    with running(tmp_path, device, clock=clock) as engine:
+        first = ledger.submit(engine, keys(range(1)))
+        assert first_begun.wait(TIMEOUT_S)
+        second = ledger.submit(engine, keys(range(1, 2)))
+        assert ledger.settle(first) == [Reason.IO_ERROR]
+        ledger.settle(second)
+        files, owed = disk.crash("kill"), set(ledger.acknowledged)
+        clock.now += 100.0
+        ledger.store(engine, keys(range(4)))
+        ledger.check(engine, keys(range(4)))
+        later = disk.crash("kill")
+    for image, pages in ((files, owed), (later, set(keys(range(4))))):
+        with running(tmp_path, SimulatedDevice(image)) as engine:
+            ledger.check(engine, pages)

@@ -1,0 +1,35 @@
+"""``kill -9`` on a real process that stores into a real directory, over and over on one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from simulation.child import Child, open_directory, run_keys
+from simulation.killing import kill_loop
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_no_kill_loses_an_acknowledged_page(tmp_path: Path) -> None:
+    acknowledged = kill_loop(tmp_path / "store", seed=0, num_kills=10)
+    assert len(acknowledged) > 100
+
+
+def test_a_kill_while_the_store_opens(tmp_path: Path) -> None:
+    """At moments the scheduler picks; the power loss test has every one of them."""
+    acknowledged = kill_loop(tmp_path / "store", seed=1, num_kills=1)
+    for _ in range(3):
+        with Child(tmp_path / "store") as child:
+            assert child.line() == "opening"
+            child.strike()
+    engine = open_directory(tmp_path / "store")
+    for number in acknowledged:
+        assert engine.lookup(run_keys(number)).num_hits == len(run_keys(number))
+    engine.close()
+
+
+@pytest.mark.parametrize("num_acknowledged", [1, 2])
+def test_a_kill_before_the_first_region_is_full(tmp_path: Path, num_acknowledged: int) -> None:
+    kill_loop(tmp_path / "store", seed=2, num_kills=2, up_to=num_acknowledged)

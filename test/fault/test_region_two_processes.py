@@ -1,0 +1,87 @@
+"""Two processes on one directory: the second is told who has it, the first notices nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from simulation.child import Child, open_directory, run_keys
+from simulation.ledger import Ledger
+
+from sglang_tiered.errors import StoreLockedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_RIVALS = 3
+
+
+def opened(child: Child) -> Child:
+    assert child.line() == "opening"
+    assert child.line() == "open"
+    return child
+
+
+def served(child: Child, number: int) -> bool:
+    child.tell(f"hold {number}")
+    return child.line() == "served"
+
+
+def listing(directory: Path) -> list[tuple[str, int, int]]:
+    return sorted(
+        (file.name, file.stat().st_ino, file.stat().st_size) for file in directory.iterdir()
+    )
+
+
+def test_the_second_is_told_who_has_it_and_the_first_goes_on(tmp_path: Path) -> None:
+    with Child(tmp_path) as first:
+        opened(first)
+        assert served(first, 0)
+        before = listing(tmp_path)
+        for _ in range(3):
+            with pytest.raises(StoreLockedError, match=rf"in use by process {first.pid};"):
+                open_directory(tmp_path)
+        with Child(tmp_path) as second:
+            assert second.line() == "opening"
+            assert re.search(rf"^locked .* in use by process {first.pid};", second.line())
+        assert listing(tmp_path) == before, "a store that was refused touched the files"
+        assert served(first, 0), "the page of the first is gone"
+        assert served(first, 1), "the first stores no more"
+        assert first.end() == 0
+    engine = open_directory(tmp_path)
+    ledger = Ledger(submitted={*run_keys(0), *run_keys(1)})
+    ledger.check(engine, ledger.submitted)
+    engine.close()
+
+
+def test_only_one_of_many_gets_it(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        rivals = [stack.enter_context(Child(tmp_path)) for _ in range(NUM_RIVALS)]
+        for rival in rivals:
+            assert rival.line() == "opening"
+        answers = {rival.pid: rival.line() for rival in rivals}
+        winners = [pid for pid, answer in answers.items() if answer == "open"]
+        assert len(winners) == 1, answers
+        for pid, answer in answers.items():
+            if pid not in winners:
+                # The winner takes the lock an instant before it can sign it.
+                assert re.search(r"^locked .* in use by process (\d+|unknown);", answer)
+        winner = next(rival for rival in rivals if rival.pid in winners)
+        assert served(winner, 0)
+
+
+def test_a_kill_frees_the_lock_although_a_helper_lives_on(tmp_path: Path) -> None:
+    with Child(tmp_path) as first:
+        opened(first)
+        assert served(first, 0)
+        first.tell("spawn")
+        assert first.line() == "spawned"
+        with pytest.raises(StoreLockedError):
+            open_directory(tmp_path)
+        first.strike()
+        with Child(tmp_path) as second:
+            opened(second)
+            assert served(second, 0)
+            assert second.end() == 0

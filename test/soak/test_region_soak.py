@@ -1,0 +1,234 @@
+"""The region store under everything at once, for as long as ``scripts/soak`` says.
+
+Threads store, load, look up, cancel, pass barriers and clear, on a device that fails now and then,
+far beyond the cap, so that regions are evicted all the time. Between rounds the engine must be as
+empty as it was at first: no job, no queued byte, no pin, no descriptor but one per region, no
+thread too many, and no more memory than the round before. What the short suites do with a few
+seeds, crashes and kills, goes on here with new seeds until the time is up.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from simulation.killing import kill_loop
+from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, Loaded, keys
+from simulation.lives import live_below_capacity, live_full
+
+from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.faulty import FaultyDevice
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(SECONDS <= 0, reason="SOAK_SECONDS is not set; run scripts/soak"),
+]
+
+REGION = 2 << 20
+CAPACITY = 10 * REGION
+NUM_KEYS = 8000  # three times what fits
+NUM_WORKERS = 4
+ROUND_S = 5.0
+NUM_WARM_UP_ROUNDS = 2
+# What a round may add for good: the allocator's own waste, far below one round's worth of pages.
+MAX_GROWTH_BYTES = 24 << 20
+FAILURE_RATE = 0.002
+
+
+def fast_clock() -> float:
+    """A hundred times as fast as it is, so that pauses after a failure pass within a round."""
+    return time.monotonic() * 100.0
+
+
+def open_engine(directory: Path, device: FaultyDevice) -> RegionEngine:
+    return RegionEngine(
+        directory,
+        namespace=NAMESPACE,
+        capacity_bytes=CAPACITY,
+        region_bytes=REGION,
+        num_readers=3,
+        num_writers=2,
+        io_timeout_s=36_000.0,
+        sync_interval_s=10.0,
+        max_queued_store_bytes=1 << 20,
+        device=device,
+        clock=fast_clock,
+    )
+
+
+class Worker(threading.Thread):
+    """Mixed work until told to stop; remembers the first thing that went wrong."""
+
+    def __init__(self, engine: RegionEngine, seed: int, stop: threading.Event) -> None:
+        super().__init__(name=f"soak-{seed}", daemon=True)
+        self.error: BaseException | None = None
+        self.num_steps = 0
+        self._engine = engine
+        self._source = random.Random(seed)
+        self._stop_work = stop
+
+    def run(self) -> None:
+        try:
+            while not self._stop_work.is_set():
+                self._step()
+                self.num_steps += 1
+        except BaseException as error:  # the test re-raises it
+            self.error = error
+
+    def _step(self) -> None:
+        ledger = Ledger()
+        kind = self._source.random()
+        chosen = self._chain()
+        if kind < 0.40:
+            ledger.store(self._engine, chosen)
+        elif kind < 0.75:
+            hits = self._engine.lookup(chosen).num_hits
+            ledger.load(self._engine, chosen[: max(hits, 1)])
+        elif kind < 0.85:
+            jobs = [ledger.submit(self._engine, self._chain()) for _ in range(6)]
+            for job in self._source.sample(jobs, 3):
+                job.cancel()
+            for job in jobs:
+                ledger.settle(job)
+        elif kind < 0.92:
+            loads = [Loaded(NAMESPACE, self._chain()) for _ in range(3)]
+            running = [self._engine.submit_load(load.run) for load in loads]
+            running[self._source.randrange(3)].cancel()
+            for load, job in zip(loads, running, strict=True):
+                load.check(job)
+        elif kind < 0.95:
+            self._engine.sync(TIMEOUT_S)
+        elif kind < 0.951:
+            self._engine.clear()
+        else:
+            self._engine.poll()
+            self._engine.stats()
+
+    def _chain(self) -> list[bytes]:
+        """A prefix of a chain as requests bring it; short numbers are hot."""
+        start = int(NUM_KEYS * self._source.random() ** 3)
+        return keys(range(start, start + self._source.randint(1, 12)))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> int:
+    stop = threading.Event()
+    workers = [Worker(engine, seed, stop) for seed in seeds]
+    for worker in workers:
+        worker.start()
+    stop.wait(seconds)
+    stop.set()
+    for worker in workers:
+        worker.join(4 * TIMEOUT_S)
+        assert not worker.is_alive(), "a worker hangs"
+    for worker in workers:
+        if worker.error is not None:
+            raise worker.error
+    return sum(worker.num_steps for worker in workers)
+
+
+def expect_quiet(engine: RegionEngine, directory: Path, closed_descriptors: int) -> None:
+    assert engine.drain(TIMEOUT_S)
+    engine.poll()
+    stats = engine.stats()
+    assert stats.num_inflight_jobs == 0
+    assert stats.queued_store_bytes == 0
+    assert stats.physical_bytes <= CAPACITY
+    engine.check_integrity()  # pins included, as nothing is under way
+    regions = len(list(directory.glob("region-*.kv")))
+    opened = num_descriptors() - closed_descriptors
+    assert opened <= regions + 8, f"{opened} descriptors for {regions} regions"
+
+
+def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> None:
+    """Without failures everything works again, whatever this round did."""
+    device.failure_rate = 0.0
+    deadline = time.monotonic() + TIMEOUT_S
+    while engine.stats().health is not Health.RUNNING:
+        assert time.monotonic() < deadline, engine.stats()
+        threading.Event().wait(0.05)
+    ledger, fresh = Ledger(), keys(range(100_000 + 4 * number, 100_004 + 4 * number))
+    while set(ledger.store(engine, fresh)) - {Reason.OK, Reason.DUPLICATE}:
+        assert time.monotonic() < deadline, engine.stats()
+        threading.Event().wait(0.05)
+    assert ledger.load(engine, fresh) == [Reason.OK] * len(fresh)
+    if not ledger.sync(engine):  # pages are held that a sync failed on
+        engine.clear()
+        assert ledger.sync(engine)
+
+
+def test_nothing_leaks_and_nothing_lies(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir(mode=0o700)
+    process = psutil.Process()
+    end = time.monotonic() + 0.6 * SECONDS
+    threads_before = set(threading.enumerate())
+    device = FaultyDevice(FileDevice(directory))
+    descriptors_before = num_descriptors()
+    engine = open_engine(directory, device)
+    memory: list[int] = []
+    for number in itertools.count():
+        device.failure_rate = FAILURE_RATE if number % 2 else 0.0
+        steps = work(engine, range(NUM_WORKERS * number, NUM_WORKERS * (number + 1)), ROUND_S)
+        device.calls.clear()  # the record of the fault device is no leak of the engine
+        expect_service(engine, device, number)
+        expect_quiet(engine, directory, descriptors_before)
+        gc.collect()
+        memory.append(process.memory_info().rss)
+        stats = engine.stats()
+        print(
+            f"round {number}: {steps} steps, {memory[-1] >> 20} MiB, {stats.num_pages} pages, "
+            f"{stats.num_pages_evicted} evicted, {stats.num_pages_reinserted} reinserted"
+        )
+        if number % 4 == 3:
+            engine.close()
+            assert set(threading.enumerate()) == threads_before, "threads outlive their engine"
+            assert num_descriptors() == descriptors_before, "descriptors outlive their engine"
+            engine = open_engine(directory, device)
+        if time.monotonic() > end:
+            break
+    engine.close()
+    assert set(threading.enumerate()) == threads_before
+    assert num_descriptors() == descriptors_before
+    if len(memory) > NUM_WARM_UP_ROUNDS:
+        growth = memory[-1] - max(memory[: NUM_WARM_UP_ROUNDS + 1])
+        assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more: {memory}"
+
+
+def test_lives_and_losses_of_power_with_new_seeds(tmp_path: Path) -> None:
+    end = time.monotonic() + 0.2 * SECONDS
+    for seed in itertools.count(1000):
+        try:
+            live_below_capacity(tmp_path, seed)
+            live_full(tmp_path, seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        if time.monotonic() > end:
+            break
+
+
+def test_kills_with_new_seeds(tmp_path: Path) -> None:
+    end = time.monotonic() + 0.2 * SECONDS
+    for seed in itertools.count(1000):
+        kill_loop(tmp_path / str(seed), seed=seed, num_kills=20, up_to=150)
+        if time.monotonic() > end:
+            break
