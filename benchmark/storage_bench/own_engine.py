@@ -31,13 +31,15 @@ __all__ = [
 ]
 
 NUM_READERS = 8
-NUM_WRITERS = 4
+NUM_WRITERS = 8
 PAGES_PER_RUN = 64
 _NAMESPACE = bytes(range(32))
 _TIMEOUT_S = 120.0
 
 
-def open_engine(directory: Path, capacity_bytes: int, region_bytes: int = 64 << 20) -> RegionEngine:
+def open_engine(
+    directory: Path, capacity_bytes: int, region_bytes: int = 256 << 20
+) -> RegionEngine:
     """The depths of the queues are given, since the raw device is measured at the same."""
     return RegionEngine(
         directory,

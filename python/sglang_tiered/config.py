@@ -42,10 +42,7 @@ ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 MIN_REGION_BYTES = 4 * MiB
-DEFAULT_REGION_BYTES = 64 * MiB
 MAX_DEFAULT_REGION_BYTES = 256 * MiB
-MAX_DEFAULT_REGIONS = 4096
-"""Every region holds a file descriptor."""
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
@@ -202,15 +199,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def default_region_bytes(capacity_bytes_per_rank: int) -> int:
-    """64 MiB; a smaller power of two that leaves a small cap at least eight regions to evict by,
-    or a larger one, up to 256 MiB, that keeps a large cap within 4096 files."""
-    region = DEFAULT_REGION_BYTES
+    """256 MiB, or a power of two that leaves a small cap at least eight regions to evict by."""
+    region = MAX_DEFAULT_REGION_BYTES
     while region > MIN_REGION_BYTES and region * 8 > capacity_bytes_per_rank:
         region //= 2
-    while (
-        region < MAX_DEFAULT_REGION_BYTES and region * MAX_DEFAULT_REGIONS < capacity_bytes_per_rank
-    ):
-        region *= 2
     return region
 
 

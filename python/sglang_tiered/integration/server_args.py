@@ -85,8 +85,7 @@ TIER_FLAGS = {
     ),
     "--tier-nvme-region-bytes": (
         "SIZE",
-        "Size of one region file, the unit of eviction. Default: 64MiB, less for small caps, up to "
-        "256MiB for large ones.",
+        "Size of one region file, the unit of eviction. Default: 256MiB, less for caps below 2GiB.",
     ),
     "--tier-nvme-writes-per-day": (
         "SIZE",

@@ -117,7 +117,7 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--tier-nvme-writes-per-day much", "--tier-nvme-writes-per-day 'much' is not a size"),
         (
             "--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB",
-            "--tier-nvme-writes-per-day 1MiB is too small: it must allow 10 regions of 64MiB",
+            "--tier-nvme-writes-per-day 1MiB is too small: it must allow 10 regions of 128MiB",
         ),
         (
             "--tier-mode host --tier-nvme-writes-per-day 1GiB",

@@ -59,7 +59,7 @@ __all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_REGION_BYTES = 64 << 20
+DEFAULT_REGION_BYTES = 256 << 20
 _NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
@@ -86,7 +86,7 @@ class RegionEngine(TierEngine):
         capacity_bytes: int,
         region_bytes: int = DEFAULT_REGION_BYTES,
         num_readers: int = 8,
-        num_writers: int = 4,
+        num_writers: int = 8,
         io_timeout_s: float = 30.0,
         sync_interval_s: float = 1.0,
         max_queued_store_bytes: int = 1 << 30,

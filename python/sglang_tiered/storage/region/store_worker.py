@@ -23,7 +23,7 @@ __all__ = ["StoreWorker"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_WRITING_BYTES = 24 << 20  # placed and not settled: enough that the chunk writers never starve
+_MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the chunk writers never starve
 
 
 class StoreWorker:

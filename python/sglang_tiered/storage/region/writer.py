@@ -57,7 +57,7 @@ __all__ = [
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
-_CHUNK_BYTES = 1 << 20  # one write: large enough for bandwidth, short enough for a load to wait
+_CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _BATCH_BYTES = 2 << 20  # hashed at once
 _MAX_WRITE_FAILURES = 3
 _ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()

@@ -167,8 +167,8 @@ def test_a_hole_in_the_log_fails_what_was_placed_behind_it(
     run = make_run(1, [page] * 3)  # an extent each, all in work at once
     job = engine.submit_store(run)
     assert entered.wait(TIMEOUT_S)
-    # The chunk that is held is the first; the next nine end the first extent and begin the second.
-    device.faults = [Fault(device.calls.count("writev") + 9, "writev", error=errno.EIO)]
+    # The chunk that is held is the first of five; the sixth after it is of the second extent.
+    device.faults = [Fault(device.calls.count("writev") + 5, "writev", error=errno.EIO)]
     release.set()
     assert job.wait(TIMEOUT_S)
     assert job.reasons == [Reason.OK, Reason.IO_ERROR, Reason.IO_ERROR]
