@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import RegionEngine, sync_worker
 from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -283,9 +283,16 @@ def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path, flip:
 
 
 @pytest.fixture
-def crashed(tmp_path: Path, open_engine: Open, make_run: MakeRun, store: Store) -> tuple[Path, int]:
+def crashed(
+    tmp_path: Path,
+    open_engine: Open,
+    make_run: MakeRun,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Path, int]:
     """A shard as a crash leaves it, one region open with three extents; and how far it was synced:
     the first two."""
+    monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)
     engine = open_engine(tmp_path / "shard-live")
     for seed in range(2):
         store(engine, make_run(seed, [8192]))

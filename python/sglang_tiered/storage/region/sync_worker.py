@@ -51,7 +51,7 @@ class SyncWorker:
         self._device = device
         self._reclaimer = reclaimer
         self._interval_s = interval_s
-        self._checkpoint_at = 0.0
+        self._checkpoint_at = time.monotonic() + _CHECKPOINT_INTERVAL_S
         self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
