@@ -72,7 +72,8 @@ def test_every_module_defers_its_annotations() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/env", "scripts/serve", "scripts/test", "scripts/lint", ".ci/run"]
+    "script",
+    ["scripts/env", "scripts/serve", "scripts/test", "scripts/lint", "scripts/soak", ".ci/run"],
 )
 def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
     path = ROOT / script
