@@ -170,7 +170,7 @@ class StoreWorker:
             while not all(write.done for write in state.writes):
                 state.store_ready.wait()
             failed = [write for write in state.writes if write.region is first.region]
-        if error.errno in NO_SPACE_ERRNOS and first.num_tries == 1 and self._reclaimer.evict_one():
+        if error.errno in NO_SPACE_ERRNOS and first.num_tries == 1 and self._made_room():
             with state.lock:
                 for write in failed:
                     if write.error is not None and write.chunks:
@@ -184,6 +184,12 @@ class StoreWorker:
                 write.region.num_writing -= 1
                 state.give_up(write.parts, reason)
         self._writer.rewind(first)
+
+    def _made_room(self) -> bool:
+        try:
+            return self._reclaimer.evict_one()
+        except OSError:
+            return False  # the failed extent is what is to be reported
 
     def _failed(self, error: OSError) -> Reason:
         self._health.store_failed()

@@ -201,6 +201,21 @@ def test_failed_creation_leaves_books_and_directory_clean(bench: Bench, operatio
     assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
 
 
+def test_a_full_disk_whose_files_cannot_be_removed_fails_the_store_and_nothing_else(
+    bench: Bench,
+) -> None:
+    assert bench.store(1, 12) == [Reason.OK] * 12
+    assert bench.store(2) == [Reason.OK]
+    calls = bench.device.calls
+    bench.device.faults = [
+        Fault(calls.count("writev"), "writev", error=errno.ENOSPC),
+        Fault(calls.count("unlink"), "unlink", 1000, error=errno.EROFS),
+    ]
+    assert bench.store(3) == [Reason.NO_SPACE]
+    assert bench.store(4) == [Reason.OK]
+    assert bench.engine.stats().num_pages == 14
+
+
 def test_a_file_that_cannot_be_removed_keeps_its_room_until_it_can(bench: Bench) -> None:
     calls = bench.device.calls
     bench.device.faults = [
