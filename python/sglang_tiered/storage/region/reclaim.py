@@ -114,12 +114,7 @@ class Reclaimer:
             victim = choose_victim(self._state.regions)
         if victim is None:
             return False
-        saved = self._save_hot(victim)
-        freed = self.remove(victim)
-        if saved is not None:
-            with self._state.lock:
-                self._state.queue_reinsertion(*saved)
-        return freed
+        return self.remove(victim, self._save_hot(victim))
 
     def _save_hot(self, victim: Region) -> _Saved | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches;
@@ -161,13 +156,16 @@ class Reclaimer:
         run = Run(tuple(item.key for item in good), tuple(item.page for item in good))
         return _Saved(Job(JobKind.STORE, run), namespace, generation)
 
-    def remove(self, region: Region) -> bool:
-        """Unlink the file, forget its keys; I/O running on it still finishes, and is waited for,
+    def remove(self, region: Region, saved: _Saved | None = None) -> bool:
+        """Unlink the file, forget its keys but those saved, which are on their way back from the
+        same moment; I/O running on it still finishes, and is waited for,
         because the disk gets its space back only then. False when that took too long."""
         with self._health.watch(), contextlib.suppress(FileNotFoundError):
             self._device.unlink(region.name)
         with self._state.lock:
             self.num_pages_evicted += self._state.index.drop_region(region.slot)
+            if saved is not None:
+                self._state.queue_reinsertion(*saved)
             unused = self._state.regions.retire(region)
         if unused:
             self.dispose(region)
