@@ -54,7 +54,8 @@ def live_on(directory: Path, device: SimulatedDevice, rounds: range) -> set[Reas
         seen = fill(engine, ledger, clock, rounds)
         held = ledger.check(engine)
     with running(directory, device, clock=clock, **LIMITS) as engine:
-        assert ledger.check(engine, held) == held
+        # Not equal: what reclaim had saved may have been on its way back when it was counted.
+        assert ledger.check(engine, held) >= held
         seen |= fill(engine, ledger, clock, range(rounds.stop, rounds.stop + 2))
         device.capacity_bytes = None
         expect_room_again(engine, ledger, clock)
