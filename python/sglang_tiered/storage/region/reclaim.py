@@ -157,9 +157,9 @@ class Reclaimer:
         return _Saved(Job(JobKind.STORE, run), namespace, generation)
 
     def remove(self, region: Region, saved: _Saved | None = None) -> bool:
-        """Unlink the file, forget its keys but those saved, which are on their way back from the
-        same moment; I/O running on it still finishes, and is waited for,
-        because the disk gets its space back only then. False when that took too long."""
+        """Unlink the file and forget its keys, but for those saved, which are on their way back
+        from the same moment. I/O running on it still finishes, and is waited for, because the disk
+        gets its space back only then; false when that took too long."""
         with self._health.watch(), contextlib.suppress(FileNotFoundError):
             self._device.unlink(region.name)
         with self._state.lock:

@@ -206,7 +206,8 @@ class StoreState:
     # ---- Loads ----
 
     def find_pages(self, run: Run) -> list[Wanted]:
-        """The pages of a run that are held in the length asked for, with their places."""
+        """The pages of a run that are held in the length asked for, with their places; counts a
+        hit for each, which is what reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
