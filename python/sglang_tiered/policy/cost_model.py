@@ -1,0 +1,187 @@
+"""What it costs to compute a prefix, and what it costs to load it: the basis of each decision.
+
+Prefill of ``n`` tokens behind ``c`` others takes a fixed time, one per token (the matrix products)
+and one per pair of a new token and a token it attends to: ``n * (c + n / 2)``. A load takes a fixed
+time and one per byte. Both are learnt from the running server, so that a busy disk, a faster GPU
+or another model needs no tuning; ``LearntCost`` tells how. Fetching wherever it is cheaper than
+prefill follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025,
+arXiv 2410.03065); what this runtime cannot do of it, meeting in the middle, is told in the README
+of this package.
+
+Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_tiered.policy.learnt_cost import LearntCost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CostModel", "LoadPlan", "PrefillCost", "TransferCost"]
+
+PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
+"""Seconds per batch, per token, per pair, before any batch was seen: 20,000 tokens per second."""
+
+TYPICAL_PREFILL_TOKENS = 2048
+
+PRIOR_TRANSFER = (1e-3, 1e-9)
+"""Seconds per load and per byte, before any: 1 GB/s."""
+
+TYPICAL_TRANSFER_BYTES = 16 << 20
+
+PREFILL_LEVEL_HALF_LIFE, TRANSFER_LEVEL_HALF_LIFE, PRICE_HALF_LIFE = 8, 1, 48
+"""In observations. A processor's speed is a constant seen through noise; a disk's changes."""
+
+NUM_CUTS = 16
+"""Lengths between nothing and everything that a plan compares."""
+
+MIN_GAIN = 0.02
+"""A load must save this share of the prefill it replaces, or it is not worth its reads."""
+
+
+class PrefillCost:
+    """Seconds of prefill, learnt from batches."""
+
+    def __init__(self, prior: Sequence[float] = PRIOR_PREFILL) -> None:
+        n = TYPICAL_PREFILL_TOKENS
+        self._cost = LearntCost(
+            prior,
+            (1.0, n, n * n / 2),
+            level_half_life=PREFILL_LEVEL_HALF_LIFE,
+            price_half_life=PRICE_HALF_LIFE,
+        )
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Seconds per batch, per new token, per pair of tokens."""
+        return self._cost.prices
+
+    @property
+    def num_observed(self) -> int:
+        return self._cost.num_observed
+
+    def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A batch of ``(new tokens, tokens before them)`` per request took so long."""
+        num_tokens = sum(new for new, _ in spans)
+        num_pairs = sum(_pairs(new, before) for new, before in spans)
+        self._cost.observe((1.0, num_tokens, num_pairs), seconds)
+
+    def seconds(self, new: int, before: int) -> float:
+        """Of ``new`` tokens behind ``before`` others, the batch's fixed time left out: a request
+        prefills at least its last token, so no load saves that."""
+        _, per_token, per_pair = self._cost.prices
+        return per_token * new + per_pair * _pairs(new, before)
+
+
+class TransferCost:
+    """Seconds of loads from one tier, learnt from finished ones."""
+
+    def __init__(self, prior: Sequence[float] = PRIOR_TRANSFER) -> None:
+        self._cost = LearntCost(
+            prior,
+            (1.0, TYPICAL_TRANSFER_BYTES),
+            level_half_life=TRANSFER_LEVEL_HALF_LIFE,
+            price_half_life=PRICE_HALF_LIFE,
+        )
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Seconds per load, per byte."""
+        return self._cost.prices
+
+    @property
+    def num_observed(self) -> int:
+        return self._cost.num_observed
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A load of so many bytes took so long, from its turn to its end."""
+        self._cost.observe((1.0, num_bytes), seconds)
+
+    def seconds(self, num_bytes: int, num_loads: int = 1) -> float:
+        return self._cost.predict((num_loads, num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How much of a prefix to load. ``load_s`` is until it has arrived, its queue included;
+    ``saved_s`` the prefill it replaces."""
+
+    num_tokens: int
+    load_s: float
+    saved_s: float
+
+
+class CostModel:
+    """Compares computing with loading, for one tier of one scheduler."""
+
+    def __init__(
+        self,
+        *,
+        page_tokens: int,
+        bytes_per_token: int,
+        prefill: PrefillCost | None = None,
+        transfer: TransferCost | None = None,
+    ) -> None:
+        if page_tokens <= 0 or bytes_per_token <= 0:
+            raise ValueError(
+                f"a page of {page_tokens} tokens of {bytes_per_token} bytes holds nothing"
+            )
+        self._page_tokens = page_tokens
+        self._bytes_per_token = bytes_per_token
+        self.prefill = PrefillCost() if prefill is None else prefill
+        self.transfer = TransferCost() if transfer is None else transfer
+
+    def load_seconds(self, num_tokens: int, *, num_ahead: int = 0) -> float:
+        """Until ``num_tokens`` have arrived, behind ``num_ahead`` tokens of other loads."""
+        num_loads = 2 if num_ahead else 1
+        total = (num_tokens + num_ahead) * self._bytes_per_token
+        return self.transfer.seconds(total, num_loads)
+
+    def plan(
+        self,
+        *,
+        num_held: int,
+        num_new: int,
+        num_before: int,
+        num_ahead: int = 0,
+        queue_wait_s: float = 0.0,
+    ) -> LoadPlan:
+        """The length to load of a prefix that a tier holds ``num_held`` tokens of.
+
+        ``num_new`` tokens, the held ones first among them, follow ``num_before`` that need no
+        prefill. Whatever arrives while the request has to wait anyway (``queue_wait_s``) costs
+        nothing. Of lengths that are about as good the longest is taken: it leaves more of the
+        processor to others. Whole pages; 0 means compute everything.
+        """
+        num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
+        if num_held <= 0:
+            return LoadPlan(0, 0.0, 0.0)
+        everything = self.prefill.seconds(num_new, num_before)
+        best, best_s = LoadPlan(0, 0.0, 0.0), everything
+        for num_tokens in self._cuts(num_held):
+            load_s = self.load_seconds(num_tokens, num_ahead=num_ahead)
+            rest_s = self.prefill.seconds(num_new - num_tokens, num_before + num_tokens)
+            saved_s = everything - rest_s
+            total_s = max(0.0, load_s - queue_wait_s) + rest_s + MIN_GAIN * saved_s
+            if total_s <= best_s:
+                best, best_s = LoadPlan(num_tokens, load_s, saved_s), total_s
+        return best
+
+    def should_wait(self, *, num_missing: int, num_before: int, left_s: float) -> bool:
+        """Whether a request that could start now waits on for ``num_missing`` tokens behind
+        ``num_before`` ones that are there, expected in ``left_s``."""
+        return left_s < self.prefill.seconds(num_missing, num_before)
+
+    def _cuts(self, num_held: int) -> list[int]:
+        num_pages = num_held // self._page_tokens
+        cuts = min(NUM_CUTS, num_pages)
+        return [num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)]
+
+
+def _pairs(new: int, before: int) -> float:
+    """Pairs of a new token and one it attends to."""
+    return new * (before + new / 2)

@@ -1,0 +1,199 @@
+"""What the cost model learns, and that no plan it makes is dearer than computing everything."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.policy.learnt_cost import LearntCost
+
+BATCH_S, TOKEN_S, PAIR_S = 4e-3, 4.5e-4, 1.5e-8  # two CPU cores
+LOAD_S, BYTE_S = 3e-3, 1 / 0.8e9
+BYTES_PER_TOKEN = 3072
+
+
+def prefill_seconds(new: int, before: int) -> float:
+    return BATCH_S + TOKEN_S * new + PAIR_S * new * (before + new / 2)
+
+
+def load_seconds(num_bytes: int) -> float:
+    return LOAD_S + BYTE_S * num_bytes
+
+
+def learnt_prefill(seed: int = 0, num_batches: int = 80) -> PrefillCost:
+    source, cost = random.Random(seed), PrefillCost()
+    for _ in range(num_batches):
+        new, before = source.choice([64, 500, 2000, 4000]), source.choice([0, 1000, 8000])
+        cost.observe([(new, before)], prefill_seconds(new, before) * source.lognormvariate(0, 0.15))
+    return cost
+
+
+def learnt_transfer(seed: int = 0, slowdown: float = 1.0) -> TransferCost:
+    source, cost = random.Random(seed), TransferCost()
+    for _ in range(80):
+        num_bytes = source.choice([1 << 18, 1 << 22, 1 << 25])
+        seconds = slowdown * load_seconds(num_bytes) * source.lognormvariate(0, 0.15)
+        cost.observe(num_bytes, seconds)
+    return cost
+
+
+def model(slowdown: float = 1.0) -> CostModel:
+    return CostModel(
+        page_tokens=64,
+        bytes_per_token=BYTES_PER_TOKEN,
+        prefill=learnt_prefill(),
+        transfer=learnt_transfer(slowdown=slowdown),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("new", "before"), [(256, 0), (4000, 0), (512, 8000), (16000, 0)])
+def test_prefill_is_predicted_within_a_third_of_what_noisy_batches_took(
+    seed: int, new: int, before: int
+) -> None:
+    expected = prefill_seconds(new, before) - BATCH_S
+    assert learnt_prefill(seed).seconds(new, before) == pytest.approx(expected, rel=0.33)
+
+
+def test_a_batch_of_several_requests_counts_each_behind_its_own_prefix() -> None:
+    together, apart = PrefillCost(), PrefillCost()
+    for _ in range(50):
+        together.observe([(500, 0), (500, 4000)], 0.5)
+        apart.observe([(1000, 0)], 0.5)
+    # The same tokens with more pairs took as long, so each is believed to be cheaper.
+    assert together.prices[1] + 1000 * together.prices[2] < apart.prices[1] + 1000 * apart.prices[2]
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 18, 1 << 22, 1 << 26])
+def test_a_load_is_predicted_within_a_third_of_what_noisy_loads_took(num_bytes: int) -> None:
+    expected = load_seconds(num_bytes)
+    assert learnt_transfer().seconds(num_bytes) == pytest.approx(expected, rel=0.33)
+
+
+def test_a_disk_that_became_300_times_slower_is_declined_after_five_loads() -> None:
+    costs = model()
+    assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
+    for _ in range(5):
+        costs.transfer.observe(12 << 20, 300 * load_seconds(12 << 20))
+    assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 0
+    for _ in range(5):
+        costs.transfer.observe(12 << 20, load_seconds(12 << 20))
+    assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
+
+
+def test_one_stall_does_not_decide_alone() -> None:
+    costs = model()
+    costs.transfer.observe(12 << 20, 30 * load_seconds(12 << 20))
+    assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
+
+
+def test_before_anything_was_learnt_an_ordinary_disk_is_used() -> None:
+    fresh = CostModel(page_tokens=64, bytes_per_token=BYTES_PER_TOKEN)
+    assert fresh.plan(num_held=2048, num_new=2100, num_before=0).num_tokens == 2048
+    assert fresh.plan(num_held=64, num_new=2100, num_before=0).num_tokens == 64
+
+
+def test_a_single_page_that_costs_more_than_its_prefill_is_computed() -> None:
+    costs = model(slowdown=20)
+    assert costs.plan(num_held=64, num_new=100, num_before=0).num_tokens == 0
+
+
+@given(
+    num_held=st.integers(0, 40_000),
+    num_rest=st.integers(1, 5_000),
+    num_before=st.integers(0, 40_000),
+    num_ahead=st.integers(0, 200_000),
+    slowdown=st.floats(0.1, 1000),
+    queue_wait_s=st.floats(0, 20),
+)
+def test_no_plan_is_dearer_than_computing_everything(
+    num_held: int,
+    num_rest: int,
+    num_before: int,
+    num_ahead: int,
+    slowdown: float,
+    queue_wait_s: float,
+) -> None:
+    costs = CostModel(
+        page_tokens=64,
+        bytes_per_token=BYTES_PER_TOKEN,
+        prefill=PrefillCost((BATCH_S, TOKEN_S, PAIR_S)),
+        transfer=TransferCost((slowdown * LOAD_S, slowdown * BYTE_S)),
+    )
+    num_new = num_held + num_rest
+    plan = costs.plan(
+        num_held=num_held,
+        num_new=num_new,
+        num_before=num_before,
+        num_ahead=num_ahead,
+        queue_wait_s=queue_wait_s,
+    )
+    assert plan.num_tokens % 64 == 0
+    assert 0 <= plan.num_tokens <= num_held
+    everything = costs.prefill.seconds(num_new, num_before)
+    rest = costs.prefill.seconds(num_new - plan.num_tokens, num_before + plan.num_tokens)
+    waited = max(0.0, plan.load_s - queue_wait_s) if plan.num_tokens else 0.0
+    assert waited + rest <= everything * (1 + 1e-9)
+    assert plan.saved_s == pytest.approx(everything - rest if plan.num_tokens else 0.0)
+
+
+def test_a_slow_load_is_taken_as_far_as_it_hides_behind_the_queue() -> None:
+    costs = CostModel(
+        page_tokens=64,
+        bytes_per_token=BYTES_PER_TOKEN,
+        prefill=PrefillCost((BATCH_S, TOKEN_S, 0.0)),
+        transfer=TransferCost((0.0, 2 * TOKEN_S / BYTES_PER_TOKEN)),  # twice as slow as computing
+    )
+    held = {"num_held": 6400, "num_new": 6400, "num_before": 0}
+    assert costs.plan(**held).num_tokens == 0
+    half = costs.plan(**held, queue_wait_s=3200 * 2 * TOKEN_S).num_tokens
+    assert 2800 <= half <= 3200
+    assert costs.plan(**held, queue_wait_s=6400 * 2 * TOKEN_S).num_tokens == 6400
+
+
+def test_loads_ahead_can_make_a_load_not_worth_its_wait() -> None:
+    costs = model()
+    held = {"num_held": 4000, "num_new": 4032, "num_before": 0}
+    assert costs.plan(**held, num_ahead=10_000).num_tokens == 3968
+    assert costs.plan(**held, num_ahead=10_000_000).num_tokens == 0
+
+
+def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
+    costs = model()
+    compute_s = costs.prefill.seconds(2000, 2000)
+    assert costs.should_wait(num_missing=2000, num_before=2000, left_s=0.9 * compute_s)
+    assert not costs.should_wait(num_missing=2000, num_before=2000, left_s=1.1 * compute_s)
+    assert not costs.should_wait(num_missing=0, num_before=2000, left_s=0.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
+    cost = LearntCost((1.0, 1.0), (1.0, 1.0), level_half_life=1, price_half_life=10)
+    cost.observe((1.0, 1.0), seconds)
+    assert cost.num_observed == 0
+    assert cost.predict((1.0, 1.0)) == 2.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e9), st.floats(1e-9, 1e6)), max_size=60))
+def test_whatever_was_observed_costs_stay_finite_and_positive(
+    observations: list[tuple[float, float, float]],
+) -> None:
+    cost = LearntCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1, price_half_life=48)
+    for fixed, size, seconds in observations:
+        cost.observe((fixed, size), seconds)
+    assert all(0 <= price < math.inf for price in cost.prices)
+    assert 0 < cost.predict((1.0, 1e7)) < math.inf
+
+
+def test_senseless_prices_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 prices do not fit 1 features"):
+        LearntCost((1.0, 1.0), (1.0,), level_half_life=1, price_half_life=1)
+    with pytest.raises(ValueError, match="not be negative"):
+        LearntCost((-1.0,), (1.0,), level_half_life=1, price_half_life=1)
+    with pytest.raises(ValueError, match="page of 0 tokens"):
+        CostModel(page_tokens=0, bytes_per_token=1)
