@@ -103,4 +103,26 @@ METRICS = (
         ("outcome",),
         "KV pages offered to the tier, by what admission decided.",
     ),
+    Metric(
+        "nvme_load_decisions",
+        Kind.COUNTER,
+        "load_decisions",
+        ("decision",),
+        "Prompt tokens the tier held: loaded, declined because computing was expected to be "
+        "cheaper, or given up while waiting for them.",
+    ),
+    Metric(
+        "prefill_tokens_per_s",
+        Kind.GAUGE,
+        "prefill_tokens_per_s",
+        (),
+        "Learnt speed of computing a cold prompt of 2,048 tokens.",
+    ),
+    Metric(
+        "nvme_load_bytes_per_s",
+        Kind.GAUGE,
+        "load_bytes_per_s",
+        (),
+        "Learnt speed of a load of 16 MiB.",
+    ),
 )

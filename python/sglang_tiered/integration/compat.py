@@ -21,6 +21,7 @@ _CACHE = "sglang.srt.mem_cache"
 _CORE = f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
 _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
+_CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 # Every parameter we pass by name or rely on by position, per seam.
@@ -60,6 +61,28 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "req_id",
         "storage_hit_end",
     ),
+    f"{_TREE}._drain_storage_control_queues_impl": (
+        "self",
+        "n_storage_hit",
+        "n_ack_prefetch",
+        "n_backup",
+        "n_release",
+        "extra_release_counts",
+        "log_metrics",
+    ),
+    f"{_CONTROLLER}.prefetch": (
+        "self",
+        "handle",
+        "new_input_tokens",
+        "last_hash",
+        "prefix_keys",
+        "extra_pools",
+        "assume_stored",
+    ),
+    f"{_CONTROLLER}._storage_hit_query": ("self", "operation"),
+    f"{_CONTROLLER}._sync_prefetch_hit_query": ("self", "operation", "storage_hit_count"),
+    "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch"),
+    "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
     f"{_TREE}.write_backup_storage": ("self", "node_id"),
     f"{_CORE}.get_hash_values": ("self", "node_id"),
     f"{_CORE}.is_backuped": ("self", "node_id"),

@@ -3,6 +3,7 @@
 | target | kind | reason |
 |---|---|---|
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics`` |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
@@ -13,6 +14,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RepeatFilter", "register"]
 
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHT_UPDATES = (
     "update_weights_from_disk",
@@ -38,8 +41,13 @@ def register() -> None:
 
     for method in _WEIGHT_UPDATES:
         HookRegistry.register(f"{_UPDATER}.{method}", _after_weight_update, HookType.AFTER)
+    clock = PrefillClock()
+    HookRegistry.register(f"{_SCHEDULER}.run_batch", clock.around_run, HookType.AROUND)
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        f"{_SCHEDULER}.process_batch_result", clock.around_result, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{_SCHEDULER}.get_internal_state",
         _after_internal_state,
         HookType.AFTER,
     )

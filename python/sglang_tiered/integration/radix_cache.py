@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_unified_radix_cache,
@@ -29,21 +28,17 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.load_scheduling import LoadingRadixCache
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
-from sglang_tiered.integration.storage_backend import TieredStorage
-from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.policy.resident import ResidentSet
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import (
         BasePrefixCache,
         CacheInitParams,
-        CacheRequestHandle,
         DecLockRefParams,
         InitLoadBackParams,
     )
@@ -85,11 +80,10 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
-class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class TieredRadixCache(LoadingRadixCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
-    _window: PrefetchWindow[CacheRequestHandle] | None = None
     # Chains by the hash of their last page, which a node keeps when the tree splits it.
     _residents: ResidentSet[str] | None = None
     _pins: dict[str, tuple[int, DecLockRefParams]]
@@ -104,7 +98,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             host_tokens = self.cache_controller.mem_pool_host.logical_size
             device_tokens = self.token_to_kv_pool_allocator.size_full
             own_tokens = max(host_tokens - device_tokens, host_tokens // 4)
-            self._window = PrefetchWindow(int(own_tokens * LOADING_SHARE))
+            self.begin_loading(int(own_tokens * LOADING_SHARE))
             self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
             self._pins = {}
         if self._enable_metrics_flag and self.storage is not None:
@@ -119,112 +113,6 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         page_bytes = device_bytes * self.page_size // max(1, pool.size)
         size = max(page_bytes, host_bytes - page_bytes)
         get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
-
-    @property
-    def storage(self) -> TieredStorage | None:
-        """The attached NVMe tier; None in host mode, or while an operator has detached it."""
-        backend = getattr(self.cache_controller, "storage_backend", None)
-        return backend if isinstance(backend, TieredStorage) else None
-
-    def _decides_alone(self) -> bool:
-        """Whether no other rank must come to the same decisions."""
-        return bool(self.tp_world_size == 1 and self.pp_size == 1)
-
-    # ---- Loads from storage: which begin, and when a request waits ----
-
-    def prefetch_from_storage(
-        self,
-        request: CacheRequestHandle,
-        last_host_node_id: int,
-        new_input_tokens: list[int],
-        last_hash: str | None = None,
-        prefix_keys: list[str] | None = None,
-        matched_prefix_tokens: list[int] | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        storage_hit_end: int | None = None,
-    ) -> bool | None:
-        """Begin a load of what the NVMe tier holds of the request, now or in its turn.
-
-        A cold request of a scheduler that decides alone returns at once and is admitted in the
-        same pass: the index is in memory, so there is no query to wait for. A load that would
-        overfill the window is put off until ``check_prefetch_progress`` reaches the request again;
-        SGLang drops it at that point, and with it the prefix, whenever more requests return
-        together than half the host tier holds.
-        """
-        tokens = new_input_tokens
-        if self._window is not None and self.storage is not None:
-            self._window.withdraw(request)
-            num_held = len(tokens) // self.page_size * self.page_size
-            if self._decides_alone():
-                num_held = self._num_held_tokens(tokens, last_hash, extra_key, cache_salt)
-            if num_held < self.prefetch_threshold:
-                return None
-            if not self._window.has_room(num_held, self._num_loading_tokens()):
-                self._window.put_off(request)
-                return None
-            tokens = tokens[: num_held + int(self.tree_core.is_eagle)]
-        result: bool | None = super().prefetch_from_storage(
-            request,
-            last_host_node_id,
-            tokens,
-            last_hash,
-            prefix_keys,
-            matched_prefix_tokens,
-            extra_key=extra_key,
-            cache_salt=cache_salt,
-            storage_hit_end=storage_hit_end,
-        )
-        return result
-
-    def _num_held_tokens(
-        self,
-        tokens: list[int],
-        last_hash: str | None,
-        extra_key: str | None,
-        cache_salt: str | None,
-    ) -> int:
-        """Leading tokens whose pages the NVMe tier could load now. Memory only."""
-        key = RadixKey(
-            tokens,
-            extra_key=extra_key,
-            is_bigram=self.tree_core.is_eagle,
-            cache_salt=cache_salt,
-        ).page_aligned(self.page_size)
-        if len(key) == 0 or self.storage is None:
-            return 0
-        hashes = get_storage_hash_str(key, last_hash, page_size=self.page_size)
-        return self.storage.lookup_leading(hashes) * int(self.page_size)
-
-    def _num_loading_tokens(self) -> int:
-        """Host tokens taken by loads in flight and by loads no request has consumed yet."""
-        loading: int = self.cache_controller.prefetch_tokens_occupied
-        unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
-        return loading + unconsumed
-
-    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
-        """Whether the request may be admitted now: nothing it waits for is still loading."""
-        if self._window is not None and self._window.is_put_off(request):
-            if self.storage is None or (self._decides_alone() and not self.storage.serves_loads):
-                self._window.withdraw(request)
-                return True
-            if not self._window.ask(request):
-                return True
-            # The scheduler repeats the load's request with a fresh match in its next pass.
-            self.storage_prefetch_retries.refetch(request.rid)
-            return False
-        ready: bool = super().check_prefetch_progress(request)
-        return ready
-
-    def _prefetch_deadline_expired(self, operation: Any) -> bool:
-        """Give up waiting early when the tier stopped serving; SGLang reduces this over ranks."""
-        expired: bool = super()._prefetch_deadline_expired(operation)
-        return expired or (self.storage is not None and not self.storage.serves_loads)
-
-    def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        if self._window is not None:
-            self._window.withdraw(request)
-        super().release_aborted_request(request)
 
     # ---- Stores: what admission must know of them ----
 
@@ -315,8 +203,6 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
-        if self._window is not None:
-            self._window.clear()
         if self._residents is not None:
             self._residents.clear()
             self._pins.clear()

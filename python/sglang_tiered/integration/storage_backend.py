@@ -10,10 +10,10 @@ a page that was freed and given to another request would be silent corruption.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import namespace
+from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
 from sglang_tiered.storage.base import EngineStats, Health, Run
@@ -40,10 +41,13 @@ from sglang_tiered.storage.region.store import RegionEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.integration.load_planner import LoadDecision, LoadPlanner
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Page, TierEngine
 
 __all__ = ["TierStats", "TieredStorage"]
+
+MAX_PROBE_PAGES = 16
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,9 @@ class TierStats(EngineStats):
 
     admission: dict[Outcome, int]
     write_budget_bytes: float | None
+    load_decisions: dict[LoadDecision, int]  # tokens, on this rank
+    prefill_tokens_per_s: float | None  # of a cold prompt of 2,048 tokens; None before a batch
+    load_bytes_per_s: float | None  # of a load of 16 MiB; None before one
 
 
 class TieredStorage(HiCacheStorage):  # type: ignore[misc]
@@ -75,6 +82,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._stores_suspended = False
+        self._planner: LoadPlanner[Any] | None = None
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -83,14 +91,14 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
         self._namespace = namespace.digest(
             namespace.server_identity(self._storage_config),
-            {_pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
+            {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
         self._engine = self._open_shard()
         writes_per_day = self._config.nvme_writes_per_day_per_rank
         self._gate = StoreGate(
             self._engine,
             host_tokens=self.mem_pool_host.logical_size,
-            page_bytes=0 if writes_per_day is None else self._page_bytes(),
+            page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
         stats = self._engine.stats()
@@ -133,11 +141,16 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
                     raise
         raise AssertionError("a server has at least one rank")
 
-    def _page_bytes(self) -> int:
+    def page_bytes(self) -> int:
         """Payload of one KV page of this rank."""
         page_size = self._storage_config.logical_page_size or self.mem_pool_host.page_size
-        pages = _page_segments(self.mem_pool_host, torch.arange(page_size), 1)
+        pages = page_segments(self.mem_pool_host, torch.arange(page_size), 1)
         return sum(segment.nbytes for segment in pages[0])
+
+    def use_planner(self, planner: LoadPlanner[Any]) -> None:
+        """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
+        self._planner = planner
+        self.probe([key.hex() for key in self._require_engine().some_keys(MAX_PROBE_PAGES)])
 
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
@@ -177,7 +190,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
 
     def lookup_leading(self, hashes: Sequence[str]) -> int:
         """Leading KV pages a load could serve now; for the scheduler thread."""
-        return self._require_engine().lookup(_keys(PoolName.KV, hashes)).num_hits
+        return self._require_engine().lookup(engine_keys(PoolName.KV, hashes)).num_hits
 
     @property
     def serves_loads(self) -> bool:
@@ -190,7 +203,22 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
             **{field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)},
             admission=self.gate.outcomes,
             write_budget_bytes=self.gate.budget_bytes,
+            **self._learnt(),
         )
+
+    def _learnt(self) -> dict[str, Any]:
+        if self._planner is None:
+            return {
+                "load_decisions": {},
+                "prefill_tokens_per_s": None,
+                "load_bytes_per_s": None,
+            }
+        prefill, transfer = self._planner.costs.prefill, self._planner.costs.transfer
+        return {
+            "load_decisions": dict(self._planner.tokens),
+            "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
+            "load_bytes_per_s": transfer.bytes_per_s if transfer.num_observed else None,
+        }
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -241,7 +269,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
         engine = self._require_engine()
-        return [engine.lookup([key]).num_hits == 1 for key in _keys(pool, hashes)]
+        return [engine.lookup([key]).num_hits == 1 for key in engine_keys(pool, hashes)]
 
     # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
 
@@ -280,8 +308,33 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         if not hashes or host_indices is None:
             return [False] * len(hashes)
-        pages = _page_segments(self._pool(pool), host_indices, len(hashes))
-        return self._transfer(self._require_engine().submit_load, pool, hashes, pages)
+        pages = page_segments(self._pool(pool), host_indices, len(hashes))
+        return self._timed_load(pool, hashes, pages)
+
+    def _timed_load(
+        self, pool: PoolName, hashes: Sequence[str], pages: tuple[Page, ...]
+    ) -> list[bool]:
+        begun = time.monotonic()
+        served = self._transfer(self._require_engine().submit_load, pool, hashes, pages)
+        if self._planner is not None and all(served):
+            num_bytes = sum(segment.nbytes for page in pages for segment in page)
+            self._planner.note_load(num_bytes, time.monotonic() - begun)
+        return served
+
+    def probe(self, hashes: Sequence[str]) -> None:
+        """Measure the tier with pages it holds, into memory of their own, on a thread of its own:
+        a single page, then all of them (at most ``MAX_PROBE_PAGES``)."""
+        hashes = hashes[:MAX_PROBE_PAGES]
+        if hashes:
+            threading.Thread(
+                target=self._probe, args=(hashes,), name="tier-probe", daemon=True
+            ).start()
+
+    def _probe(self, hashes: Sequence[str]) -> None:
+        page_bytes = self.page_bytes()
+        pages = tuple((memoryview(bytearray(page_bytes)),) for _ in hashes)
+        for count in (1, len(hashes)):
+            self._timed_load(PoolName.KV, hashes[:count], pages[:count])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
@@ -293,7 +346,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         admitted = self.gate.num_admitted(hashes, is_kv=pool == PoolName.KV)
         if admitted == 0:
             return [False] * len(hashes)
-        pages = _page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+        pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
         stored = self._transfer(self._require_engine().submit_store, pool, hashes[:admitted], pages)
         return stored + [False] * (len(hashes) - admitted)
 
@@ -304,7 +357,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         hashes: Sequence[str],
         pages: tuple[Page, ...],
     ) -> list[bool]:
-        job = submit(Run(keys=tuple(_keys(pool, hashes)), pages=pages))
+        job = submit(Run(keys=tuple(engine_keys(pool, hashes)), pages=pages))
         job.wait()
         self._require_engine().poll()  # every caller waits for its own job: no reports needed
         return job.ok
@@ -339,34 +392,3 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         target_sizes: Any = None,
     ) -> bool:
         return False
-
-
-def _pool_label(name: Any) -> str:
-    return str(getattr(name, "value", name))
-
-
-def _keys(pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
-    """Engine keys of SGLang's page hashes: the KV pool's are the hashes themselves, another
-    pool's are derived from them, so that one log holds all pools of a page."""
-    digests = [bytes.fromhex(text) for text in hashes]
-    if pool == PoolName.KV:
-        return digests
-    label = _pool_label(pool).encode()
-    return [hashlib.sha256(label + b"\0" + digest).digest() for digest in digests]
-
-
-def _page_segments(pool: Any, host_indices: torch.Tensor, num_pages: int) -> tuple[Page, ...]:
-    """Views of the host pool's memory, one tuple of segments per page; nothing is copied.
-
-    Valid as long as the pool is: SGLang frees pools only after ``close``.
-    """
-    pointers, sizes = pool.get_page_buffer_meta(host_indices)
-    assert len(pointers) % num_pages == 0, (len(pointers), num_pages)
-    per_page = len(pointers) // num_pages
-    segments = [
-        memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
-        for pointer, size in zip(pointers, sizes, strict=True)
-    ]
-    return tuple(
-        tuple(segments[page * per_page : (page + 1) * per_page]) for page in range(num_pages)
-    )

@@ -76,6 +76,11 @@ class PrefillCost:
         _, per_token, per_pair = self._cost.prices
         return per_token * new + per_pair * _pairs(new, before)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a cold prompt of typical length."""
+        return TYPICAL_PREFILL_TOKENS / self.seconds(TYPICAL_PREFILL_TOKENS, 0)
+
 
 class TransferCost:
     """Seconds of loads from one tier, learnt from finished ones."""
@@ -103,6 +108,11 @@ class TransferCost:
 
     def seconds(self, num_bytes: int, num_loads: int = 1) -> float:
         return self._cost.predict((num_loads, num_bytes))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of a load of typical size."""
+        return TYPICAL_TRANSFER_BYTES / self.seconds(TYPICAL_TRANSFER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

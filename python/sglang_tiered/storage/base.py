@@ -207,6 +207,10 @@ class TierEngine(ABC):
         """
 
     @abstractmethod
+    def some_keys(self, limit: int) -> list[bytes]:
+        """At most ``limit`` keys that a load could serve now, to measure the tier with."""
+
+    @abstractmethod
     def submit_store(self, run: Run) -> Job:
         """Queue the pages that are neither held nor on their way; the rest are duplicates."""
 

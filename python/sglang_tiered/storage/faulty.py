@@ -256,6 +256,9 @@ class FaultyEngine(TierEngine):
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         return self.inner.lookup(keys)
 
+    def some_keys(self, limit: int) -> list[bytes]:
+        return self.inner.some_keys(limit)
+
     def poll(self) -> list[Job]:
         with self._lock:
             finished, self._finished = self._finished, []

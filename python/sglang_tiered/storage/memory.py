@@ -5,6 +5,7 @@ Template for new engines and double for tests. Jobs finish inside ``submit_*``.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,6 +61,10 @@ class MemoryEngine(TierEngine):
                 if key not in self._pages:
                     return LookupResult(num_hits, Stop.MISS)
             return LookupResult(len(keys), Stop.END)
+
+    def some_keys(self, limit: int) -> list[bytes]:
+        with self._lock:
+            return [] if self._closed else list(itertools.islice(self._pages, limit))
 
     def submit_store(self, run: Run) -> Job:
         return self._serve(Job(JobKind.STORE, run))

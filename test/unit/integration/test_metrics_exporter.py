@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import prometheus_client
 
+from sglang_tiered.integration.load_planner import LoadDecision
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
 from sglang_tiered.integration.storage_backend import TierStats
 from sglang_tiered.metrics import METRICS
@@ -36,6 +37,9 @@ STATS = TierStats(
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
     admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
     write_budget_bytes=None,
+    load_decisions={LoadDecision.LOAD: 128},
+    prefill_tokens_per_s=None,
+    load_bytes_per_s=1e9,
 )
 
 

@@ -173,6 +173,12 @@ class PageIndex:
         if self._slots[row] == slot and int(self._blocks[row]) * BLOCK_BYTES == offset:
             self._remove(rows)
 
+    def some_rows(self, limit: int) -> npt.NDArray[np.int64]:
+        """At most ``limit`` rows in use, of the region of the first of them if it has as many."""
+        used = np.flatnonzero(self._slots[: self._num_rows] >= 0)
+        same: npt.NDArray[np.int64] = used[self._slots[used] == self._slots[used[:1]]]
+        return same[:limit]
+
     def rows_of(self, slot: int) -> npt.NDArray[np.int64]:
         """The rows of all pages in a region; linear in the size of the index."""
         return np.flatnonzero(self._slots[: self._num_rows] == slot)

@@ -184,6 +184,13 @@ class RegionEngine(TierEngine):
             stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
             return LookupResult(num_hits, stop)
 
+    def some_keys(self, limit: int) -> list[bytes]:
+        if self._check_health() is not Health.RUNNING:
+            return []
+        with self._state.lock:
+            index = self._state.index
+            return index.keys(index.some_rows(limit))
+
     def submit_store(self, run: Run) -> Job:
         health = self._check_health()
         state = self._state

@@ -1,0 +1,166 @@
+"""``LoadPlanner``: what the cost model needs to know of one scheduler, and its plans' ends.
+
+The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
+request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
+three come from the same two learnt costs. Loads finish on a storage thread and are only noted
+there; everything else runs on the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.policy.cost_model import CostModel, LoadPlan
+
+__all__ = ["LoadDecision", "LoadPlanner"]
+
+Request = TypeVar("Request")
+
+STALE_AFTER_S = 5.0
+"""A tier that no load has measured for this long is measured by a probe before it is declined for
+ever: disks recover."""
+
+MAX_FINISHED = 1024
+MAX_WAITING = 100_000
+
+
+class LoadDecision(enum.Enum):
+    """What was decided about tokens that the tier holds of a request."""
+
+    LOAD = "load"
+    DECLINED = "declined"  # computing them was expected to be cheaper
+    GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. Times are of the planner's clock."""
+
+    plan: LoadPlan
+    begun_at: float | None = None  # when its reads were first seen under way
+    left_to_begin_s: float = 0.0
+
+
+class LoadPlanner(Generic[Request]):
+    """One per scheduler; scheduler thread only, ``note_load`` excepted."""
+
+    def __init__(self, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
+        self.costs = costs
+        self.tokens = dict.fromkeys(LoadDecision, 0)
+        self._clock = clock
+        self._finished: deque[tuple[int, float]] = deque(maxlen=MAX_FINISHED)
+        self._measured_at = clock()
+        self._loads: dict[Request, _Load] = {}
+        self._waiting: dict[Request, float] = {}
+        self._waiting_s = 0.0
+
+    # ---- What things take ----
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """A load (or a probe) finished, from its first read to its last byte. Any thread."""
+        self._finished.append((num_bytes, seconds))
+
+    def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
+        self.costs.prefill.observe(spans, seconds)
+
+    def wants_probe(self) -> bool:
+        """Whether nothing has measured the tier for long; asked when a load was declined."""
+        self._learn()
+        if self._clock() - self._measured_at < STALE_AFTER_S:
+            return False
+        self._measured_at = self._clock()  # one at a time
+        return True
+
+    def _learn(self) -> None:
+        while self._finished:
+            num_bytes, seconds = self._finished.popleft()
+            self.costs.transfer.observe(num_bytes, seconds)
+            self._measured_at = self._clock()
+
+    # ---- A request's way ----
+
+    def knows(self, request: Request) -> bool:
+        """Whether it has come and has not left."""
+        return request in self._waiting
+
+    def arrives(
+        self, request: Request, *, num_held: int, num_new: int, num_before: int, num_ahead: int
+    ) -> int:
+        """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
+        the tier holds the first ``num_held`` of them. Returns how many to load."""
+        self._learn()
+        self.leaves(request)
+        plan = self.costs.plan(
+            num_held=num_held,
+            num_new=num_new,
+            num_before=num_before,
+            num_ahead=num_ahead,
+            queue_wait_s=self._waiting_s,
+        )
+        if plan.num_tokens:
+            self._loads[request] = _Load(plan)
+        self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
+        if len(self._waiting) < MAX_WAITING:
+            rest, before = num_new - plan.num_tokens, num_before + plan.num_tokens
+            self._waiting[request] = self.costs.prefill.seconds(rest, before)
+            self._waiting_s += self._waiting[request]
+        return plan.num_tokens
+
+    def leaves(self, request: Request) -> None:
+        """The request was admitted or has gone. Unknown ones are fine."""
+        self._loads.pop(request, None)
+        self._waiting_s -= self._waiting.pop(request, 0.0)
+        if not self._waiting:
+            self._waiting_s = 0.0  # no rounding is left over
+
+    def begins(self, request: Request) -> None:
+        """Its load was queued."""
+        load = self._loads.get(request)
+        if load is not None:
+            self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+
+    def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
+        """Whether a request whose load was put off, and which could start now, should go on
+        waiting for it, behind ``num_ahead`` tokens of other loads."""
+        load = self._loads.get(request)
+        if load is None:
+            return False
+        self._learn()
+        plan = load.plan
+        return self.costs.load_seconds(plan.num_tokens, num_ahead=num_ahead) < plan.saved_s
+
+    def should_wait(
+        self, request: Request, *, num_missing: int, num_before: int, num_ahead: int, is_read: bool
+    ) -> bool:
+        """Whether a request that could start now waits for the rest of its load.
+
+        ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
+        others. A load that is late is expected to take as long again as it is late already, so a
+        disk that hangs is given up after what computing costs.
+        """
+        self._learn()
+        now = self._clock()
+        left_s = self.costs.load_seconds(num_missing, num_ahead=num_ahead)
+        load = self._loads.get(request)
+        if load is not None and is_read:
+            if load.begun_at is None:
+                load.begun_at, load.left_to_begin_s = now, left_s
+            left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
+        wait = self.costs.should_wait(num_missing=num_missing, num_before=num_before, left_s=left_s)
+        if not wait:
+            self.tokens[LoadDecision.GAVE_UP] += num_missing
+        return wait
+
+    def clear(self) -> None:
+        """No request is left."""
+        self._loads.clear()
+        self._waiting.clear()
+        self._waiting_s = 0.0

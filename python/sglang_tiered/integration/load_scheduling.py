@@ -1,0 +1,220 @@
+"""Loads from storage: which begin, how much of a prefix, and how long a request waits for one.
+
+The part of ``TieredRadixCache`` between SGLang's prefetch calls and the planner. Every method runs
+on the scheduler thread and none waits for a disk.
+
+With several ranks every decision must come out the same on all of them, and what a rank's own
+shard holds may differ after a crash, as may what it has measured. So the local index and the cost
+model are asked only by a scheduler that decides alone; with tensor parallelism the window works
+from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by SGLang;
+with pipeline parallelism SGLang's own path runs unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.integration.immediate_query import answer_at_once
+from sglang_tiered.integration.load_planner import LoadPlanner
+from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.policy.cost_model import CostModel
+from sglang_tiered.policy.prefetch import PrefetchWindow
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+__all__ = ["LoadingRadixCache"]
+
+
+class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """See the module docstring."""
+
+    # Set here because the parent's constructor calls ``reset`` before ours could run.
+    _window: PrefetchWindow[CacheRequestHandle] | None = None
+    _planner: LoadPlanner[CacheRequestHandle] | None = None
+
+    def begin_loading(self, window_tokens: int) -> None:
+        """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
+        self._window = PrefetchWindow(window_tokens)
+        self._planner = self._make_planner()
+        if self._decides_alone():
+            answer_at_once(self.cache_controller)
+
+    def _make_planner(self) -> LoadPlanner[CacheRequestHandle]:
+        assert self.storage is not None
+        page_size = int(self.page_size)
+        bytes_per_token = max(1, self.storage.page_bytes() // page_size)
+        costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token)
+        planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(costs)
+        self.storage.use_planner(planner)
+        return planner
+
+    @property
+    def storage(self) -> TieredStorage | None:
+        """The attached NVMe tier; None in host mode, or while an operator has detached it."""
+        backend = getattr(self.cache_controller, "storage_backend", None)
+        return backend if isinstance(backend, TieredStorage) else None
+
+    def _decides_alone(self) -> bool:
+        """Whether no other rank must come to the same decisions."""
+        return bool(self.tp_world_size == 1 and self.pp_size == 1)
+
+    def prefetch_from_storage(
+        self,
+        request: CacheRequestHandle,
+        last_host_node_id: int,
+        new_input_tokens: list[int],
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: list[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> bool | None:
+        """Begin a load of what pays of what the NVMe tier holds, now or in its turn.
+
+        A scheduler that decides alone compares loading with computing, and the load of a request
+        that has just come begins at once; a cold request returns at once and is admitted in the
+        same pass. A load that would overfill the window is put off until
+        ``check_prefetch_progress`` reaches the request again; SGLang drops it at that point, and
+        with it the prefix, whenever more requests return together than half the host tier holds.
+        """
+        tokens = new_input_tokens
+        is_new = False
+        if self._window is not None and self._planner is not None and self.storage is not None:
+            is_new = not self._planner.knows(request)
+            self._window.withdraw(request)
+            num_held = len(tokens) // self.page_size * self.page_size
+            if self._decides_alone():
+                hashes = self._held_pages(tokens, last_hash, extra_key, cache_salt)
+                num_held = self._planner.arrives(
+                    request,
+                    num_held=len(hashes) * self.page_size,
+                    num_new=len(tokens) + 1,
+                    num_before=len(matched_prefix_tokens or ()),
+                    num_ahead=self.cache_controller.prefetch_tokens_occupied,
+                )
+                if num_held < len(hashes) * self.page_size and self._planner.wants_probe():
+                    self.storage.probe(hashes)
+            if num_held < self.prefetch_threshold:
+                return None
+            if not self._window.has_room(num_held, self._num_loading_tokens()):
+                self._window.put_off(request)
+                return None
+            tokens = tokens[: num_held + int(self.tree_core.is_eagle)]
+        result: bool | None = super().prefetch_from_storage(
+            request,
+            last_host_node_id,
+            tokens,
+            last_hash,
+            prefix_keys,
+            matched_prefix_tokens,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+            storage_hit_end=storage_hit_end,
+        )
+        if self._planner is not None and request in self.ongoing_prefetch:
+            self._planner.begins(request)
+            if is_new and self._decides_alone():
+                # Between two steps; a repeated attempt may be in the middle of one.
+                num_answered = self.cache_controller.prefetch_hit_queue.qsize()
+                self._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)
+        return result
+
+    def _held_pages(
+        self,
+        tokens: list[int],
+        last_hash: str | None,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> list[str]:
+        """The leading pages that the NVMe tier could load now. Memory only."""
+        key = RadixKey(
+            tokens,
+            extra_key=extra_key,
+            is_bigram=self.tree_core.is_eagle,
+            cache_salt=cache_salt,
+        ).page_aligned(self.page_size)
+        if len(key) == 0 or self.storage is None:
+            return []
+        hashes: list[str] = get_storage_hash_str(key, last_hash, page_size=self.page_size)
+        return hashes[: self.storage.lookup_leading(hashes)]
+
+    def _num_loading_tokens(self) -> int:
+        """Host tokens taken by loads in flight and by loads no request has consumed yet."""
+        loading: int = self.cache_controller.prefetch_tokens_occupied
+        unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
+        return loading + unconsumed
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        """Whether the request may be admitted now: nothing it waits for is still loading."""
+        if self._window is not None and self._window.is_put_off(request):
+            if self.storage is None or (self._decides_alone() and not self.storage.serves_loads):
+                self._window.withdraw(request)
+                return True
+            if self._decides_alone() and not self._gains_by_its_turn(request):
+                self._window.withdraw(request)
+                return True
+            if not self._window.ask(request):
+                return True
+            # The scheduler repeats the load's request with a fresh match in its next pass.
+            self.storage_prefetch_retries.refetch(request.rid)
+            return False
+        ready: bool = super().check_prefetch_progress(request)
+        return ready
+
+    def _gains_by_its_turn(self, request: CacheRequestHandle) -> bool:
+        assert self._planner is not None
+        num_ahead = self.cache_controller.prefetch_tokens_occupied
+        return self._planner.gains_by_its_turn(request, num_ahead=num_ahead)
+
+    def _prefetch_deadline_expired(self, operation: Any) -> bool:
+        """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
+        stopped serving. Asked when the request could be admitted; SGLang reduces it over ranks."""
+        expired: bool = super()._prefetch_deadline_expired(operation)
+        if expired or self.storage is None or self._planner is None:
+            return expired
+        if not self.storage.serves_loads:
+            return True
+        is_read = operation.host_indices is not None
+        num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
+        num_missing = num_planned - operation.completed_tokens
+        if num_missing <= 0:
+            return False
+        occupied = self.cache_controller.prefetch_tokens_occupied
+        return not self._planner.should_wait(
+            operation.handle,
+            num_missing=num_missing,
+            num_before=operation.storage_start + operation.completed_tokens,
+            num_ahead=0 if is_read else max(0, occupied - num_planned),
+            is_read=is_read,
+        )
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        if self._planner is not None:
+            self._planner.leaves(request)
+        span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
+        return span
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        if self._window is not None:
+            self._window.withdraw(request)
+        if self._planner is not None:
+            self._planner.leaves(request)
+        super().release_aborted_request(request)
+
+    def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
+        """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
+        if self._planner is not None:
+            self._planner.note_batch(spans, seconds)
+
+    def reset(self) -> None:
+        super().reset()
+        if self._window is not None:
+            self._window.clear()
+        if self._planner is not None:
+            self._planner.clear()

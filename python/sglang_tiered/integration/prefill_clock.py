@@ -1,0 +1,58 @@
+"""``PrefillClock``: how long each prefill batch took, for the cost model.
+
+On a CPU a forward runs within ``Scheduler.run_batch``. On an accelerator ``run_batch`` only
+launches it, and ``process_batch_result`` begins by waiting for its end; the batch then took the
+time since its launch, or since the batch before it ended if that was later.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PrefillClock"]
+
+
+class PrefillClock:
+    """Two AROUND hooks of one scheduler process; scheduler thread only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended_at = 0.0
+
+    def around_run(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+        begun = self._clock()
+        result = run(scheduler, batch, *rest)
+        if _runs_within_launch(batch):
+            self._tell(scheduler, batch, self._clock() - begun)
+        return result
+
+    def around_result(
+        self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
+    ) -> Any:
+        returned = process(scheduler, batch, result)
+        ended = self._clock()
+        if not _runs_within_launch(batch) and batch.launch_ts is not None:
+            self._tell(scheduler, batch, ended - max(batch.launch_ts, self._ended_at))
+        self._ended_at = ended
+        return returned
+
+    @staticmethod
+    def _tell(scheduler: Any, batch: Any, seconds: float) -> None:
+        from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+
+        cache = scheduler.tree_cache
+        if not isinstance(cache, LoadingRadixCache) or not batch.forward_mode.is_extend():
+            return
+        if batch.hicache_consumer_index is not None and batch.hicache_consumer_index >= 0:
+            return  # it also waited for copies from the host
+        if batch.extend_lens and batch.prefix_lens:
+            spans = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+            cache.note_batch(spans, seconds)
+
+
+def _runs_within_launch(batch: Any) -> bool:
+    return bool(str(batch.device).startswith("cpu"))
