@@ -59,5 +59,6 @@ def test_bad_line_is_named_in_one_sentence(tmp_path: Path, line: str) -> None:
     assert message.endswith(".") and "\n" not in message
 
 
-def test_empty_trace_has_no_requests(tmp_path: Path) -> None:
-    assert list(read(write(tmp_path))) == []
+def test_empty_trace_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace\.jsonl is empty; expected .*Mooncake"):
+        list(read(write(tmp_path)))

@@ -1,0 +1,158 @@
+"""Cuts a file into rows without reading it whole: one JSON value a line, or one JSON array.
+
+A row that is damaged must not cost the rows after it. Lines take care of themselves; in an array,
+brackets are counted by kind, so that a missing one ends with its row, and where a quote is missing
+the search goes on at the next thing that looks like the start of a conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MAX_ROW_BYTES", "Row", "array_rows", "line_rows"]
+
+MAX_ROW_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
+
+# A whole string, a bracket, or a quote whose string does not end in the buffer.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{}]|"', re.DOTALL)
+_NEXT_ROW = re.compile(rb'\{\s*"(?:id|conversations)"\s*:')
+_BLANK = b" \t\r\n,"
+_OPENING = {ord("}"): ord("{"), ord("]"): ord("[")}
+
+
+class Row(NamedTuple):
+    number: int  # from 1
+    line: int  # where it begins, from 1
+    data: bytes
+    problem: str | None = None  # why it cannot be decoded, where the file's structure says so
+
+
+def line_rows(file: BinaryIO, max_bytes: int = MAX_ROW_BYTES) -> Iterator[Row]:
+    """Every line that is not blank. ``Row.number`` is the line number."""
+    number = 0
+    while line := file.readline(max_bytes + 1):
+        number += 1
+        if len(line) > max_bytes:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(max_bytes)
+            yield Row(number, number, b"", f"it is longer than {max_bytes:,} bytes")
+        elif line.strip():
+            yield Row(number, number, line)
+
+
+def array_rows(file: BinaryIO, max_bytes: int = MAX_ROW_BYTES) -> Iterator[Row]:
+    """The elements of the JSON array that the file is."""
+    return _ArrayCutter(file, max_bytes).rows()
+
+
+class _ArrayCutter:
+    """Holds at most one row and one chunk of the file."""
+
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._file = file
+        self._max_bytes = max_bytes
+        self._buffer = b""
+        self._start = 0  # of the row, or of what lies between two rows
+        self._next = 0  # where to look for the next token
+        self._open = bytearray()  # brackets of the row that are not closed yet
+        self._number = 0
+        self._line = 1  # of _start
+        self._done = False
+
+    def rows(self) -> Iterator[Row]:
+        self._fill()
+        self._next = self._buffer.find(b"[") + 1
+        self._advance(self._next)
+        while not self._done:
+            token = _TOKEN.search(self._buffer, self._next)
+            if token is None or token[0] == b'"':
+                self._next = len(self._buffer) if token is None else token.start()
+                yield from self._read_on()
+                continue
+            self._next = token.end()
+            if token[0] in b"[{":
+                yield from self._opened(token)
+            elif token[0] in b"]}":
+                yield from self._closed(token)
+
+    def _read_on(self) -> Iterator[Row]:
+        """More of the file, or, where there is none or the row is too long, the end of the row."""
+        if len(self._buffer) - self._start > self._max_bytes:
+            yield self._give_up(f"it is longer than {self._max_bytes:,} bytes")
+        elif not self._fill():
+            if self._open or self._gap(len(self._buffer)):
+                yield self._give_up("the file ends inside it")
+            else:
+                yield self._row(len(self._buffer), "the file ends without closing its list")
+            self._done = self._start == len(self._buffer)
+
+    def _opened(self, token: re.Match[bytes]) -> Iterator[Row]:
+        if not self._open:
+            if self._gap(token.start()):
+                yield self._row(token.start(), "it is no conversation")
+            self._advance(token.start())
+        self._open.append(token[0][0])
+
+    def _closed(self, token: re.Match[bytes]) -> Iterator[Row]:
+        if self._open:
+            self._close(_OPENING[token[0][0]])
+            if not self._open:
+                yield self._row(token.end())
+        elif token[0] == b"]":
+            if self._gap(token.start()):
+                yield self._row(token.start(), "it is no conversation")
+            self._advance(token.end())
+            yield from self._after_the_list()
+            self._done = True
+
+    def _close(self, opening: int) -> None:
+        """Closes the innermost bracket of that kind, and those within that were left open."""
+        position = self._open.rfind(opening)
+        if position >= 0:
+            del self._open[position:]
+
+    def _gap(self, end: int) -> bool:
+        """Whether something other than a comma lies between the last row and ``end``."""
+        return bool(self._buffer[self._start : end].strip(_BLANK))
+
+    def _row(self, end: int, problem: str | None = None) -> Row:
+        self._number += 1
+        data = self._buffer[self._start : end]
+        stripped = data.lstrip(_BLANK)
+        line = self._line + data[: len(data) - len(stripped)].count(b"\n")
+        row = Row(self._number, line, b"" if problem else stripped, problem)
+        self._advance(end)
+        return row
+
+    def _advance(self, end: int) -> None:
+        self._line += self._buffer.count(b"\n", self._start, end)
+        self._start = end
+
+    def _give_up(self, problem: str) -> Row:
+        """Ends a row that does not end by itself at the next thing that looks like one."""
+        found = _NEXT_ROW.search(self._buffer, self._start + 1)
+        row = self._row(found.start() if found else len(self._buffer), problem)
+        self._next = self._start
+        self._open.clear()
+        return row
+
+    def _fill(self) -> bool:
+        """Drops what is done and reads on. A string that spans chunks doubles what is read."""
+        self._buffer = self._buffer[self._start :]
+        self._next -= self._start
+        self._start = 0
+        chunk = self._file.read(max(_CHUNK_BYTES, len(self._buffer)))
+        self._buffer += chunk
+        return bool(chunk)
+
+    def _after_the_list(self) -> Iterator[Row]:
+        while not self._buffer[self._start :].strip():
+            self._advance(len(self._buffer))
+            if not self._fill():
+                return
+        yield self._row(len(self._buffer), "it comes after the end of the list")
