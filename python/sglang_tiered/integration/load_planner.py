@@ -91,6 +91,11 @@ class LoadPlanner(Generic[Request]):
         """Whether it has come and has not left."""
         return request in self._waiting
 
+    @property
+    def queue_wait_s(self) -> float:
+        """Prefill that the requests waiting now are expected to take."""
+        return self._waiting_s
+
     def arrives(
         self, request: Request, *, num_held: int, num_new: int, num_before: int, num_ahead: int
     ) -> int:

@@ -1,0 +1,140 @@
+"""Plans follow what was measured, waits end, and the books of waiting requests balance."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.integration.load_planner import STALE_AFTER_S, LoadDecision, LoadPlanner
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+
+TOKEN_S = 1e-4
+BYTES_PER_TOKEN = 1000
+LOAD_TOKEN_S = 1e-5
+
+
+class Now:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def make_planner(*, load_token_s: float = LOAD_TOKEN_S) -> tuple[LoadPlanner[str], Now]:
+    costs = CostModel(
+        page_tokens=64,
+        bytes_per_token=BYTES_PER_TOKEN,
+        prefill=PrefillCost((1e-3, TOKEN_S, 0.0)),
+        transfer=TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN)),
+    )
+    now = Now()
+    return LoadPlanner(costs, now), now
+
+
+def arrive(planner: LoadPlanner[str], request: str, num_held: int, num_new: int) -> int:
+    return planner.arrives(request, num_held=num_held, num_new=num_new, num_before=0, num_ahead=0)
+
+
+def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not() -> None:
+    fast, _ = make_planner()
+    assert arrive(fast, "r", 6400, 6500) == 6400
+    fast.begins("r")
+    assert fast.tokens[LoadDecision.LOAD] == 6400
+    slow, _ = make_planner(load_token_s=2 * TOKEN_S)
+    assert arrive(slow, "r", 6400, 6500) == 0
+    assert slow.tokens == {
+        LoadDecision.LOAD: 0,
+        LoadDecision.DECLINED: 6400,
+        LoadDecision.GAVE_UP: 0,
+    }
+
+
+def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() -> None:
+    planner, now = make_planner()
+    for _ in range(6):
+        planner.note_load(1 << 20, 30.0)
+    assert arrive(planner, "r", 6400, 6500) == 0
+    assert not planner.wants_probe()  # just measured
+    now.seconds += STALE_AFTER_S
+    assert planner.wants_probe()
+    assert not planner.wants_probe()  # one at a time
+    for _ in range(8):
+        planner.note_load(1 << 20, 1e-2)
+    assert arrive(planner, "s", 6400, 6500) == 6400
+
+
+def test_a_slow_load_is_taken_behind_a_queue_that_hides_it() -> None:
+    planner, _ = make_planner(load_token_s=2 * TOKEN_S)
+    for number in range(20):
+        arrive(planner, f"cold-{number}", 0, 6400)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    for number in range(20):
+        planner.leaves(f"cold-{number}")
+    assert arrive(planner, "r", 6400, 6500) == 0
+
+
+def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -> None:
+    planner, now = make_planner()
+    arrive(planner, "r", 6400, 6500)
+
+    def waits() -> bool:
+        return planner.should_wait("r", num_missing=6400, num_before=0, num_ahead=0, is_read=True)
+
+    assert waits()
+    now.seconds += 0.9 * 6400 * TOKEN_S
+    assert waits()
+    now.seconds += 0.3 * 6400 * TOKEN_S  # later than expected by more than computing takes
+    assert not waits()
+    assert planner.tokens[LoadDecision.GAVE_UP] == 6400
+
+
+def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
+    planner, now = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=False)
+    now.seconds += 1000  # a long forward pass of others
+    assert planner.should_wait("r", **asked, is_read=False)
+    assert planner.should_wait("r", **asked, is_read=True)
+
+
+def test_a_put_off_load_is_given_up_when_those_ahead_take_longer_than_computing() -> None:
+    planner, _ = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    assert planner.gains_by_its_turn("r", num_ahead=6400)
+    assert not planner.gains_by_its_turn("r", num_ahead=100 * 6400)
+    planner.leaves("r")
+    assert not planner.gains_by_its_turn("r", num_ahead=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 5000)), max_size=40))
+def test_the_queue_is_as_long_as_what_waits_in_it(events: list[tuple[int, bool, int]]) -> None:
+    planner, _ = make_planner(load_token_s=1.0)  # so that nothing is loaded
+    waiting: dict[str, int] = {}
+    for number, comes, length in events:
+        request = f"r{number}"
+        if comes:
+            arrive(planner, request, 0, length)
+            waiting[request] = length
+        else:
+            planner.leaves(request)
+            waiting.pop(request, None)
+        assert planner.knows(request) is (request in waiting)
+    assert planner.queue_wait_s == pytest.approx(TOKEN_S * sum(waiting.values()))
+    for request in itertools.chain(waiting):
+        planner.leaves(request)
+    assert planner.queue_wait_s == 0.0
+
+
+def test_nothing_is_left_after_clear() -> None:
+    planner, _ = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    planner.clear()
+    assert not planner.knows("r")
+    assert planner.queue_wait_s == 0.0
