@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_model
 
+from sglang_tiered.integration.compute_probe import probe_prefill
 from sglang_tiered.integration.immediate_query import answer_at_once
 from sglang_tiered.integration.load_planner import LoadPlanner
 from sglang_tiered.integration.storage_backend import TieredStorage
@@ -29,13 +32,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadingRadixCache"]
 
+MAX_ASKS_PER_STEP = 32
+"""Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
+the step must not pay for each."""
+
 
 class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """See the module docstring."""
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
-    _window: PrefetchWindow[CacheRequestHandle] | None = None
+    _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
+    _num_asks_left = 0  # in this step
 
     def begin_loading(self, window_tokens: int) -> None:
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
@@ -48,7 +56,16 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         assert self.storage is not None
         page_size = int(self.page_size)
         bytes_per_token = max(1, self.storage.page_bytes() // page_size)
-        costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token)
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        model = get_model()
+        prefill = probe_prefill(
+            model.model_path,
+            model.revision,
+            dtype=getattr(pool, "dtype", torch.float16),
+            device=str(self.device),
+            num_ranks=int(self.tp_world_size * self.pp_size),
+        )
+        costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
         planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(costs)
         self.storage.use_planner(planner)
         return planner
@@ -87,7 +104,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         is_new = False
         if self._window is not None and self._planner is not None and self.storage is not None:
             is_new = not self._planner.knows(request)
-            self._window.withdraw(request)
+            self._window.withdraw(request.rid)
             num_held = len(tokens) // self.page_size * self.page_size
             if self._decides_alone():
                 hashes = self._held_pages(tokens, last_hash, extra_key, cache_salt)
@@ -103,7 +120,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if num_held < self.prefetch_threshold:
                 return None
             if not self._window.has_room(num_held, self._num_loading_tokens()):
-                self._window.put_off(request)
+                self._window.put_off(request.rid, num_held)
                 return None
             tokens = tokens[: num_held + int(self.tree_core.is_eagle)]
         result: bool | None = super().prefetch_from_storage(
@@ -150,25 +167,38 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
         return loading + unconsumed
 
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        self._num_asks_left = MAX_ASKS_PER_STEP
+
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
-        if self._window is not None and self._window.is_put_off(request):
-            if self.storage is None or (self._decides_alone() and not self.storage.serves_loads):
-                self._window.withdraw(request)
-                return True
-            if self._decides_alone() and not self._gains_by_its_turn(request):
-                self._window.withdraw(request)
-                return True
-            if not self._window.ask(request):
-                return True
-            # The scheduler repeats the load's request with a fresh match in its next pass.
-            self.storage_prefetch_retries.refetch(request.rid)
-            return False
+        if self._window is not None and self._window.is_put_off(request.rid):
+            if self._num_asks_left == 0:
+                return False
+            self._num_asks_left -= 1
+            return not self._awaits_its_turn(request)
         ready: bool = super().check_prefetch_progress(request)
         return ready
 
+    def _awaits_its_turn(self, request: CacheRequestHandle) -> bool:
+        """Whether a request whose load was put off goes on waiting; begins it when it has room."""
+        assert self._window is not None
+        if self.storage is None or (self._decides_alone() and not self._gains_by_its_turn(request)):
+            self._window.withdraw(request.rid)
+            return False
+        if not self._window.has_turn(request.rid, self._num_loading_tokens()):
+            return True
+        if not self._window.ask(request.rid):
+            return False
+        # The scheduler repeats the load's request with a fresh match in its next pass.
+        self.storage_prefetch_retries.refetch(request.rid)
+        return True
+
     def _gains_by_its_turn(self, request: CacheRequestHandle) -> bool:
-        assert self._planner is not None
+        assert self._planner is not None and self.storage is not None
+        if not self.storage.serves_loads:
+            return False
         num_ahead = self.cache_controller.prefetch_tokens_occupied
         return self._planner.gains_by_its_turn(request, num_ahead=num_ahead)
 
@@ -202,7 +232,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         if self._window is not None:
-            self._window.withdraw(request)
+            self._window.withdraw(request.rid)
         if self._planner is not None:
             self._planner.leaves(request)
         super().release_aborted_request(request)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-__all__ = ["digest_directory", "identify_model"]
+__all__ = ["digest_directory", "find_weight_files", "identify_model"]
 
 SAMPLE_BYTES = 4096
 SAMPLE_STRIDE_BYTES = 4 << 20
@@ -64,6 +64,15 @@ def digest_directory(root: Path) -> str:
                     stream.seek(offset)
                     digest.update(_field(stream.read(SAMPLE_BYTES)))
     return digest.hexdigest()
+
+
+def find_weight_files(path: str, revision: str | None) -> list[Path]:
+    """The weight files that a model path names; empty where there are none on this machine."""
+    root = _resolve(path, revision)
+    if root is None:
+        return []
+    files = [root] if root.is_file() else sorted(file for file in root.iterdir() if file.is_file())
+    return [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
 
 
 def _resolve(path: str, revision: str | None) -> Path | None:

@@ -7,6 +7,7 @@ bounds what is loading or loaded and not yet consumed; a load beyond it is put o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 __all__ = ["PrefetchWindow"]
@@ -17,6 +18,12 @@ MAX_IGNORED_ASKS = 100
 """Asks in a row that led to no new attempt, after which the asker no longer means to load."""
 
 
+@dataclass(slots=True)
+class _PutOff:
+    num_tokens: int
+    num_asks: int = 0  # since its last attempt
+
+
 class PrefetchWindow(Generic[Request]):
     """Bookkeeping for one scheduler; not thread-safe. Sizes are tokens."""
 
@@ -24,7 +31,7 @@ class PrefetchWindow(Generic[Request]):
         if limit <= 0:
             raise ValueError(f"a prefetch window of {limit} tokens lets nothing load")
         self._limit = limit
-        self._put_off: dict[Request, int] = {}  # to the asks since its last attempt
+        self._put_off: dict[Request, _PutOff] = {}
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
         """Whether a load of ``num_tokens`` may begin beside ``num_taken`` tokens under way.
@@ -33,12 +40,16 @@ class PrefetchWindow(Generic[Request]):
         """
         return num_taken == 0 or num_taken + num_tokens <= self._limit
 
-    def put_off(self, request: Request) -> None:
-        """An attempt found no room; the request shall be asked again."""
-        self._put_off[request] = 0
+    def put_off(self, request: Request, num_tokens: int) -> None:
+        """An attempt found no room for so much; the request shall be asked again."""
+        self._put_off[request] = _PutOff(num_tokens)
 
     def is_put_off(self, request: Request) -> bool:
         return request in self._put_off
+
+    def has_turn(self, request: Request, num_taken: int) -> bool:
+        """Whether a put-off request would find room now."""
+        return self.has_room(self._put_off[request].num_tokens, num_taken)
 
     def ask(self, request: Request) -> bool:
         """Whether a put-off request should go on waiting, its load being attempted again.
@@ -46,8 +57,9 @@ class PrefetchWindow(Generic[Request]):
         False, and the request forgotten, once that was asked many times in a row without another
         attempt: whoever repeats attempts has given up, and a request must not wait for nothing.
         """
-        self._put_off[request] += 1
-        if self._put_off[request] <= MAX_IGNORED_ASKS:
+        put_off = self._put_off[request]
+        put_off.num_asks += 1
+        if put_off.num_asks <= MAX_IGNORED_ASKS:
             return True
         self.withdraw(request)
         return False

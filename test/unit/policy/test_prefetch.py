@@ -11,8 +11,10 @@ def test_loads_beyond_the_window_are_put_off_and_come_back() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(600, num_taken=400)
     assert not window.has_room(601, num_taken=400)
-    window.put_off("a")
+    window.put_off("a", 600)
     assert window.is_put_off("a")
+    assert not window.has_turn("a", num_taken=401)
+    assert window.has_turn("a", num_taken=400)
     window.withdraw("a")
     window.withdraw("a")
     assert not window.is_put_off("a")
@@ -31,16 +33,16 @@ def test_empty_window_is_refused() -> None:
 
 def test_flush_forgets_waiting_requests() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off("a")
+    window.put_off("a", 600)
     window.clear()
     assert window.num_put_off == 0
 
 
 def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off("a")
+    window.put_off("a", 600)
     assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
-    window.put_off("a")  # attempted again, still no room
+    window.put_off("a", 600)  # attempted again, still no room
     assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
     assert not window.ask("a")
     assert not window.is_put_off("a")
