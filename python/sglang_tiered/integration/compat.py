@@ -81,6 +81,11 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     f"{_CONTROLLER}._storage_hit_query": ("self", "operation"),
     f"{_CONTROLLER}._sync_prefetch_hit_query": ("self", "operation", "storage_hit_count"),
+    "sglang.srt.managers.scheduler:Scheduler.is_fully_idle": (
+        "self",
+        "for_health_check",
+        "ignore_waiting",
+    ),
     "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch"),
     "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
     f"{_TREE}.write_backup_storage": ("self", "node_id"),

@@ -4,6 +4,7 @@
 |---|---|---|
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
+| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics`` |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
@@ -46,6 +47,7 @@ def register() -> None:
     HookRegistry.register(
         f"{_SCHEDULER}.process_batch_result", clock.around_result, HookType.AROUND
     )
+    HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
     HookRegistry.register(
         f"{_SCHEDULER}.get_internal_state",
         _after_internal_state,
@@ -64,6 +66,17 @@ def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
         # A failed update may have replaced some weights, so it counts as one too.
         flushed = bool(getattr(recv_req, "flush_cache", False)) and bool(result.success)
         cache.change_weights(tree_was_flushed=flushed)
+
+
+def _after_is_fully_idle(
+    result: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
+) -> bool:
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    cache = scheduler.tree_cache
+    if not result or for_health_check or not isinstance(cache, TieredRadixCache):
+        return result
+    return cache.storage is None or cache.storage.num_transfers == 0
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:

@@ -15,7 +15,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang_tiered.integration.storage_backend import TierStats
+    from sglang_tiered.integration.tier_stats import TierStats
 
 __all__ = ["MetricsExporter", "samples"]
 

@@ -10,7 +10,6 @@ a page that was freed and given to another request would be silent corruption.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -34,33 +33,22 @@ from sglang_tiered.integration import namespace
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
-from sglang_tiered.storage.base import EngineStats, Health, Run
+from sglang_tiered.integration.tier_stats import TierStats, tier_stats
+from sglang_tiered.storage.base import Health, Run
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.integration.load_planner import LoadDecision, LoadPlanner
-    from sglang_tiered.policy.admission import Outcome
+    from sglang_tiered.integration.load_planner import LoadPlanner
     from sglang_tiered.storage.base import Job, Page, TierEngine
 
-__all__ = ["TierStats", "TieredStorage"]
+__all__ = ["TieredStorage"]
 
 MAX_PROBE_PAGES = 16
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierStats(EngineStats):
-    """What the engine counts, and what admission made of the pages that were offered."""
-
-    admission: dict[Outcome, int]
-    write_budget_bytes: float | None
-    load_decisions: dict[LoadDecision, int]  # tokens, on this rank
-    prefill_tokens_per_s: float | None  # of a cold prompt of 2,048 tokens; None before a batch
-    load_bytes_per_s: float | None  # of a load of 16 MiB; None before one
 
 
 class TieredStorage(HiCacheStorage):  # type: ignore[misc]
@@ -83,6 +71,8 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         self._namespace = b""
         self._stores_suspended = False
         self._planner: LoadPlanner[Any] | None = None
+        self._transfer_lock = threading.Lock()
+        self.num_transfers = 0  # calls that have host pages in use; any thread may read it
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -198,27 +188,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         return self._require_engine().stats().health is Health.RUNNING
 
     def stats(self) -> TierStats:
-        engine = self._require_engine().stats()
-        return TierStats(
-            **{field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)},
-            admission=self.gate.outcomes,
-            write_budget_bytes=self.gate.budget_bytes,
-            **self._learnt(),
-        )
-
-    def _learnt(self) -> dict[str, Any]:
-        if self._planner is None:
-            return {
-                "load_decisions": {},
-                "prefill_tokens_per_s": None,
-                "load_bytes_per_s": None,
-            }
-        prefill, transfer = self._planner.costs.prefill, self._planner.costs.transfer
-        return {
-            "load_decisions": dict(self._planner.tokens),
-            "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
-            "load_bytes_per_s": transfer.bytes_per_s if transfer.num_observed else None,
-        }
+        return tier_stats(self._require_engine().stats(), self.gate, self._planner)
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -357,8 +327,15 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         hashes: Sequence[str],
         pages: tuple[Page, ...],
     ) -> list[bool]:
-        job = submit(Run(keys=tuple(engine_keys(pool, hashes)), pages=pages))
-        job.wait()
+        run = Run(keys=tuple(engine_keys(pool, hashes)), pages=pages)
+        with self._transfer_lock:
+            self.num_transfers += 1
+        try:
+            job = submit(run)
+            job.wait()
+        finally:
+            with self._transfer_lock:
+                self.num_transfers -= 1
         self._require_engine().poll()  # every caller waits for its own job: no reports needed
         return job.ok
 

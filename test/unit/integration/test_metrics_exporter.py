@@ -9,7 +9,7 @@ import prometheus_client
 
 from sglang_tiered.integration.load_planner import LoadDecision
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
-from sglang_tiered.integration.storage_backend import TierStats
+from sglang_tiered.integration.tier_stats import TierStats
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.storage.base import Health, JobKind, Reason

@@ -1,0 +1,47 @@
+"""Found on a server's PYTHONPATH: reads of the NVMe tier take as long as the file named by
+``SLOW_DISK_FILE`` says, in seconds; no time where it is empty or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import os
+import sys
+import time
+from typing import Any
+
+MODULE = "sglang_tiered.storage.region.device"
+
+
+class _SlowDisk(importlib.abc.MetaPathFinder):
+    """Wraps the device's read once its module is loaded."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: Any) -> None:
+            execute(module)
+            read = module.FileDevice.readv
+
+            def slow_read(device: Any, *arguments: Any) -> int:
+                delay_s = 0.0
+                with contextlib.suppress(OSError, ValueError), open(FILE) as file:
+                    delay_s = float(file.read())
+                time.sleep(delay_s)
+                return int(read(device, *arguments))
+
+            module.FileDevice.readv = slow_read
+
+        spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+FILE = os.environ.get("SLOW_DISK_FILE", "")
+if FILE:
+    sys.meta_path.insert(0, _SlowDisk())
