@@ -77,9 +77,11 @@ class PrefillCost:
         return per_token * new + per_pair * _pairs(new, before)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of a cold prompt of typical length."""
-        return TYPICAL_PREFILL_TOKENS / self.seconds(TYPICAL_PREFILL_TOKENS, 0)
+    def tokens_per_s(self) -> float | None:
+        """Of a cold prompt of typical length; ``None`` while all seems to be fixed cost, as one
+        short and late batch makes it look."""
+        seconds = self.seconds(TYPICAL_PREFILL_TOKENS, 0)
+        return TYPICAL_PREFILL_TOKENS / seconds if seconds > 0 else None
 
 
 class TransferCost:
@@ -110,9 +112,10 @@ class TransferCost:
         return self._cost.predict((num_loads, num_bytes))
 
     @property
-    def bytes_per_s(self) -> float:
-        """Of a load of typical size."""
-        return TYPICAL_TRANSFER_BYTES / self.seconds(TYPICAL_TRANSFER_BYTES)
+    def bytes_per_s(self) -> float | None:
+        """Of a load of typical size; ``None`` while loads seem to take no time."""
+        seconds = self.seconds(TYPICAL_TRANSFER_BYTES)
+        return TYPICAL_TRANSFER_BYTES / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

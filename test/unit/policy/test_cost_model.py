@@ -197,3 +197,11 @@ def test_senseless_prices_are_refused() -> None:
         LearntCost((-1.0,), (1.0,), level_half_life=1, price_half_life=1)
     with pytest.raises(ValueError, match="page of 0 tokens"):
         CostModel(page_tokens=0, bytes_per_token=1)
+
+
+def test_late_short_batches_that_look_like_fixed_cost_alone_end_no_report() -> None:
+    prefill = PrefillCost()
+    for new, seconds in ((64, 0.11), (8, 4.99), (2, 1.54), (2, 4.25)):
+        prefill.observe([(new, 0)], seconds)
+    assert prefill.seconds(2048, 0) == 0
+    assert prefill.tokens_per_s is None
