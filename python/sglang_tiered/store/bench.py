@@ -28,7 +28,7 @@ from sglang_tiered.storage.base import KEY_BYTES, JobKind, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
 from sglang_tiered.store.holder import find_holder
-from sglang_tiered.store.report import note, print_lines, print_table, write_json
+from sglang_tiered.terminal import note, print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import os
 import re
-import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from sglang_tiered.errors import ConfigError, TieredError
 from sglang_tiered.storage.base import KEY_BYTES
 from sglang_tiered.storage.region.format import parse_region_name
+from sglang_tiered.terminal import Parser, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,43 +80,16 @@ _EXAMPLES = {
     "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete",
     "bench": "  {0} bench /nvme --bytes 4GiB",
 }
-_STOPPED = 130  # as a shell reports Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
-    code = _run(arguments)
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        _discard_output()
-        if code == 0 and not isinstance(error, BrokenPipeError):
-            _say(f"the output cannot be written ({error.strerror}); write it elsewhere")
-            code = 2
-    return code
+    return run_program(lambda: _run(arguments))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    try:
-        try:
-            options = _parser().parse_args(arguments)
-        except SystemExit as end:  # --help
-            return int(end.code or 0)
-        return _command(options.command)(options)
-    except BrokenPipeError:  # the reader has all it wanted
-        return 0
-    except KeyboardInterrupt:
-        _say("stopped")
-        return _STOPPED
-    except TieredError as error:
-        _say(str(error))
-        return 2
-    except OSError as error:
-        where = "the output or a file" if error.filename is None else error.filename
-        what = "removed while this ran" if error.errno == errno.ENOENT else error.strerror
-        _say(f"{where} cannot be used ({what}); check permissions, limits and free space")
-        return 2
+    options = _parser().parse_args(arguments)
+    return _command(options.command)(options)
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -137,30 +107,9 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _say(sentence: str) -> None:
-    print(f"sglang-tiered: {sentence}", file=sys.stderr)
-
-
-def _discard_output() -> None:
-    """What is still buffered must not fail again when Python ends."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a command line it cannot take with one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help tells what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        prog=_PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout
-    )
+    parser = Parser(prog=_PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )

@@ -11,9 +11,10 @@ from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
 from sglang_tiered.storage.region.walk import read_run
-from sglang_tiered.store.report import note, print_lines, problem_json, problem_text
+from sglang_tiered.store.report import problem_json, problem_text
 from sglang_tiered.store.scan import ShardReader, check_regions
 from sglang_tiered.store.target import resolve
+from sglang_tiered.terminal import note, print_lines
 
 if TYPE_CHECKING:
     import argparse

@@ -28,17 +28,10 @@ from sglang_tiered.storage.region.directory import (
 from sglang_tiered.storage.region.format import FORMAT_VERSION, parse_region_name
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
 from sglang_tiered.store.holder import Holder
-from sglang_tiered.store.report import (
-    MAX_LISTED,
-    describe,
-    holder_json,
-    print_lines,
-    print_table,
-    printable,
-    write_json,
-)
+from sglang_tiered.store.report import MAX_LISTED, describe, holder_json
 from sglang_tiered.store.scan import ShardReader, identities, totals
 from sglang_tiered.store.target import LEFTOVERS, SHARD_PREFIX, resolve
+from sglang_tiered.terminal import print_lines, print_table, printable, write_json
 
 if TYPE_CHECKING:
     import argparse

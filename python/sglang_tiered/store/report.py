@@ -1,21 +1,13 @@
-"""How the tools speak: tables for people, JSON for programs, notes on stderr."""
+"""What the tools say of stores: ages, holders, findings."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
-from io import StringIO
-from typing import TYPE_CHECKING, Any, Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.store.holder import Holder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.region.inspection import Problem, RegionView
     from sglang_tiered.store.target import Target
@@ -25,54 +17,12 @@ __all__ = [
     "age_text",
     "describe",
     "holder_json",
-    "note",
-    "print_lines",
-    "print_table",
-    "printable",
     "problem_json",
     "problem_text",
-    "write_json",
 ]
 
 MAX_LISTED = 50
 """Findings of one kind in a table for people; JSON has them all."""
-
-_PIPE_WIDTH = 240
-
-
-def printable(text: str) -> str:
-    """Names on disk may hold anything; a terminal must not obey them."""
-    return text if text.isprintable() else ascii(text)
-
-
-def write_json(report: object) -> None:
-    print(json.dumps(report, indent=2))
-
-
-def note(text: str) -> None:
-    print(f"sglang-tiered: {printable(text)}", file=sys.stderr)
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(printable(line))
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """The first ``left`` columns are names, the others figures."""
-    # Rendered first and printed then, as rich would end the process at a closed pipe.
-    shown = Console().is_terminal
-    width = shutil.get_terminal_size().columns if shown else _PIPE_WIDTH
-    rendered = StringIO()
-    console = Console(file=rendered, force_terminal=shown, width=width)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "left" if index < left else "right"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    console.print(table)
-    print("\n".join(line.rstrip() for line in rendered.getvalue().splitlines()))
 
 
 def age_text(seconds: float | None) -> str:

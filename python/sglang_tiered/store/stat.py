@@ -15,14 +15,12 @@ from sglang_tiered.store.report import (
     age_text,
     describe,
     holder_json,
-    print_lines,
-    print_table,
     problem_json,
     problem_text,
-    write_json,
 )
 from sglang_tiered.store.scan import ShardReader, identities, totals
 from sglang_tiered.store.target import resolve
+from sglang_tiered.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse

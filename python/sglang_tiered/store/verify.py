@@ -18,18 +18,10 @@ from rich.progress import (
 from sglang_tiered.config import format_bytes
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.store.holder import Holder
-from sglang_tiered.store.report import (
-    MAX_LISTED,
-    describe,
-    holder_json,
-    print_lines,
-    print_table,
-    problem_json,
-    problem_text,
-    write_json,
-)
+from sglang_tiered.store.report import MAX_LISTED, describe, holder_json, problem_json, problem_text
 from sglang_tiered.store.scan import Meter, ShardReader, check_regions
 from sglang_tiered.store.target import resolve
+from sglang_tiered.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse

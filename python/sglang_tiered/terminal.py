@@ -1,0 +1,126 @@
+"""How the command line tools speak: tables for people, JSON for programs, notes on stderr; and how
+they end, whatever happens."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+from io import StringIO
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sglang_tiered.errors import ConfigError, TieredError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = [
+    "Parser",
+    "note",
+    "print_lines",
+    "print_table",
+    "printable",
+    "run_program",
+    "write_json",
+]
+
+_PIPE_WIDTH = 240
+_STOPPED = 130  # as a shell reports Ctrl-C
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a command line it cannot take with one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help tells what there is.")
+
+
+def run_program(program: Callable[[], int]) -> int:
+    """Run a command line program to its exit code: one sentence on stderr and 2 for what it cannot
+    use, 130 for Ctrl-C, and silence when nobody reads its output any more."""
+    code = _run(program)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        _discard_output()
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            _say(f"the output cannot be written ({error.strerror}); write it elsewhere")
+            code = 2
+    return code
+
+
+def _run(program: Callable[[], int]) -> int:
+    try:
+        try:
+            return program()
+        except SystemExit as end:  # --help
+            return int(end.code or 0)
+    except BrokenPipeError:  # the reader has all it wanted
+        return 0
+    except KeyboardInterrupt:
+        _say("stopped")
+        return _STOPPED
+    except TieredError as error:
+        _say(str(error))
+        return 2
+    except OSError as error:
+        where = "the output or a file" if error.filename is None else error.filename
+        what = "removed while this ran" if error.errno == errno.ENOENT else error.strerror
+        _say(f"{where} cannot be used ({what}); check permissions, limits and free space")
+        return 2
+
+
+def _say(sentence: str) -> None:
+    print(f"sglang-tiered: {sentence}", file=sys.stderr)
+
+
+def _discard_output() -> None:
+    """What is still buffered must not fail again when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def printable(text: str) -> str:
+    """Names on disk may hold anything; a terminal must not obey them."""
+    return text if text.isprintable() else ascii(text)
+
+
+def write_json(report: object) -> None:
+    print(json.dumps(report, indent=2))
+
+
+def note(text: str) -> None:
+    print(f"sglang-tiered: {printable(text)}", file=sys.stderr)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(printable(line))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """The first ``left`` columns are names, the others figures."""
+    # Rendered first and printed then, as rich would end the process at a closed pipe.
+    shown = Console().is_terminal
+    width = shutil.get_terminal_size().columns if shown else _PIPE_WIDTH
+    rendered = StringIO()
+    console = Console(file=rendered, force_terminal=shown, width=width)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if index < left else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(table)
+    print("\n".join(line.rstrip() for line in rendered.getvalue().splitlines()))
