@@ -21,6 +21,7 @@ _CHUNK_BYTES = 1 << 20
 # A whole string, a bracket, or a quote whose string does not end in the buffer.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{}]|"', re.DOTALL)
 _NEXT_ROW = re.compile(rb'\{\s*"(?:id|conversations)"\s*:')
+_NEXT_ROW_BYTES = 64  # kept when looking for one, as it may begin before the end of a chunk
 _BLANK = b" \t\r\n,"
 _OPENING = {ord("}"): ord("{"), ord("]"): ord("[")}
 
@@ -85,40 +86,46 @@ class _ArrayCutter:
         if len(self._buffer) - self._start > self._max_bytes:
             yield self._give_up(f"it is longer than {self._max_bytes:,} bytes")
         elif not self._fill():
-            if self._open or self._gap(len(self._buffer)):
+            if self._open:
                 yield self._give_up("the file ends inside it")
             else:
-                yield self._row(len(self._buffer), "the file ends without closing its list")
+                yield from self._ended()
             self._done = self._start == len(self._buffer)
+
+    def _ended(self) -> Iterator[Row]:
+        """What lies between the last row and the end of the file should be the closing bracket."""
+        gap = self._buffer[self._start :].strip(_BLANK)
+        end = len(self._buffer)
+        if not gap:
+            yield self._row(end, "the file ends without closing its list")
+        elif gap == b"]":
+            self._advance(end)
+        elif gap.startswith(b"]"):
+            yield self._row(end, "it comes after the end of the list")
+        elif gap.endswith(b"]"):
+            yield self._row(end, "it is no conversation")
+        else:
+            yield self._give_up("the file ends inside it")
 
     def _opened(self, token: re.Match[bytes]) -> Iterator[Row]:
         if not self._open:
-            if self._gap(token.start()):
+            if self._buffer[self._start : token.start()].strip(_BLANK):
                 yield self._row(token.start(), "it is no conversation")
             self._advance(token.start())
         self._open.append(token[0][0])
 
     def _closed(self, token: re.Match[bytes]) -> Iterator[Row]:
+        # A bracket that closes nothing of a row is the list's own only if nothing follows.
         if self._open:
             self._close(_OPENING[token[0][0]])
             if not self._open:
                 yield self._row(token.end())
-        elif token[0] == b"]":
-            if self._gap(token.start()):
-                yield self._row(token.start(), "it is no conversation")
-            self._advance(token.end())
-            yield from self._after_the_list()
-            self._done = True
 
     def _close(self, opening: int) -> None:
         """Closes the innermost bracket of that kind, and those within that were left open."""
         position = self._open.rfind(opening)
         if position >= 0:
             del self._open[position:]
-
-    def _gap(self, end: int) -> bool:
-        """Whether something other than a comma lies between the last row and ``end``."""
-        return bool(self._buffer[self._start : end].strip(_BLANK))
 
     def _row(self, end: int, problem: str | None = None) -> Row:
         self._number += 1
@@ -136,7 +143,15 @@ class _ArrayCutter:
     def _give_up(self, problem: str) -> Row:
         """Ends a row that does not end by itself at the next thing that looks like one."""
         found = _NEXT_ROW.search(self._buffer, self._start + 1)
-        row = self._row(found.start() if found else len(self._buffer), problem)
+        end = max(self._start + 1, len(self._buffer) - _NEXT_ROW_BYTES)
+        row = self._row(found.start() if found else end, problem)
+        while not found:
+            more = self._fill()
+            found = _NEXT_ROW.search(self._buffer)
+            keep = 0 if not more else _NEXT_ROW_BYTES
+            self._advance(found.start() if found else max(0, len(self._buffer) - keep))
+            if not more:
+                break
         self._next = self._start
         self._open.clear()
         return row
@@ -149,10 +164,3 @@ class _ArrayCutter:
         chunk = self._file.read(max(_CHUNK_BYTES, len(self._buffer)))
         self._buffer += chunk
         return bool(chunk)
-
-    def _after_the_list(self) -> Iterator[Row]:
-        while not self._buffer[self._start :].strip():
-            self._advance(len(self._buffer))
-            if not self._fill():
-                return
-        yield self._row(len(self._buffer), "it comes after the end of the list")

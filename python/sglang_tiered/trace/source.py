@@ -151,7 +151,8 @@ def detect(head: bytes, path: Path) -> Format:
         return Format.BAILIAN if b'"chat_id"' in head else Format.MOONCAKE
     if b'"conversations"' in head or head.split() == [b"[]"]:
         return Format.SHAREGPT
-    beginning = ascii(head.lstrip()[:40].decode("utf-8", "replace"))
+    head = head.lstrip()
+    beginning = ascii(head.split(b"\n", 1)[0][:40].decode("utf-8", "replace"))
     raise TraceError(
         f"{path} is in no known format (line 1 begins with {beginning}); expected {_KNOWN}, or say "
         "which with --format."

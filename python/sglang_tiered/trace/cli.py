@@ -1,0 +1,63 @@
+"""The command line of ``python -m sglang_tiered.trace``. A command is a module with
+``add_arguments(parser)`` and ``run(options) -> int``; one line in ``_COMMANDS`` adds it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING
+
+from sglang_tiered.terminal import Parser, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Reads recorded workloads (ShareGPT, Mooncake and Qwen-Bailian traces), says what a
+cache can make of them, and makes others of them.
+"""
+_EPILOG = """\
+exit code:
+  0  fine
+  1  nothing in the trace can be used
+  2  a command line or a file that cannot be used; one sentence says why
+
+%(prog)s COMMAND --help tells more of each command.
+"""
+# Name, module, and the line that --help has for it. Modules import what is heavy when they run.
+_COMMANDS = (
+    ("stat", "sglang_tiered.trace.stat", "lengths, turns, reuse, and hit rate by cache size"),
+    ("convert", "sglang_tiered.trace.convert", "ShareGPT or Qwen-Bailian to Mooncake; slices"),
+    ("scale", "sglang_tiered.trace.scale", "shrink a trace to a model and a machine"),
+    ("generate", "sglang_tiered.trace.generate", "make up a trace with published statistics"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    return run_program(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m sglang_tiered.trace",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    for name, module_name, line in _COMMANDS:
+        module = importlib.import_module(module_name)
+        command = commands.add_parser(name, help=line)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,92 @@
+"""Conversations like those of ShareGPT, with text, some behind a shared system prompt.
+
+Where the numbers are from:
+
+* 73% of conversations have more than one turn: Gao et al., CachedAttention (USENIX ATC 2024), by
+  its abstract;
+* 3.51 turns, 94.5 tokens a question and 348.5 an answer in the mean: the ShareGPT row of the table
+  in Zhao et al., WildChat (ICLR 2024), quoted from memory by this project's survey, not checked;
+* gaps between turns: ``trace.arrivals``;
+* how lengths scatter (lognormal, sigma 1.2 for questions and 0.8 for answers), how many system
+  prompts there are, how long they are and who has one: ours, nothing published is behind them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sglang_tiered.trace.generator.draws import Draws
+from sglang_tiered.trace.generator.words import text
+from sglang_tiered.trace.text import BYTES_PER_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ANSWER_TOKENS", "MEAN_TURNS", "MULTI_TURN", "QUESTION_TOKENS", "Shape", "rows"]
+
+MULTI_TURN = 0.73
+MEAN_TURNS = 3.51
+QUESTION_TOKENS = 94.5
+ANSWER_TOKENS = 348.5
+
+_QUESTION_SIGMA = 1.2
+_ANSWER_SIGMA = 0.8
+_MAX_TURN_TOKENS = 8192
+_MAX_TURNS = 200
+_SYSTEM_SEED = -1  # of the draws that system prompts come from; conversations count from 0
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What is ours to choose. A share of ``system_share`` of the conversations begins with one of
+    ``num_system_prompts`` prompts of ``system_tokens`` tokens, the n-th 1/n times as often as the
+    first."""
+
+    num_conversations: int = 1000
+    seed: int = 0
+    num_system_prompts: int = 8
+    system_tokens: int = 512
+    system_share: float = 0.5
+
+
+def rows(shape: Shape) -> Iterator[bytes]:
+    """Each conversation as JSON, from the same seed the same bytes."""
+    system_draws = Draws(shape.seed, _SYSTEM_SEED)
+    prompts = [
+        text(system_draws, shape.system_tokens * BYTES_PER_TOKEN)
+        for _ in range(shape.num_system_prompts)
+    ]
+    ranks = list(itertools.accumulate(1 / rank for rank in range(1, len(prompts) + 1)))
+    for number in range(shape.num_conversations):
+        draws = Draws(shape.seed, number)
+        turns = []
+        if prompts and draws.happens(shape.system_share):
+            turns.append({"from": "system", "value": prompts[draws.index(ranks)]})
+        for _ in range(_num_turns(draws)):
+            for speaker, mean, sigma in (
+                ("human", QUESTION_TOKENS, _QUESTION_SIGMA),
+                ("gpt", ANSWER_TOKENS, _ANSWER_SIGMA),
+            ):
+                turns.append({"from": speaker, "value": text(draws, _bytes(draws, mean, sigma))})
+        row = {"id": f"generated_{shape.seed}_{number}", "conversations": turns}
+        yield json.dumps(row).encode()
+
+
+def _num_turns(draws: Draws) -> int:
+    """One with the published chance; otherwise two and a geometric number more, which brings the
+    mean to the published one."""
+    if not draws.happens(MULTI_TURN):
+        return 1
+    more = (MEAN_TURNS - (1 - MULTI_TURN)) / MULTI_TURN - 2
+    chance = more / (1 + more)
+    return min(_MAX_TURNS, 2 + int(math.log(draws.share()) / math.log(chance)))
+
+
+def _bytes(draws: Draws, mean_tokens: float, sigma: float) -> int:
+    median = mean_tokens / math.exp(sigma * sigma / 2)
+    tokens = min(draws.lognormal(median, sigma), _MAX_TURN_TOKENS)
+    return max(1, round(tokens * BYTES_PER_TOKEN))

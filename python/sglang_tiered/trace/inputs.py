@@ -1,0 +1,187 @@
+"""The arguments that name a trace, and how commands load it: progress, bad rows, order."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from sglang_tiered.terminal import note, printable
+from sglang_tiered.trace.source import DATA_VARIABLE, Format, find
+from sglang_tiered.trace.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.trace.request import TraceRequest
+    from sglang_tiered.trace.text import Tokens
+
+__all__ = [
+    "Input",
+    "add_input_arguments",
+    "add_output_argument",
+    "bar",
+    "layout",
+    "number",
+    "positive",
+    "real",
+]
+
+Progress: TypeAlias = "Callable[[int], None]"
+
+_MIN_BAR_BYTES = 16 << 20  # smaller files are read before a bar is drawn
+
+
+def layout(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
+    """The text of ``COMMAND --help``, as it is written."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = description
+    parser.epilog = f"examples:\n{examples}"
+
+
+def add_input_arguments(parser: argparse.ArgumentParser, block_tokens: str) -> None:
+    """``block_tokens`` is the help of --block-tokens."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        nargs="?",
+        help=f"a trace file, as it is or below ${DATA_VARIABLE}; or a folder with one trace in it "
+        f"(default: ${DATA_VARIABLE})",
+    )
+    parser.add_argument(
+        "--format",
+        choices=[known.value for known in Format],
+        help="what the file is (default: told from its content)",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop at the first bad row (default: skip it, and say how many were skipped)",
+    )
+    parser.add_argument("--limit", metavar="N", type=positive, help="only the first N requests")
+    parser.add_argument("--block-tokens", metavar="N", type=positive, help=block_tokens)
+    text = parser.add_argument_group("text (ShareGPT only)")
+    text.add_argument(
+        "--bytes-per-token",
+        metavar="N",
+        type=positive,
+        default=4,
+        help="UTF-8 bytes a token is taken to be (default: %(default)s)",
+    )
+    text.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="count with this tokenizer.json, or the one in this folder, instead",
+    )
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="where to; a file that does not exist yet, or - for standard output",
+    )
+
+
+class Input:
+    """The trace that a command line names. Raises ``TieredError`` for one that cannot be read."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.path = find(options.trace)
+        self.tally = Tally(strict=options.strict)
+        self._options = options
+
+    def stream(self) -> Iterator[TraceRequest]:
+        """The requests as they lie in the file."""
+        from sglang_tiered.trace.reader import read_trace
+
+        options = self._options
+        with bar(f"reading {self.path.name}", self.path.stat().st_size) as advance:
+            requests = read_trace(
+                self.path,
+                format=Format(options.format) if options.format else None,
+                tally=self.tally,
+                tokens=self._tokens(),
+                on_bytes=advance,
+            )
+            yield from itertools.islice(requests, options.limit)
+
+    def _tokens(self) -> Tokens:
+        from sglang_tiered.trace.mooncake import BLOCK_TOKENS
+        from sglang_tiered.trace.text import Tokens, load_tokenizer
+
+        block_tokens = self._options.block_tokens or BLOCK_TOKENS
+        if self._options.tokenizer is not None:
+            return load_tokenizer(self._options.tokenizer, block_tokens)
+        return Tokens(block_tokens, self._options.bytes_per_token)
+
+    def load(self) -> list[TraceRequest]:
+        """All requests in order of arrival; says what was skipped. Empty when nothing is usable."""
+        requests = list(self.stream())
+        self.report()
+        return self.in_order(requests)
+
+    def in_order(self, requests: list[TraceRequest]) -> list[TraceRequest]:
+        times = [request.arrival_s for request in requests]
+        if any(
+            before is not None and after is not None and after < before
+            for before, after in itertools.pairwise(times)
+        ):
+            note("the file is not in order of arrival; its requests were sorted.")
+            requests.sort(key=lambda request: request.arrival_s or 0.0)
+        return requests
+
+    def report(self) -> None:
+        """Say what was not used, and when nothing was."""
+        if (summary := self.tally.summary()) is not None:
+            note(summary)
+        if not self.tally.num_requests:
+            note(f"{self.path} has no request that can be used; check it, or give --format.")
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int, least: int = _MIN_BAR_BYTES) -> Iterator[Progress]:
+    """Shows on a terminal how far a long piece of work is. Yields what is told."""
+    if total < least or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(printable(what), total=total)
+        yield lambda done: shown.update(task, completed=done)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return number(text, 1)
+
+
+def number(text: str, least: int = 0) -> int:
+    """A whole number, with k or M for thousands or millions."""
+    match = re.fullmatch(r"([0-9]{1,12})([kM]?)", text)
+    value = int(match[1]) * {"": 1, "k": 1000, "M": 1_000_000}[match[2]] if match else -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+    return value
+
+
+def real(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

@@ -1,0 +1,156 @@
+"""``scale``: shrink a trace to a model and a machine, and say what stayed the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.terminal import note, print_table
+from sglang_tiered.trace.inputs import (
+    Input,
+    add_input_arguments,
+    add_output_argument,
+    layout,
+    number,
+    positive,
+    real,
+)
+from sglang_tiered.trace.writing import check_free
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from sglang_tiered.trace.request import TraceRequest
+
+__all__ = ["add_arguments", "compare", "run"]
+
+_DESCRIPTION = """\
+Multiplies all lengths by one factor, the block size with them, so that every request
+keeps its blocks and with them its hits. Writes Mooncake JSON lines with the new block
+size in them (block_size), and sessions and turns (inferred where the trace has none).
+Prints the ratios that matter to a cache, before and after.
+
+--tokens-max alone shrinks until the longest request fits. With --block-tokens too, that
+gives the factor, and requests which would still be longer are left out: the longest few
+of a trace are often many times the median, which would shrink to nothing with them.
+"""
+_EXAMPLES = """\
+  python -m sglang_tiered.trace scale conversation.jsonl --tokens-max 4096 --block-tokens 64 \\
+      --sessions 200 --time-factor 0.1 -o small.jsonl
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    layout(parser, _DESCRIPTION, _EXAMPLES)
+    add_input_arguments(
+        parser, "tokens in a block afterwards (default: as many as --tokens-max allows)"
+    )
+    add_output_argument(parser)
+    parser.add_argument(
+        "--tokens-max", metavar="N", type=positive, help="longest prompt and answer together"
+    )
+    parser.add_argument(
+        "--sessions", metavar="N", type=positive, help="keep N conversations, drawn by --seed"
+    )
+    parser.add_argument(
+        "--time-factor",
+        metavar="F",
+        type=real,
+        default=1.0,
+        help="multiplies arrival times; 0.1 is ten times the load (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rate", metavar="R", type=real, help="as --time-factor, to so many requests a second"
+    )
+    parser.add_argument("--seed", metavar="N", type=number, default=0, help="of the draw")
+
+
+def run(options: argparse.Namespace) -> int:
+    from sglang_tiered.trace.arrivals import with_arrivals
+    from sglang_tiered.trace.scaling import Scaling, scale
+    from sglang_tiered.trace.writing import write_mooncake
+
+    if options.rate is not None and options.time_factor != 1.0:
+        raise ConfigError("--rate and --time-factor both set the time; give one of them.")
+    check_free(options.output)
+    source = Input(options)
+    requests = source.load()
+    if not requests:
+        return 1
+    if requests[0].arrival_s is None:
+        requests = list(with_arrivals(requests, conversations_per_s=1.0, seed=options.seed))
+        note("the trace has no times; conversations begin once a second on average.")
+    scaling = Scaling(
+        tokens_max=options.tokens_max,
+        block_tokens=options.block_tokens,
+        num_sessions=options.sessions,
+        time_factor=options.time_factor,
+        seed=options.seed,
+    )
+    scaled = scale(requests, scaling)
+    if options.rate is not None:
+        scaled = _at_rate(scaled, options.rate)
+    write_mooncake(scaled, options.output)
+    # Beside a trace on standard output there is room on stderr only.
+    if str(options.output) != "-":
+        print_table(["", "before", "after"], compare(requests, scaled))
+    return 0
+
+
+def _at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
+    import msgspec
+
+    duration_s = requests[-1].arrival_s or 0.0
+    factor = len(requests) / rate / duration_s if duration_s else 1.0
+    return [
+        msgspec.structs.replace(request, arrival_s=(request.arrival_s or 0.0) * factor)
+        for request in requests
+    ]
+
+
+def compare(
+    before: Sequence[TraceRequest], after: Sequence[TraceRequest]
+) -> list[tuple[str, str, str]]:
+    """Rows of a table: the ratios that scaling means to keep, then what it means to change."""
+    return [
+        (name, one, other)
+        for (name, one), (_, other) in zip(_ratios(before), _ratios(after), strict=True)
+    ]
+
+
+def _ratios(requests: Sequence[TraceRequest]) -> list[tuple[str, str]]:
+    from sglang_tiered.trace.figures import CURVE_SHARES, describe
+
+    figures = describe(requests)
+    curve = _curve(requests, CURVE_SHARES)
+    turns = figures["turns"]
+    contexts = sorted(request.context_length for request in requests)
+    prompts = sum(request.input_length for request in requests)
+    median = contexts[len(contexts) // 2]
+    rows: list[tuple[str, Any]] = [
+        ("ideal hit rate, blocks", f"{figures['ideal_hit_rate']:.1%}"),
+        ("ideal hit rate, tokens", f"{figures['ideal_token_hit_rate']:.1%}"),
+        *((f"LRU hit rate at {share:.0%} of working set", f"{rate:.1%}") for share, rate in curve),
+        ("requests per conversation", f"{len(requests) / turns['num_conversations']:.2f}"),
+        ("requests in their first turn", f"{turns['share']['1']:.1%}"),
+        ("prompt tokens over context tokens", f"{prompts / max(1, sum(contexts)):.1%}"),
+        ("median context over longest", f"{median / max(1, contexts[-1]):.1%}"),
+        ("requests", f"{len(requests):,}"),
+        ("working set, tokens", f"{figures['working_set_tokens']:,}"),
+        ("median and longest context", f"{median:,} and {contexts[-1]:,}"),
+        ("block, tokens", f"{figures['block_tokens']}"),
+        ("requests a second", "-" if figures["rate_per_s"] is None else _rate(figures)),
+    ]
+    return rows
+
+
+def _rate(figures: dict[str, Any]) -> str:
+    return f"{figures['rate_per_s']:.2f}"
+
+
+def _curve(requests: Sequence[TraceRequest], shares: Sequence[float]) -> list[tuple[float, float]]:
+    from sglang_tiered.trace.reuse import measure
+
+    reuse = measure(requests)
+    return [(share, reuse.hit_rate(round(share * reuse.num_unique))) for share in shares[:-1]]

@@ -1,0 +1,242 @@
+"""Traces of any shape: LRU by distances, conversion, prompts, and readers fed anything."""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_tiered.errors import TraceError
+from sglang_tiered.trace import mooncake
+from sglang_tiered.trace.arrivals import with_arrivals
+from sglang_tiered.trace.blocks import with_block_tokens
+from sglang_tiered.trace.prompts import prompt_tokens
+from sglang_tiered.trace.reader import read_trace
+from sglang_tiered.trace.request import MAX_BLOCK_ID, TraceRequest
+from sglang_tiered.trace.reuse import measure
+from sglang_tiered.trace.rows import array_rows
+from sglang_tiered.trace.scaling import Scaling, scale
+from sglang_tiered.trace.source import Format
+from sglang_tiered.trace.tally import Tally
+
+BLOCK_TOKENS = 16
+
+chains = st.lists(st.integers(0, 3), max_size=8).map(tuple)
+wide_chains = st.lists(st.integers(0, MAX_BLOCK_ID), max_size=4).map(tuple)
+
+
+def requests_of(chain: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[TraceRequest]:
+    def make(ids: tuple[int, ...], missing: int, output: int, arrival_ms: int) -> TraceRequest:
+        return TraceRequest(
+            arrival_s=arrival_ms / 1000,
+            input_length=max(0, len(ids) * BLOCK_TOKENS - missing),
+            output_length=output,
+            block_ids=ids,
+            block_tokens=BLOCK_TOKENS,
+        )
+
+    return st.builds(
+        make, chain, st.integers(0, BLOCK_TOKENS - 1), st.integers(0, 99), st.integers(0, 10**7)
+    )
+
+
+traces = st.lists(requests_of(chains), max_size=30)
+
+
+def shared(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def lru_hits(trace: list[TraceRequest], capacity: int) -> int:
+    """The cache as the definition has it, one block at a time. A block is its whole prefix."""
+    cache: collections.OrderedDict[tuple[int, ...], None] = collections.OrderedDict()
+    hits = 0
+    for request in trace:
+        prefixes = list(itertools.accumulate((block,) for block in request.block_ids))
+        hits += sum(1 for _ in itertools.takewhile(cache.__contains__, prefixes))
+        for prefix in prefixes:
+            cache[prefix] = None
+            cache.move_to_end(prefix)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits
+
+
+@given(traces, st.integers(0, 40))
+def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capacity: int) -> None:
+    reuse = measure(trace)
+    blocks = max(1, reuse.num_accesses)
+    assert round(reuse.hit_rate(capacity) * blocks) == lru_hits(trace, capacity)
+    assert round(reuse.hit_rate() * blocks) == lru_hits(trace, 1 << 30)
+    assert sum(reuse.request_hits()) == lru_hits(trace, 1 << 30)
+
+
+@given(traces, st.sampled_from([1, 2, 4, 16, 32, 64]))
+def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size: int) -> None:
+    """Exactly, in whole blocks of the larger size."""
+    for (one, new_one), (other, new_other) in itertools.combinations(
+        zip(trace, with_block_tokens(trace, size), strict=True), 2
+    ):
+        assert -(-one.input_length // size) == len(new_one.block_ids)
+        before = shared(one.block_ids, other.block_ids)
+        after = shared(new_one.block_ids, new_other.block_ids)
+        if size >= BLOCK_TOKENS:
+            joined = size // BLOCK_TOKENS
+            whole = before // joined
+            ends = before == len(one.block_ids) == len(other.block_ids)
+            assert after == (-(-before // joined) if ends else whole)
+        else:
+            fewest = min(len(new_one.block_ids), len(new_other.block_ids))
+            assert after == min(before * (BLOCK_TOKENS // size), fewest)
+
+
+@given(traces)
+def test_a_trace_is_read_back_as_it_was_written(trace: list[TraceRequest]) -> None:
+    assert [mooncake.decode(mooncake.encode(request)) for request in trace] == trace
+    once = list(with_block_tokens(trace))
+    assert list(with_block_tokens(once)) == once
+    assert (measure(once).capacity == measure(trace).capacity).all()
+
+
+@given(st.lists(requests_of(st.one_of(chains, wide_chains)), max_size=6), st.integers(0, 1 << 70))
+def test_prompts_share_exactly_the_blocks_that_ids_share(
+    trace: list[TraceRequest], seed: int
+) -> None:
+    prompts = [prompt_tokens(request, seed=seed).tolist() for request in trace]
+    for (one, tokens), (other, others) in itertools.combinations(
+        zip(trace, prompts, strict=True), 2
+    ):
+        blocks = shared(one.block_ids, other.block_ids)
+        common = shared(tuple(tokens), tuple(others))
+        # The block after the last shared one differs within its first ten tokens, if it has them.
+        assert common >= min(blocks * BLOCK_TOKENS, one.input_length, other.input_length)
+        if min(len(tokens), len(others)) >= blocks * BLOCK_TOKENS + 10:
+            assert common < blocks * BLOCK_TOKENS + 10
+
+
+@given(traces, st.integers(30, 400), st.floats(0.01, 100))
+def test_a_scaled_trace_fits_and_hits_the_same(
+    trace: list[TraceRequest], tokens_max: int, factor: float
+) -> None:
+    trace = sorted(trace, key=lambda request: request.arrival_s or 0)
+    try:
+        scaled = scale(trace, Scaling(tokens_max=tokens_max, time_factor=factor))
+    except TraceError:
+        return
+    assert all(request.context_length <= tokens_max for request in scaled)
+    if len(scaled) == len(trace):
+        assert (measure(scaled).capacity == measure(trace).capacity).all()
+    for request in scaled:
+        assert len(prompt_tokens(request)) == request.input_length
+        assert mooncake.decode(mooncake.encode(request)).block_ids == request.block_ids
+
+
+@given(st.lists(st.integers(1, 5), max_size=20), st.integers(0, 9))
+def test_arrivals_keep_turns_in_order_and_lose_none(turns: list[int], seed: int) -> None:
+    trace = [
+        TraceRequest(
+            arrival_s=None,
+            input_length=0,
+            output_length=0,
+            block_ids=(),
+            block_tokens=16,
+            conversation=str(number),
+            turn=turn,
+        )
+        for number, count in enumerate(turns)
+        for turn in range(1, count + 1)
+    ]
+    timed = list(with_arrivals(trace, conversations_per_s=0.01, seed=seed))
+    times = [request.arrival_s or 0.0 for request in timed]
+    assert times == sorted(times)
+    for number, count in enumerate(turns):
+        mine = [request.turn for request in timed if request.conversation == str(number)]
+        assert mine == list(range(1, count + 1))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["id", "conversations", "from", "value", "hash_ids", "timestamp", "chat_id"]
+            )
+            | st.text(max_size=5),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "from": st.sampled_from(["human", "gpt", "system", "x", None]),
+        "value": st.text(max_size=9) | st.none(),
+    },
+)
+conversations = st.fixed_dictionaries(
+    {"conversations": st.lists(messages, max_size=5) | json_values}
+)
+contents = st.one_of(
+    st.binary(max_size=400),
+    st.lists(conversations | json_values, max_size=5).map(lambda rows: json.dumps(rows).encode()),
+    st.lists(conversations | json_values, max_size=5).map(
+        lambda rows: "\n".join(map(json.dumps, rows)).encode()
+    ),
+    st.tuples(st.lists(conversations, max_size=4), st.integers(0, 300), st.binary(max_size=3)).map(
+        lambda parts: _damaged(json.dumps(parts[0]).encode(), parts[1], parts[2])
+    ),
+)
+
+
+def _damaged(text: bytes, place: int, damage: bytes) -> bytes:
+    return text[:place] + damage + text[place + 1 :]
+
+
+@settings(max_examples=300)
+@given(contents, st.sampled_from([None, *Format]))
+def test_a_reader_fed_anything_reads_or_says_one_sentence(
+    content: bytes, known: Format | None
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        path.write_bytes(content)
+        tally = Tally()
+        try:
+            found = list(read_trace(path, format=known, tally=tally))
+        except TraceError as error:
+            assert "\n" not in str(error)
+            assert str(error).endswith(".")
+            return
+    assert len(found) == tally.num_requests
+    assert tally.num_skipped + tally.num_repaired <= tally.num_rows
+    for request in found:
+        assert len(request.block_ids) == -(-request.input_length // request.block_tokens)
+
+
+@given(st.lists(json_values.filter(lambda value: isinstance(value, dict | list)), max_size=6))
+def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
+    for indent in (None, 2):
+        text = json.dumps(values, indent=indent).encode()
+        rows = list(array_rows(io.BytesIO(text)))
+        assert not [row for row in rows if row.problem]
+        assert [json.dumps(json.loads(row.data)) for row in rows] == list(map(json.dumps, values))
+        assert all(text.splitlines()[row.line - 1] for row in rows)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_as_an_array_end(data: bytes) -> None:
+    rows = list(array_rows(io.BytesIO(b"[" + data), max_bytes=80))
+    assert [row.number for row in rows] == list(range(1, len(rows) + 1))
+    assert msgspec.json.encode([row.line for row in rows])
