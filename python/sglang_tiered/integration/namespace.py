@@ -50,7 +50,7 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
     """
     import importlib.metadata
 
-    from sglang.srt.runtime_context import get_model, get_serving, get_spec
+    from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
 
     # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
     # identity with a hole in it would let pages of another meaning be read.
@@ -61,7 +61,15 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
         "model": identify_model(model.model_path, model.revision, str(model.load_format)),
         "draft": draft_path
         and identify_model(draft_path, spec.speculative_draft_model_revision, "auto"),
+        # SGLang registers a draft model's pool too late to be in the digest.
+        "draft_kv_cache_dtype": spec.speculative_draft_kv_cache_dtype,
+        "draft_quantization": spec.speculative_draft_model_quantization,
         "speculative_algorithm": spec.speculative_algorithm,
+        # SGLang's page keys know the adapters of --lora-paths by name and path, not by weights.
+        "adapters": {
+            adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
+            for adapter in get_lora().lora_paths or ()
+        },
         "weight_version": get_serving().weight_version,
         "compute_dtype": str(model.dtype),
         "quantization": model.quantization,

@@ -95,8 +95,11 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Simp
         "get_spec": SimpleNamespace(
             speculative_draft_model_path=None,
             speculative_draft_model_revision=None,
+            speculative_draft_kv_cache_dtype=None,
+            speculative_draft_model_quantization=None,
             speculative_algorithm=None,
         ),
+        "get_lora": SimpleNamespace(lora_paths=None),
         "get_serving": SimpleNamespace(weight_version="default"),
     }
     for name, group in groups.items():
@@ -126,6 +129,8 @@ RANKS = SimpleNamespace(
         ("get_model", "json_model_override_args", '{"rope_theta": 1}'),
         ("get_model", "context_length", 4096),
         ("get_spec", "speculative_algorithm", "EAGLE"),
+        ("get_spec", "speculative_draft_kv_cache_dtype", "fp8_e4m3"),
+        ("get_spec", "speculative_draft_model_quantization", "fp8"),
         ("get_serving", "weight_version", "v2"),
     ],
 )
@@ -144,3 +149,21 @@ def test_setting_that_sglang_renamed_stops_the_server_instead_of_reading_as_abse
     del published["get_model"].kv_cache_dtype
     with pytest.raises(AttributeError, match="kv_cache_dtype"):
         namespace.server_identity(RANKS)
+
+
+def test_adapter_retrained_in_place_is_another_namespace(
+    published: dict[str, SimpleNamespace], tmp_path: Path
+) -> None:
+    """SGLang makes the id of a ``--lora-paths`` adapter from its name and path alone, so KV of the
+    old weights would be found under the new ones after a restart."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(b"old weights")
+    published["get_lora"].lora_paths = [
+        SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(adapter))
+    ]
+    before = namespace.digest(namespace.server_identity(RANKS), {})
+    assert namespace.digest(namespace.server_identity(RANKS), {}) == before
+    weights.write_bytes(b"new weights")
+    assert namespace.digest(namespace.server_identity(RANKS), {}) != before
