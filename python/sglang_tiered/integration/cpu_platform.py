@@ -8,8 +8,8 @@ Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CP
 
 1. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
 2. ``HostKVCache.__init__``: ``pin_memory`` is always false.
-3. ``transfer_kv_*direct*`` in ``pool_host.mha`` and ``pool_host.mla``: copies in PyTorch, since the
-   names are imported from ``sgl_kernel`` only under CUDA.
+3. ``transfer_kv_*direct*`` in four modules of ``pool_host``: copies in PyTorch, since the names are
+   imported from ``sgl_kernel`` only under CUDA.
 4. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
    machine has less in all.
 """
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,12 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.speculative_algorithm is not None:
+            # SGLang checks this for some algorithms only; others would fail at the first request.
+            raise ConfigError(
+                f"--speculative-algorithm {server_args.speculative_algorithm} needs a GPU, since "
+                "SGLang has no kernels for its draft trees without one; drop it."
+            )
         # An idle scheduler polls without pause, which on a GPU server costs one core of many and
         # on a small machine half of the compute.
         server_args.sleep_on_idle = True
@@ -78,10 +86,10 @@ def cores_per_rank(num_ranks: int, cores: set[int]) -> str:
 
 def patch_host_pools() -> None:
     """Apply the four patches. Idempotent; only schedulers need it, every process may do it."""
-    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, dsa, mamba, mha, mla
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unregistered
-    for module in (mha, mla):
+    for module in (mha, mla, mamba, dsa):
         for function in (
             transfer_kv_direct,
             transfer_kv_all_layer_direct_lf_pf,

@@ -6,20 +6,35 @@ import ctypes
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from sglang_tiered.errors import ConfigError
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
     from sglang_tiered.storage.base import Page
 
-__all__ = ["engine_keys", "page_segments", "pool_label"]
+__all__ = ["check", "engine_keys", "page_segments", "pool_label"]
 
 
 def pool_label(name: Any) -> str:
     return str(getattr(name, "value", name))
+
+
+def check(pools: Mapping[PoolName, Any]) -> None:
+    """Raise ``ConfigError`` for a pool that cannot say where its pages lie. Each of its stores
+    would fail in the background, and no prefix would ever be found whole."""
+    for name, pool in pools.items():
+        page_size = getattr(pool, "logical_page_size", pool.page_size)
+        try:
+            page_segments(pool, torch.arange(page_size), 1)
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"the NVMe tier cannot store this model's {pool_label(name)} pool "
+                f"({str(error).rstrip('.')}); start with --tier-mode host."
+            ) from error
 
 
 def engine_keys(pool: PoolName, hashes: Sequence[str]) -> list[bytes]:

@@ -28,9 +28,10 @@ def register() -> None:
     compat.check_version()
     reference_backend.register()
     if not _has_accelerator():
-        from sglang_tiered.integration import cpu_platform
+        from sglang_tiered.integration import cpu_platform, short_conv
 
         cpu_platform.patch_host_pools()
+        short_conv.register()
     compat.check_signatures()
     radix_cache.register()
     hooks.register()

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration import namespace
+from sglang_tiered.integration import host_pages, namespace
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
@@ -79,6 +79,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     def on_host_pools_registered(self) -> None:
         """Open the shard: the identity of the bytes is complete once the pools are known."""
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        host_pages.check(pools)
         self._namespace = namespace.digest(
             namespace.server_identity(self._storage_config),
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
