@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 import textwrap
+import traceback
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,14 +164,30 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.entrypoints.http_server import get_global_state, launch_server
 
-    server_args.resolve_once()
+    from sglang_tiered.integration.model_support import check_model
+
+    _complete(server_args)
     resolved = resolving_view(server_args)
+    check_model(resolved, config)
 
     def announce() -> None:
         num_tokens = get_global_state().scheduler_info["max_total_num_tokens"]
         print(banner(resolved, config, num_tokens), flush=True)
 
     launch_server(server_args, launch_callback=announce)
+
+
+def _complete(server_args: Any) -> None:
+    """Let SGLang judge the command line; what it refuses is one sentence too."""
+    try:
+        server_args.resolve_once()
+    except (AssertionError, NotImplementedError, OSError, ValueError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
+        raise ConfigError(
+            f"SGLang refuses this command line: {text.rstrip('.')} "
+            f"({Path(where.filename).name}:{where.lineno})."
+        ) from error
 
 
 def _page_hash_problem() -> str | None:

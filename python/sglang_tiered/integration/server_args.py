@@ -198,6 +198,12 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     nvme = None
     notes: list[str] = []
     if mode is TierMode.NVME:
+        dcp_size = explicit.get("dcp_size") or 1
+        if dcp_size > 1:
+            raise ConfigError(
+                f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
+                "does not describe; drop it, or pass --tier-mode host."
+            )
         nvme = _resolve_nvme(explicit, num_ranks, notes)
         added |= _storage_arguments(page_size)
     else:

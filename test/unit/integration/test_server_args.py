@@ -132,6 +132,13 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
         ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
         ("--page-size 0", "--page-size 0 must be at least 1"),
+        ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
+        ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
+        ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
+        (
+            "--enable-unified-cache-external-linker",
+            "--enable-unified-cache-external-linker cannot run with tiering",
+        ),
     ],
 )
 def test_bad_combination_is_one_sentence(
