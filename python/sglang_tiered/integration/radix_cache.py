@@ -31,8 +31,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.load_scheduling import LoadingRadixCache
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
+from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.policy.resident import ResidentSet
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
         DecLockRefParams,
         InitLoadBackParams,
     )
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.store_gate import StoreGate
 
 __all__ = ["BACKEND_NAME", "TieredRadixCache", "register"]
 
@@ -80,7 +78,7 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
-class TieredRadixCache(LoadingRadixCache):
+class TieredRadixCache(SpillingRadixCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
@@ -95,9 +93,7 @@ class TieredRadixCache(LoadingRadixCache):
             self._size_host_tier(config.host_bytes_per_rank)
         super().init_hicache(server_args, params)
         if self.pp_size == 1 and self.storage is not None:
-            host_tokens = self.cache_controller.mem_pool_host.logical_size
-            device_tokens = self.token_to_kv_pool_allocator.size_full
-            own_tokens = max(host_tokens - device_tokens, host_tokens // 4)
+            own_tokens = self.own_host_tokens()
             self.begin_loading(int(own_tokens * LOADING_SHARE))
             self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
             self._pins = {}
@@ -113,36 +109,6 @@ class TieredRadixCache(LoadingRadixCache):
         page_bytes = device_bytes * self.page_size // max(1, pool.size)
         size = max(page_bytes, host_bytes - page_bytes)
         get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
-
-    # ---- Stores: what admission must know of them ----
-
-    def write_backup_storage(self, node_id: int) -> None:
-        """Queue the store of a node's pages, and say how long the chain is that they end.
-
-        Ancestors that were dropped while the chain was short are queued again once it is long:
-        without them the tier could not serve it. That depends on what the local shard holds, so a
-        scheduler does it only if it decides alone.
-        """
-        if self.storage is None or not self.tree_core.is_backuped(node_id):
-            super().write_backup_storage(node_id)
-            return
-        gate = self.storage.gate
-        path = self.tree_core.collect_path_info([node_id])[0]
-        chain_tokens = path[-1].path_end
-        if self._decides_alone() and gate.wants_ancestors(chain_tokens):
-            for node in path[:-1]:
-                hashes = self.tree_core.get_hash_values(node.node_id)
-                if gate.offer_again(hashes, prefix_tokens=chain_tokens):
-                    self._queue_store(gate, node, hashes, chain_tokens)
-        hashes = self.tree_core.get_hash_values(node_id)
-        self._queue_store(gate, path[-1], hashes, chain_tokens)
-
-    def _queue_store(
-        self, gate: StoreGate, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int
-    ) -> None:
-        num_tokens = node.path_end - node.path_start
-        gate.announce(hashes, num_tokens=num_tokens, prefix_tokens=chain_tokens)
-        super().write_backup_storage(node.node_id)
 
     # ---- Host tier: which copies stay ----
 
@@ -165,13 +131,16 @@ class TieredRadixCache(LoadingRadixCache):
     def evict_host(
         self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
     ) -> int:
-        """Free host tokens; residents go only when nothing else is left to evict."""
+        """Free host tokens; residents go only when nothing else is left to evict, and what
+        NVMe does not hold yet only after them."""
         freed: int = super().evict_host(num_tokens, component_type)
         if self._residents is None or component_type is not BASE_COMPONENT_TYPE:
             return freed
         self._residents.evicted(freed)
         while freed < num_tokens and (dismissed := self._residents.give_up()) is not None:
             self._unpin(dismissed)
+            freed += super().evict_host(num_tokens - freed, component_type)
+        while freed < num_tokens and self.release_dirty_pin():
             freed += super().evict_host(num_tokens - freed, component_type)
         return freed
 

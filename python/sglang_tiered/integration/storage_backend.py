@@ -30,11 +30,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import host_pages, namespace
+from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
-from sglang_tiered.storage.base import Health, Run
+from sglang_tiered.storage.base import Health, Run, Stop
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
 
@@ -73,6 +74,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         self._planner: LoadPlanner[Any] | None = None
         self._transfer_lock = threading.Lock()
         self.num_transfers = 0  # calls that have host pages in use; any thread may read it
+        self.ledger: HostLedger  # from when the host pools are registered
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -85,6 +87,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
         self._engine = self._open_shard()
+        self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
         writes_per_day = self._config.nvme_writes_per_day_per_rank
         self._gate = StoreGate(
             self._engine,
@@ -134,9 +137,11 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
 
     def page_bytes(self) -> int:
         """Payload of one KV page of this rank."""
-        page_size = self._storage_config.logical_page_size or self.mem_pool_host.page_size
-        pages = page_segments(self.mem_pool_host, torch.arange(page_size), 1)
+        pages = page_segments(self.mem_pool_host, torch.arange(self._page_size()), 1)
         return sum(segment.nbytes for segment in pages[0])
+
+    def _page_size(self) -> int:
+        return self._storage_config.logical_page_size or int(self.mem_pool_host.page_size)
 
     def use_planner(self, planner: LoadPlanner[Any]) -> None:
         """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
@@ -179,6 +184,11 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
 
     # ---- Queries (any thread, memory only) ----
 
+    def holds(self, page_hash: str) -> bool:
+        """Whether a KV page is stored, or about to be."""
+        stop = self._require_engine().lookup(engine_keys(PoolName.KV, [page_hash])).stop
+        return stop in (Stop.END, Stop.PENDING)
+
     def lookup_leading(self, hashes: Sequence[str]) -> int:
         """Leading KV pages a load could serve now; for the scheduler thread."""
         return self._require_engine().lookup(engine_keys(PoolName.KV, hashes)).num_hits
@@ -189,7 +199,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         return self._require_engine().stats().health is Health.RUNNING
 
     def stats(self) -> TierStats:
-        return tier_stats(self._require_engine().stats(), self.gate, self._planner)
+        return tier_stats(self._require_engine().stats(), self.gate, self.ledger, self._planner)
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -312,14 +322,20 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """A page that admission drops is a False like any other: SGLang leaves out the rest of the
         operation, which would be of no use without it, and goes on."""
-        if self._stores_suspended or not hashes or host_indices is None:
+        if not hashes or host_indices is None:
             return [False] * len(hashes)
-        admitted = self.gate.num_admitted(hashes, is_kv=pool == PoolName.KV)
-        if admitted == 0:
-            return [False] * len(hashes)
-        pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
-        stored = self._transfer(self._require_engine().submit_store, pool, hashes[:admitted], pages)
-        return stored + [False] * (len(hashes) - admitted)
+        is_kv = pool == PoolName.KV
+        suspended, stored = self._stores_suspended, []
+        admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
+        if admitted:
+            pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+            submit = self._require_engine().submit_store
+            stored = self._transfer(submit, pool, hashes[:admitted], pages)
+        stored += [False] * (len(hashes) - admitted)
+        if is_kv:
+            why = None if suspended else self.gate.dropped_as
+            self.ledger.stored(host_indices, stored, admitted, why)
+        return stored
 
     def _transfer(
         self,

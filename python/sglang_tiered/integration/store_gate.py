@@ -12,6 +12,7 @@ for all, as SGLang takes the minimum over the ranks.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class StoreGate:
-    """``num_admitted`` runs on the backup thread, ``announce`` and ``offer_again`` on the
-    scheduler thread. Nothing here waits for I/O."""
+    """``num_admitted`` and ``dropped_as`` run on the backup thread, the rest on the scheduler
+    thread. Nothing here waits for I/O.
+
+    ``waited_s`` is how long the operation that began last had waited; any thread may read it."""
 
     def __init__(
         self,
@@ -52,7 +55,9 @@ class StoreGate:
         self._offers = Offers(clock)
         budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock)
         self._admission = Admission(budget=budget)
+        self._charging = threading.Lock()
         self._bytes_written = engine.stats().bytes_written
+        self.waited_s = 0.0
         self._positions: dict[str, int] = {}  # of the pages of the operation under way
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
@@ -70,6 +75,17 @@ class StoreGate:
     def announce(self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int) -> None:
         """The store of a node's KV pages is about to be queued (scheduler thread)."""
         self._offers.announce(hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens)
+
+    @property
+    def dropped_as(self) -> Outcome:
+        """Why the operation decided last was not admitted whole, if it was not."""
+        return self._admission.dropped_as
+
+    @property
+    def takes_everything(self) -> bool:
+        """Whether an operation that does not wait would be admitted, whatever it is."""
+        self._charge()
+        return self._admission.would_open
 
     def wants_ancestors(self, chain_tokens: int) -> bool:
         """Whether a chain of this length is worth offering again what was dropped of it."""
@@ -96,6 +112,7 @@ class StoreGate:
         if not self._continues(hashes, is_kv=is_kv):
             offer = self._offers.take(hashes)
             if offer is not None:
+                self.waited_s = offer.waited_s
                 pinned_share = offer.tokens_behind / self._host_tokens
                 backlog = backlog_pressure(offer.waited_s, pinned_share)
                 self._decide(offer.hashes, offer.prefix_tokens, backlog)
@@ -117,9 +134,7 @@ class StoreGate:
 
     def _decide(self, hashes: tuple[str, ...], prefix_tokens: int, backlog: float | None) -> None:
         keys = [bytes.fromhex(text) for text in hashes]
-        written = self._engine.stats().bytes_written
-        self._admission.spend(written - self._bytes_written)
-        self._bytes_written = written
+        self._charge()
         self._num_admitted = self._admission.decide(
             keys,
             prefix_tokens=prefix_tokens,
@@ -130,6 +145,15 @@ class StoreGate:
         self._positions = {text: position for position, text in enumerate(hashes)}
         self._next_kv = 0
         self._log_level()
+
+    def _charge(self) -> None:
+        """Spend what the device was given since the last call, from whichever thread."""
+        if self._admission.budget_bytes is None:
+            return
+        with self._charging:
+            written = self._engine.stats().bytes_written
+            self._admission.spend(written - self._bytes_written)
+            self._bytes_written = written
 
     def _log_level(self) -> None:
         level, now = self._admission.level, self._clock()

@@ -13,7 +13,7 @@ lost page costs the prefill of its tokens, which grows with what is before them,
 the same bytes at every depth.
 
 Pure decisions: no I/O, no threads of its own, clocks passed in. ``Admission`` and its parts are
-used by one thread; ``outcomes``, ``level`` and ``is_long`` may be read by others.
+used by one thread; its properties, ``level`` and ``is_long`` may be read by others.
 """
 
 from __future__ import annotations
@@ -158,6 +158,12 @@ class Admission:
         self._pressure = 0.0
         self._outcomes = dict.fromkeys(Outcome, 0)
         self.level = Level.OPEN
+        self.dropped_as = Outcome.DROPPED_FIRST_TOUCH
+
+    @property
+    def would_open(self) -> bool:
+        """Whether the level would be OPEN if no store waited."""
+        return self._budget is None or self._budget.pressure < OPEN_BELOW
 
     @property
     def outcomes(self) -> dict[Outcome, int]:
@@ -210,6 +216,7 @@ class Admission:
                 admitted, dropped = affordable, Outcome.DROPPED_BUDGET
         self._outcomes[Outcome.ADMITTED] += admitted
         self._outcomes[dropped] += len(keys) - admitted
+        self.dropped_as = dropped
         return admitted
 
     def _num_wanted(self, keys: Sequence[bytes], prefix_tokens: int) -> tuple[int, Outcome]:

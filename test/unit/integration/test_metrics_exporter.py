@@ -12,6 +12,7 @@ from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
 from sglang_tiered.integration.tier_stats import TierStats
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.policy.page_fates import Fate
 from sglang_tiered.storage.base import Health, JobKind, Reason
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ STATS = TierStats(
     load_decisions={LoadDecision.LOAD: 128},
     prefill_tokens_per_s=None,
     load_bytes_per_s=1e9,
+    host_pages_left={Fate.CLEAN: 8, Fate.LOST_WAITING: 3},
+    num_dirty_host_pages=11,
+    spill_waiting_tokens=640,
+    spill_flight_tokens=64,
+    num_backups_skipped=12,
+    num_backups_recovered=13,
 )
 
 
@@ -84,3 +91,4 @@ def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyP
     labels = {"operation": "load", "reason": "corrupt"}
     assert value("sglang_tiered:nvme_page_outcomes_total", labels) == 4
     assert value("sglang_tiered:nvme_admission_total", {"outcome": "dropped_budget"}) == 2
+    assert value("sglang_tiered:host_pages_left_total", {"outcome": "lost_waiting"}) == 3

@@ -1,0 +1,342 @@
+"""``Spiller``: hands dirty radix nodes to the storage thread, in the order ``SpillQueue`` decides.
+
+SGLang asks for the store of a node once, when its copy to host memory is complete, and each store
+that is queued pins its host pages until it is done. So a slow disk would fill host memory with
+pinned pages, and what admission dropped would never be offered again. Here a node waits unqueued
+until its turn, and what was dropped or failed is offered again while the disk is idle.
+
+A waiting node is an id of SGLang's tree. Ids are never used twice; one that is gone raises
+``KeyError``, which is how a node that was evicted meanwhile is noticed. A node that was split keeps
+its id for the suffix, and the prefix gets a new one: so a node's turn is the turn of all nodes on
+its path behind the point where it began. Nothing but ids, hashes and token counts is kept.
+
+Several ranks must queue the same stores in the same order, and when a store finishes depends on the
+local disk. A scheduler that does not decide alone therefore queues every store at once, as SGLang
+does. Retries of skipped host copies depend on host memory only, which is the same on all ranks, and
+run everywhere.
+
+Everything runs on the scheduler thread, in bounded work per step, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_tiered.policy.admission import TouchMemory
+from sglang_tiered.policy.spill import SpillQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+    from sglang_tiered.integration.storage_backend import TieredStorage
+
+__all__ = ["Spiller"]
+
+MAX_STORES_PER_STEP = 4
+MAX_LOOKS_PER_STEP = 32
+"""Nodes taken in a step, most of them gone when many are: about 1 us each."""
+
+NUM_SAMPLED_PAGES = 16
+"""Leading pages of a node that are looked up to see whether it was computed before."""
+NUM_REMEMBERED_PAGES = 1 << 18
+
+PIN_SHARE, LOADING_SHARE = 1 / 6, 1 / 2
+"""Of what host memory holds beyond device memory: dirty nodes may pin a sixth, and of the half that
+loads may fill what they do not."""
+
+RETRY_S, RETRY_GROWTH, MAX_RETRIES, MAX_REMEMBERED = 5.0, 4, 3, 4096
+MAX_PAUSE_STEPS = 64
+
+
+@dataclass(slots=True)
+class _Dirty:
+    """A node as it was when it was offered."""
+
+    chain: str  # hash of its last page, which names everything up to it
+    path_start: int
+    num_tokens: int
+    num_retries: int = 0
+    due: float = 0.0  # when it may be offered again
+
+
+class Spiller:
+    """One per cache. ``own_tokens``: what host memory holds beyond device memory."""
+
+    def __init__(
+        self,
+        cache: SpillingRadixCache,
+        *,
+        host_tokens: int,
+        own_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._own_tokens = own_tokens
+        self._clock = clock
+        self._queue = SpillQueue[int](host_tokens, clock)
+        self._dirty: dict[int, _Dirty] = {}
+        self._locks: dict[int, DecLockRefParams] = {}
+        self._flying: dict[int, tuple[int, _Dirty]] = {}  # operation to node
+        self._dropped: OrderedDict[int, _Dirty] = OrderedDict()
+        self._touches = TouchMemory(NUM_REMEMBERED_PAGES)
+        self._skipped: OrderedDict[int, None] = OrderedDict()
+        self._pause_steps = self._next_pause = 0
+        # A pin of another component's state could starve a pool whose eviction knows no pins.
+        self._may_pin = len(cache.tree_components) == 1
+
+    @property
+    def queue(self) -> SpillQueue[int]:
+        """For metrics and tests."""
+        return self._queue
+
+    # ---- What SGLang asks for ----
+
+    def offer(self, node_id: int, storage: TieredStorage) -> None:
+        """A node's host copy is complete: store it in its turn."""
+        core = self._cache.tree_core
+        path = core.collect_path_info([node_id])[0]
+        node = path[-1]
+        hashes = core.get_hash_values(node_id)
+        if not self._cache.decides_alone or not hashes:
+            self._announce(node, hashes, node.path_end, storage)
+            self._cache.queue_store(node_id)
+            return
+        for ancestor in path[:-1]:
+            self._queue.promote(ancestor.node_id)
+        sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
+        returned = self._touches.num_seen(sample) > 0
+        self._dropped.pop(node_id, None)
+        num_tokens = node.path_end - node.path_start
+        dirty = _Dirty(hashes[-1], node.path_start, num_tokens)
+        self._wait(node_id, dirty, returned=returned)
+
+    def _wait(self, node_id: int, dirty: _Dirty, *, returned: bool) -> None:
+        self._dirty[node_id] = dirty
+        given_up = self._queue.add(node_id, dirty.num_tokens, returned=returned)
+        if given_up is not None:
+            self._dirty.pop(given_up)
+            self._unlock(given_up)
+        if self._may_pin and node_id not in self._locks:
+            self._locks[node_id] = self._cache.inc_host_lock_ref(node_id).to_dec_params()
+            self._queue.pin(node_id, dirty.num_tokens)
+            self._limit_pins()
+
+    def backup_skipped(self, node_id: int) -> None:
+        """Host memory was short: a node stays on the device without a host copy."""
+        self._skipped[node_id] = None
+        if len(self._skipped) > MAX_REMEMBERED:
+            self._skipped.popitem(last=False)
+
+    # ---- Every step ----
+
+    def step(self, storage: TieredStorage | None) -> None:
+        """Bounded work of one scheduler step."""
+        if self._skipped:
+            self._back_up_again(storage)
+        if storage is None:
+            self._abandon()
+            return
+        if self._flying:
+            self._reap(storage)
+        if self._queue:
+            self._begin(storage)
+        elif self._dropped and not self._flying:
+            self._offer_again(storage)
+        storage.ledger.waiting_tokens = self._queue.waiting_tokens
+        storage.ledger.flight_tokens = self._queue.flight_tokens
+
+    def _reap(self, storage: TieredStorage) -> None:
+        """Notice the stores whose result SGLang has taken."""
+        ongoing = self._cache.ongoing_backup
+        num_flying = len(self._flying)
+        while (operation := self._queue.oldest_operation) is not None and operation not in ongoing:
+            self._queue.finished()
+            node_id, dirty = self._flying.pop(operation)
+            if not storage.holds(dirty.chain):
+                self._remember(node_id, dirty)
+        if len(self._flying) < num_flying:
+            self._queue.adapt(storage.gate.waited_s)
+
+    def _begin(self, storage: TieredStorage) -> None:
+        if not storage.serves_loads:
+            return  # a sick disk: nothing is lost by waiting
+        loads_wait = bool(self._cache.ongoing_prefetch)
+        num_stores = 0
+        for _ in range(MAX_LOOKS_PER_STEP):
+            node_id = self._queue.take(loads_wait=loads_wait)
+            if node_id is None:
+                break
+            num_stores += self._store(node_id, storage)
+            if num_stores >= MAX_STORES_PER_STEP:
+                break
+
+    def _store(self, node_id: int, storage: TieredStorage) -> int:
+        """Queue the stores of a node whose turn it is; how many."""
+        dirty = self._dirty.pop(node_id)
+        try:
+            path = self._cache.tree_core.collect_path_info([node_id])[0]
+        except KeyError:  # evicted, and counted when its pages were freed
+            self._locks.pop(node_id, None)
+            return 0
+        chain_tokens = path[-1].path_end
+        own = next(at for at, node in enumerate(path) if node.path_end > dirty.path_start)
+        nodes = [*self._missing_ancestors(path[:own], chain_tokens, storage), *path[own:]]
+        for node in nodes:
+            self._hand_over(node, chain_tokens, dirty.num_retries, storage)
+        self._unlock(node_id)  # now that the stores hold locks of their own
+        return len(nodes)
+
+    def _missing_ancestors(
+        self, path: tuple[TreePathNodeInfo, ...], chain_tokens: int, storage: TieredStorage
+    ) -> list[TreePathNodeInfo]:
+        """Ancestors that NVMe does not hold (admission dropped them while the chain was short, or
+        they were given up): without them the tier could not serve what is below."""
+        gate, core = storage.gate, self._cache.tree_core
+        missing: list[TreePathNodeInfo] = []
+        if not gate.takes_everything and not gate.wants_ancestors(chain_tokens):
+            return missing
+        chains = [core.get_last_hash_value(node.node_id) or "" for node in path]
+        at = 0
+        while len(missing) < MAX_STORES_PER_STEP:
+            at += storage.lookup_leading(chains[at:])
+            if at >= len(path):
+                break
+            node = path[at]
+            hashes = core.get_hash_values(node.node_id)
+            if node.node_id not in self._queue and gate.offer_again(
+                hashes, prefix_tokens=chain_tokens
+            ):
+                missing.append(node)
+            at += 1
+        return missing
+
+    def _hand_over(
+        self, node: TreePathNodeInfo, chain_tokens: int, num_retries: int, storage: TieredStorage
+    ) -> None:
+        node_id = node.node_id
+        core = self._cache.tree_core
+        if not core.is_backuped(node_id):
+            return
+        hashes = core.get_hash_values(node_id)
+        self._dropped.pop(node_id, None)
+        self._announce(node, hashes, chain_tokens, storage)
+        operation = self._cache.queue_store(node_id)
+        if operation is None:
+            return
+        num_tokens = node.path_end - node.path_start
+        self._queue.began(operation, num_tokens)
+        dirty = _Dirty(hashes[-1], node.path_start, num_tokens, num_retries)
+        self._flying[operation] = node_id, dirty
+
+    @staticmethod
+    def _announce(
+        node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
+    ) -> None:
+        num_tokens = node.path_end - node.path_start
+        storage.gate.announce(hashes, num_tokens=num_tokens, prefix_tokens=chain_tokens)
+
+    # ---- What was dropped, and may be offered again ----
+
+    def _remember(self, node_id: int, dirty: _Dirty) -> None:
+        if dirty.num_retries >= MAX_RETRIES:
+            return
+        dirty.due = self._clock() + RETRY_S * RETRY_GROWTH**dirty.num_retries
+        dirty.num_retries += 1
+        self._dropped[node_id] = dirty
+        if len(self._dropped) > MAX_REMEMBERED:
+            self._dropped.popitem(last=False)
+
+    def _offer_again(self, storage: TieredStorage) -> None:
+        """One node a step, while nothing else wants the disk."""
+        node_id, dirty = next(iter(self._dropped.items()))
+        if self._clock() < dirty.due:
+            return
+        if self._cache.ongoing_prefetch or not storage.gate.takes_everything:
+            return
+        if not storage.serves_loads:
+            return
+        del self._dropped[node_id]
+        try:
+            is_there = self._cache.tree_core.is_backuped(node_id)
+        except KeyError:
+            return
+        if is_there and not storage.holds(dirty.chain):
+            self._wait(node_id, dirty, returned=False)
+
+    # ---- Host copies that were skipped for lack of host memory ----
+
+    def _back_up_again(self, storage: TieredStorage | None) -> None:
+        """Try one skipped node; pause longer after each failure. Counts steps, not seconds, so
+        that all ranks try at the same time."""
+        if self._pause_steps > 0:
+            self._pause_steps -= 1
+            return
+        node_id, _ = self._skipped.popitem(last=False)
+        core = self._cache.tree_core
+        try:
+            if core.is_backuped(node_id):
+                return
+            action = core.build_backup_kv_action(node_id)
+        except KeyError:
+            return
+        self._cache.back_up(action)
+        if core.is_backuped(node_id):
+            self._next_pause = 0
+            if storage is not None:
+                storage.ledger.num_backups_recovered += 1
+            return
+        self._skipped[node_id] = None
+        self._next_pause = min(MAX_PAUSE_STEPS, max(1, 2 * self._next_pause))
+        self._pause_steps = self._next_pause
+
+    # ---- Pins ----
+
+    def release_pin(self) -> bool:
+        """Unpin the waiting node that is worth least; False when none is pinned."""
+        node_id = self._queue.unpin_one()
+        if node_id is None:
+            return False
+        self._unlock(node_id)
+        return True
+
+    def _limit_pins(self) -> None:
+        """Dirty nodes stay in what neither residents nor loads need."""
+        limit = self._own_tokens * PIN_SHARE
+        taken = self._queue.pinned_tokens + self._queue.flight_tokens
+        if taken <= limit:
+            return
+        limit += max(0.0, self._own_tokens * LOADING_SHARE - self._cache.num_loading_tokens())
+        while self._queue.pinned_tokens + self._queue.flight_tokens > limit and self.release_pin():
+            pass
+
+    def _unlock(self, node_id: int) -> None:
+        lock = self._locks.pop(node_id, None)
+        if lock is not None:
+            self._cache.dec_host_lock_ref(node_id, lock)
+
+    # ---- Life cycle ----
+
+    def clear(self) -> None:
+        """The tree was emptied, and its locks with it."""
+        self._queue.clear()
+        self._locks.clear()
+        self._flying.clear()
+        self._dirty.clear()
+        self._dropped.clear()
+        self._skipped.clear()
+
+    def _abandon(self) -> None:
+        """The tier was detached: nothing can be stored, and nothing needs to stay."""
+        for node_id in list(self._locks):
+            self._unlock(node_id)
+        self._queue.clear()
+        self._flying.clear()
+        self._dirty.clear()
+        self._dropped.clear()

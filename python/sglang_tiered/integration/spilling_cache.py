@@ -1,0 +1,146 @@
+"""``SpillingRadixCache``: SGLang's radix cache, whose host pages are cleaned to NVMe by policy.
+
+The part of ``TieredRadixCache`` between host memory and NVMe. It puts ``Spiller`` in the way of the
+stores that SGLang would queue at once, tells ``HostLedger`` what happens to every host page, and
+has skipped host copies made later: SGLang skips them without a word while host memory is short.
+Every method runs on the scheduler thread and none waits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+
+from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+from sglang_tiered.integration.spiller import Spiller
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    from sglang_tiered.integration.host_ledger import HostLedger
+
+__all__ = ["SpillingRadixCache"]
+
+
+class SpillingRadixCache(LoadingRadixCache):
+    """See the module docstring. Owned by the scheduler, used on its thread only."""
+
+    # Set here because the parent's constructor calls ``reset`` before ours could run.
+    _spiller: Spiller | None = None
+
+    def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
+        super().init_hicache(server_args, params)
+        if self.pp_size == 1 and self.storage is not None:
+            host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+            self._spiller = Spiller(
+                self, host_tokens=host_tokens, own_tokens=self.own_host_tokens()
+            )
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether no other rank must come to the same decisions."""
+        return self._decides_alone()
+
+    def own_host_tokens(self) -> int:
+        """What the host tier holds beyond device memory: a prefix there keeps its host copy."""
+        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+        device_tokens: int = self.token_to_kv_pool_allocator.size_full
+        return max(host_tokens - device_tokens, host_tokens // 4)
+
+    def num_loading_tokens(self) -> int:
+        """Host tokens taken by loads in flight and by loads no request has consumed yet."""
+        return self._num_loading_tokens()
+
+    # ---- Stores ----
+
+    def write_backup_storage(self, node_id: int) -> None:
+        """SGLang asks for the store of a node; the spiller decides when it is queued."""
+        storage = self.storage
+        if self._spiller is None or storage is None or not self.tree_core.is_backuped(node_id):
+            super().write_backup_storage(node_id)
+            return
+        self._spiller.offer(node_id, storage)
+
+    def queue_store(self, node_id: int) -> int | None:
+        """Queue a store now, for the spiller; the operation, or None if SGLang declined it."""
+        num_before = len(self.ongoing_backup)
+        super().write_backup_storage(node_id)
+        if len(self.ongoing_backup) == num_before:
+            return None
+        operation: int = next(reversed(self.ongoing_backup))
+        return operation
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self._spiller is not None:
+            self._spiller.step(self.storage)
+
+    def release_dirty_pin(self) -> bool:
+        """Let a page go that NVMe does not hold yet; False when none is held back."""
+        return self._spiller is not None and self._spiller.release_pin()
+
+    # ---- Host copies ----
+
+    def back_up(self, action: BackupKV) -> None:
+        """Copy nodes to host memory, for the spiller, which notes a failure itself."""
+        super()._execute_and_commit_kv_backup(action)
+
+    def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
+        written: int = super()._execute_and_commit_kv_backup(action, write_back)
+        if self._spiller is not None and not write_back:
+            last = action.node_ids[-1]
+            if not self.tree_core.is_backuped(last):
+                self._spiller.backup_skipped(last)
+                if self.storage is not None:
+                    self.storage.ledger.num_backups_skipped += 1
+        return written
+
+    # ---- What becomes of every host page ----
+
+    @property
+    def _ledger(self) -> HostLedger | None:
+        storage = self.storage
+        return None if storage is None else storage.ledger
+
+    def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        host_indices: torch.Tensor | None = super()._execute_kv_backup(*args, **kwargs)
+        ledger = self._ledger
+        if host_indices is not None and ledger is not None:
+            ledger.written(host_indices)
+        return host_indices
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        request = operation.handle
+        host_indices = self.ongoing_prefetch[request].host_indices
+        self.prefetch_loaded_tokens_by_reqid.pop(request, None)
+        super()._handle_prefetch_result(operation)
+        ledger = self._ledger
+        num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
+        if ledger is not None and num_loaded > 0:
+            end = operation.completed_tokens
+            ledger.loaded(host_indices[end - num_loaded : end])
+
+    def _drain_host_frees(self, host_frees: dict[ComponentType, list[torch.Tensor]]) -> None:
+        ledger = self._ledger
+        if ledger is not None:
+            for host_indices in host_frees.get(BASE_COMPONENT_TYPE, ()):
+                ledger.freed(host_indices)
+        super()._drain_host_frees(host_frees)
+
+    def _record_dropped_tokens(self, dropped_tokens: int, reason: str) -> None:
+        super()._record_dropped_tokens(dropped_tokens, reason)
+        ledger = self._ledger
+        if ledger is not None and dropped_tokens > 0:
+            ledger.never_written(dropped_tokens)
+
+    def reset(self) -> None:
+        super().reset()
+        if self._spiller is not None:
+            self._spiller.clear()
+        ledger = self._ledger
+        if ledger is not None:
+            ledger.flushed()

@@ -1,0 +1,129 @@
+"""Whatever happens to it, the spill queue loses no node, counts none twice and keeps its bounds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_tiered.policy import spill
+from sglang_tiered.policy.spill import SpillQueue
+
+HOST = 1000
+MAX_WAITING = 12
+
+
+class SpillMachine(RuleBasedStateMachine):
+    """A disk that finishes stores in order, when the rules say so."""
+
+    @initialize()
+    def start(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(spill, "MAX_WAITING", MAX_WAITING)
+        self.now = 0.0
+        self.queue = SpillQueue[int](HOST, lambda: self.now)
+        self.sizes: dict[int, int] = {}
+        self.flights: deque[tuple[int, int]] = deque()
+        self.outcomes: dict[int, str] = {}  # of every node that left, once
+        self.pinned: set[int] = set()
+        self.number = 0
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def leave(self, node: int, outcome: str) -> None:
+        assert node in self.sizes and node not in self.outcomes
+        self.outcomes[node] = outcome
+        self.pinned.discard(node)
+
+    def waiting(self) -> set[int]:
+        return self.sizes.keys() - self.outcomes.keys()
+
+    @rule(size=st.integers(1, 400), returned=st.booleans(), pin=st.booleans())
+    def add(self, size: int, returned: bool, pin: bool) -> None:
+        self.number += 1
+        self.sizes[self.number] = size
+        given_up = self.queue.add(self.number, size, returned=returned)
+        if given_up is not None:
+            self.leave(given_up, "given up")
+        if pin:
+            self.queue.pin(self.number, size)
+            self.pinned.add(self.number)
+
+    @rule(which=st.integers(0, 30), returned=st.booleans())
+    def use_again(self, which: int, returned: bool) -> None:
+        for node in sorted(self.waiting())[which : which + 1]:
+            if returned:
+                assert self.queue.add(node, self.sizes[node], returned=True) is None
+            else:
+                self.queue.promote(node)
+
+    @rule(which=st.integers(0, 30))
+    def discard(self, which: int) -> None:
+        for node in sorted(self.waiting())[which : which + 1]:
+            assert self.queue.discard(node)
+            self.leave(node, "discarded")
+
+    @rule(loads_wait=st.booleans())
+    def take(self, loads_wait: bool) -> None:
+        before = self.queue.flight_tokens
+        node = self.queue.take(loads_wait=loads_wait)
+        if node is None:
+            # Nobody starves: with nothing in flight and no loads, whoever waits is taken.
+            assert self.flights or loads_wait or not self.waiting()
+            return
+        self.leave(node, "taken")
+        size = self.sizes[node]
+        assert not self.flights or before + size <= self.queue.limit_tokens
+        self.flights.append((node, size))
+        self.queue.began(node, size)
+
+    @precondition(lambda self: self.flights)
+    @rule(waited_s=st.floats(0, 3))
+    def finish(self, waited_s: float) -> None:
+        assert self.queue.oldest_operation == self.flights.popleft()[0]
+        self.queue.finished()
+        self.queue.adapt(waited_s)
+
+    @rule()
+    def unpin(self) -> None:
+        node = self.queue.unpin_one()
+        assert (node is None) == (not self.pinned)
+        self.pinned -= {node}
+
+    @rule(seconds=st.floats(0, 5))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def held_nodes_get_their_turn(self) -> None:
+        if self.waiting() and not self.flights:
+            self.now += spill.MAX_HOLD_S
+            self.take(loads_wait=True)
+            assert self.flights
+
+    @rule()
+    def clear(self) -> None:
+        self.queue.clear()
+        for node in self.waiting():
+            self.leave(node, "cleared")
+        self.flights.clear()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        self.queue.check_integrity()
+        waiting = self.waiting()
+        assert len(self.queue) == len(waiting) <= MAX_WAITING
+        assert all(node in self.queue for node in waiting)
+        assert self.queue.waiting_tokens == sum(self.sizes[node] for node in waiting)
+        assert self.queue.flight_tokens == sum(size for _, size in self.flights)
+        assert self.queue.pinned_tokens == sum(self.sizes[node] for node in self.pinned)
+
+
+TestSpillQueue = SpillMachine.TestCase
+TestSpillQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

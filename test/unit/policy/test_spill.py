@@ -1,0 +1,176 @@
+"""Dirty nodes go to the disk in order of value, no faster than it takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.policy import spill
+from sglang_tiered.policy.spill import (
+    HIGH_SHARE,
+    LOW_SHARE,
+    MAX_HOLD_S,
+    MAX_SHARE,
+    MIN_SHARE,
+    TARGET_WAIT_S,
+    SpillQueue,
+)
+
+HOST = 64_000
+FLOOR = int(HOST * MIN_SHARE)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def queue(clock: Clock) -> SpillQueue[str]:
+    return SpillQueue(HOST, clock)
+
+
+def take_all(queue: SpillQueue[str]) -> list[str]:
+    """Every node in turn, on a disk that is done at once."""
+    nodes = []
+    while (node := queue.take(loads_wait=False)) is not None:
+        nodes.append(node)
+    return nodes
+
+
+def test_idle_disk_takes_a_node_at_once_however_large(queue: SpillQueue[str]) -> None:
+    queue.add("huge", HOST, returned=False)
+    assert queue.take(loads_wait=False) == "huge"
+    assert len(queue) == 0 and queue.take(loads_wait=False) is None
+
+
+def test_what_came_back_goes_first_and_then_what_waited_longest(queue: SpillQueue[str]) -> None:
+    for node in ("a", "b", "c", "d"):
+        queue.add(node, 10, returned=node == "c")
+    queue.promote("b")
+    queue.promote("unknown")
+    assert take_all(queue) == ["c", "b", "a", "d"]
+    queue.check_integrity()
+
+
+def test_node_added_again_keeps_its_place_or_gets_a_better_one(queue: SpillQueue[str]) -> None:
+    for node in ("a", "b", "a"):
+        queue.add(node, 10, returned=False)
+    assert queue.waiting_tokens == 20
+    queue.add("b", 10, returned=True)
+    assert take_all(queue) == ["b", "a"]
+
+
+def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
+    for node in "abc":
+        queue.add(node, FLOOR // 2, returned=False)
+    for number, node in enumerate("ab"):
+        assert queue.take(loads_wait=False) == node
+        queue.began(number, FLOOR // 2)
+    assert queue.take(loads_wait=False) is None
+    assert queue.oldest_operation == 0
+    queue.finished()
+    assert queue.take(loads_wait=False) == "c"
+    assert queue.flight_tokens == FLOOR // 2
+
+
+def test_limit_doubles_while_the_disk_runs_dry_and_halves_when_stores_wait(
+    queue: SpillQueue[str], clock: Clock
+) -> None:
+    queue.add("waits", 10, returned=False)
+    for _ in range(20):
+        queue.adapt(0.0)
+    assert queue.limit_tokens == HOST * MAX_SHARE
+    queue.adapt(TARGET_WAIT_S * 1.01)
+    queue.adapt(TARGET_WAIT_S * 1.01)  # still about the same stores
+    assert queue.limit_tokens == HOST * MAX_SHARE / 2
+    for _ in range(20):
+        clock.now += TARGET_WAIT_S
+        queue.adapt(TARGET_WAIT_S * 1.01)
+    assert queue.limit_tokens == HOST * MIN_SHARE
+
+
+def test_limit_stays_while_it_does_not_bind(queue: SpillQueue[str]) -> None:
+    queue.adapt(0.0)  # nothing waits
+    queue.add("waits", 10, returned=False)
+    queue.began(1, 10)
+    queue.adapt(0.0)  # something is still in flight
+    assert queue.limit_tokens == HOST * MIN_SHARE
+
+
+def test_few_waiting_tokens_hold_while_loads_wait_but_not_for_ever(
+    queue: SpillQueue[str], clock: Clock
+) -> None:
+    queue.add("a", 10, returned=False)
+    queue.add("b", 10, returned=True)
+    clock.now = MAX_HOLD_S * 0.99
+    assert queue.take(loads_wait=True) is None
+    clock.now = MAX_HOLD_S
+    assert queue.take(loads_wait=True) == "b"
+    queue.began(1, 10)
+    assert queue.take(loads_wait=True) is None  # one at a time
+    queue.finished()
+    assert queue.take(loads_wait=True) == "a"
+
+
+@pytest.mark.parametrize(("share", "num_taken"), [(LOW_SHARE, 0), (HIGH_SHARE, 1), (0.5, 3)])
+def test_watermarks_decide_how_fast_stores_go_beside_loads(
+    queue: SpillQueue[str], clock: Clock, share: float, num_taken: int
+) -> None:
+    size = FLOOR // 3
+    for number in range(int(HOST * share) // size):
+        queue.add(f"{number}", size, returned=False)
+    taken = 0
+    while queue.take(loads_wait=True) is not None:
+        queue.began(taken, size)
+        taken += 1
+    assert taken == num_taken
+
+
+def test_crowd_gives_up_the_oldest_that_never_came_back(
+    queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "MAX_WAITING", 2)
+    assert queue.add("old", 10, returned=True) is None
+    assert queue.add("new", 10, returned=False) is None
+    assert queue.add("newer", 10, returned=False) == "new"
+    assert queue.add("newest", 10, returned=True) == "newer"
+    assert queue.add("last", 10, returned=False) == "old"
+    queue.check_integrity()
+
+
+def test_pins_are_lost_in_order_of_value_and_with_their_node(queue: SpillQueue[str]) -> None:
+    for node in "abcd":
+        queue.add(node, 10, returned=node == "a")
+        queue.pin(node, 10)
+    queue.promote("b")
+    queue.discard("c")
+    assert queue.pinned_tokens == 30
+    assert [queue.unpin_one() for _ in range(4)] == ["d", "a", "b", None]
+    assert queue.pinned_tokens == 0 and len(queue) == 3
+    queue.check_integrity()
+
+
+def test_node_that_does_not_wait_is_not_pinned(queue: SpillQueue[str]) -> None:
+    queue.pin("gone", 10)
+    assert queue.pinned_tokens == 0 and not queue.discard("gone")
+
+
+def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
+    queue.add("a", 10, returned=False)
+    queue.pin("a", 10)
+    queue.began(1, 20)
+    queue.clear()
+    assert (len(queue), queue.pinned_tokens, queue.flight_tokens, queue.waiting_tokens) == (0,) * 4
+    assert queue.oldest_operation is None and "a" not in queue
+
+
+def test_host_tier_without_tokens_is_refused(clock: Clock) -> None:
+    with pytest.raises(ValueError, match="nothing to spill"):
+        SpillQueue(0, clock)
