@@ -61,6 +61,9 @@ METRICS = (
         "Payload bytes of stores submitted, not done.",
     ),
     Metric(
+        "nvme_tenants", Kind.GAUGE, "num_tenants", (), "Tenants with pages, no tenant included."
+    ),
+    Metric(
         "nvme_write_budget_bytes",
         Kind.GAUGE,
         "write_budget_bytes",
@@ -72,6 +75,7 @@ METRICS = (
     Metric(
         "nvme_pages_evicted", Kind.COUNTER, "num_pages_evicted", (), "Pages given up for space."
     ),
+    Metric("nvme_pages_purged", Kind.COUNTER, "num_pages_purged", (), "Pages forgotten on order."),
     Metric("nvme_bytes_stored", Kind.COUNTER, "bytes_stored", (), "Payload bytes written."),
     Metric(
         "nvme_bytes_written",

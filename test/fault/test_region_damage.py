@@ -317,12 +317,12 @@ def test_newer_format_is_refused_and_no_byte_changes(
 ) -> None:
     damaged = sealed / region_format.region_name(0)
     flip(damaged, 100)  # would be removed if the newer one below were not seen first
-    monkeypatch.setattr(region_format, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(region_format, "FORMAT_VERSION", 4)
     newer = pack_region_header(RegionHeader(REGION, 9, b"n" * 16, 1))
     monkeypatch.undo()
     (sealed / region_format.region_name(9)).write_bytes(newer + bytes(REGION - len(newer)))
     before = digest(sealed)
-    with pytest.raises(StoreFormatError, match="written in format 3, newer than 2"):
+    with pytest.raises(StoreFormatError, match="written in format 4, newer than 3"):
         open_engine(sealed)
     after = digest(sealed)
     del before["LOCK"], after["LOCK"]

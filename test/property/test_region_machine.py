@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import random
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import small_steps
 from simulation.ledger import key
 
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
@@ -38,10 +39,21 @@ NUM_REGIONS = 4
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
 CHECKPOINT = "CHECKPOINT"
 KEYS = [key(number) for number in range(24)]
+TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 SERVED = {Reason.OK, Reason.DUPLICATE}
 
 chains = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
 power_losses: st.SearchStrategy[CrashMode] = st.sampled_from(["drop", "torn", "reorder"])
+
+
+def tenant_of(key: bytes) -> bytes:
+    """Keys of different tenants never coincide."""
+    return TENANTS[key[0] % len(TENANTS)]
+
+
+def by_tenant(chosen: Sequence[bytes]) -> list[list[bytes]]:
+    runs = ([key for key in chosen if tenant_of(key) == tenant] for tenant in TENANTS)
+    return [run for run in runs if run]
 
 
 def content(namespace: bytes, key: bytes) -> bytes:
@@ -82,6 +94,9 @@ class RegionMachine(RuleBasedStateMachine):
         self.durable: dict[bytes, set[bytes]] = {namespace: set() for namespace in NAMESPACES}
         self.harmed = False  # something on the disk may be damaged
         self.open_region_harmed = False
+        # Of these tenants nothing may be found but what was stored since; by namespace, as the
+        # keys that may.
+        self.purged: dict[bytes, dict[bytes, set[bytes]]] = {}
         self.old_checkpoint = b""
         self.engine = self.open()
 
@@ -111,7 +126,8 @@ class RegionMachine(RuleBasedStateMachine):
     def run(self, chosen: Sequence[bytes], *, blank: bool) -> Run:
         data = [content(self.namespace, key) for key in chosen]
         pages = [bytearray(b"\xa5" * len(d)) if blank else bytearray(d) for d in data]
-        return Run(tuple(chosen), tuple((memoryview(page),) for page in pages))
+        tenant = NO_TENANT if blank else tenant_of(chosen[0])
+        return Run(tuple(chosen), tuple((memoryview(page),) for page in pages), tenant)
 
     def regions(self) -> list[str]:
         names = self.device.list_names()
@@ -136,6 +152,11 @@ class RegionMachine(RuleBasedStateMachine):
         if not self.open_region_harmed:
             self.certain[self.namespace].update(*runs)
 
+    def may_be_found(self, *runs: Sequence[bytes]) -> None:
+        for each in itertools.chain(*runs):
+            if tenant_of(each) in self.purged:
+                self.purged[tenant_of(each)].setdefault(self.namespace, set()).add(each)
+
     def all_is_durable(self) -> None:
         self.durable = {namespace: set(keys) for namespace, keys in self.certain.items()}
 
@@ -143,7 +164,9 @@ class RegionMachine(RuleBasedStateMachine):
     def store(self, runs: list[list[bytes]]) -> None:
         """Several at once, so that the writer may group them."""
         with self.forgetting_what_is_evicted():
-            jobs = [self.engine.submit_store(self.run(chosen, blank=False)) for chosen in runs]
+            parts = [part for chosen in runs for part in by_tenant(chosen)]
+            self.may_be_found(*parts)
+            jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
             for job in jobs:
                 assert set(done(job)) <= SERVED, job.reasons
             self.count_as_certain(*runs)
@@ -151,6 +174,8 @@ class RegionMachine(RuleBasedStateMachine):
     @rule(chosen=chains, wanted=chains)
     def cancel(self, chosen: list[bytes], wanted: list[bytes]) -> None:
         with self.forgetting_what_is_evicted():
+            chosen = by_tenant(chosen)[0]
+            self.may_be_found(chosen)
             store = self.engine.submit_store(self.run(chosen, blank=False))
             load = self.engine.submit_load(self.run(wanted, blank=True))
             store.cancel()
@@ -186,10 +211,32 @@ class RegionMachine(RuleBasedStateMachine):
         assert self.engine.sync(TIMEOUT_S), "a barrier fails on a working device"
         self.all_is_durable()
 
+    @rule(tenant=st.sampled_from(TENANTS), stored=chains)
+    def purge(self, tenant: bytes, stored: list[bytes]) -> None:
+        """With stores of every tenant under way."""
+        with self.forgetting_what_is_evicted():
+            parts = by_tenant(stored)
+            self.may_be_found(*parts)
+            jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
+            assert self.engine.purge(tenant, TIMEOUT_S), "a purge fails on a working device"
+            self.purged[tenant] = {}
+            for part, job in zip(parts, jobs, strict=True):
+                excuse = {Reason.CANCELLED} if tenant_of(part[0]) == tenant else set()
+                assert set(done(job)) <= SERVED | excuse, job.reasons
+                self.count_as_certain(part)
+            for keys in (*self.certain.values(), *self.durable.values()):
+                keys -= {key for key in keys if tenant_of(key) == tenant}
+
+    @rule(mode=power_losses, seed=st.integers(0, 999), tenant=st.sampled_from(TENANTS))
+    def lose_power_after_a_purge(self, mode: CrashMode, seed: int, tenant: bytes) -> None:
+        self.purge(tenant, KEYS[:1])
+        self.lose_power(mode, seed)
+
     @rule()
     def clear(self) -> None:
-        self.engine.clear()
+        assert self.engine.clear(), "a purge of everything fails on a working device"
         self.forget_certainty()
+        self.purged = {tenant: {} for tenant in TENANTS}
         assert self.engine.stats().physical_bytes == 0
         assert self.engine.stats().num_pages == 0
         assert not self.regions()
@@ -208,6 +255,9 @@ class RegionMachine(RuleBasedStateMachine):
         self.engine = self.open()
 
     @rule(mode=power_losses, seed=st.integers(0, 999))
+    def lose_power_now(self, mode: CrashMode, seed: int) -> None:
+        self.lose_power(mode, seed)
+
     def lose_power(self, mode: CrashMode, seed: int) -> None:
         assert isinstance(self.device, SimulatedDevice)
         self.device.powered = False
@@ -255,6 +305,13 @@ class RegionMachine(RuleBasedStateMachine):
         self.engine = self.open()
 
     @invariant()
+    def purged_pages_stay_away(self) -> None:
+        for tenant, since in self.purged.items():
+            for each in KEYS:
+                if tenant_of(each) == tenant and each not in since.get(self.namespace, set()):
+                    assert self.engine.lookup([each]).num_hits == 0, "a purged page came back"
+
+    @invariant()
     def books_balance(self) -> None:
         self.engine.check_integrity()
         stats = self.engine.stats()
@@ -284,8 +341,13 @@ class DirectoryMachine(RegionMachine):
 
     @precondition(lambda self: False)
     @rule()
-    def lose_power(self) -> None:
+    def lose_power_now(self) -> None:
         """Nobody can cut the power of a directory."""
+
+    @precondition(lambda self: False)
+    @rule()
+    def lose_power_after_a_purge(self) -> None:
+        """Nor here."""
 
 
 LIMITS = settings(

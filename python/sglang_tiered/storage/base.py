@@ -13,8 +13,11 @@ all of them):
 5. The buffers of a run belong to the engine from submission until the job is done; the engine
    never touches them afterwards. This is what makes it safe to hand them to someone else.
 6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``.
-7. Nothing blocks except ``drain``, ``clear``, ``close`` and ``Job.wait``; none of those may be
-   called on the scheduler thread while requests are running.
+7. Nothing blocks except ``drain``, ``purge``, ``clear``, ``close`` and ``Job.wait``; none of those
+   may be called on the scheduler thread while requests are running.
+8. Every page belongs to the tenant its run names, or to none. Keys of different tenants never
+   coincide: that is the caller's promise. A tenant that was purged has no hit, and none of its
+   stores submitted before the purge lands behind it. One over its share never costs others theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEY_BYTES",
+    "NO_TENANT",
+    "TENANT_BYTES",
     "EngineStats",
     "Health",
     "Job",
@@ -39,10 +44,13 @@ __all__ = [
     "Reason",
     "Run",
     "Stop",
+    "TenantUsage",
     "TierEngine",
 ]
 
 KEY_BYTES = 32
+TENANT_BYTES = 16
+NO_TENANT = bytes(TENANT_BYTES)
 
 Page = tuple[memoryview, ...]
 """The segments of one page, in order; its bytes are their concatenation. Format ``B``, 1-D,
@@ -88,19 +96,22 @@ class Reason(enum.Enum):
     IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail for ever
     NO_SPACE = "no_space"  # store only: no room and nothing to reclaim, or a page beyond any region
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
-    CANCELLED = "cancelled"  # cancelled before its I/O began, or the engine was closed
+    OVER_SHARE = "over_share"  # store only: its tenant has its share, and nothing of it can go
+    CANCELLED = "cancelled"  # cancelled before its I/O began, engine closed, or tenant purged
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive pages of one chain: ``keys[i]`` names the bytes of ``pages[i]``.
 
-    Keys are ``KEY_BYTES`` long and unique within the run. Raises ``ValueError`` otherwise: a
-    malformed run is our own bug, not a condition of the tier.
+    Keys are ``KEY_BYTES`` long and unique within the run. ``tenant`` says whose pages a store
+    brings; a load need not name it. Raises ``ValueError`` for a malformed run: that is our own
+    bug, not a condition of the tier.
     """
 
     keys: tuple[bytes, ...]
     pages: tuple[Page, ...]
+    tenant: bytes = NO_TENANT
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.pages):
@@ -108,6 +119,8 @@ class Run:
         for key in self.keys:
             if len(key) != KEY_BYTES:
                 raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        if len(self.tenant) != TENANT_BYTES:
+            raise ValueError(f"a tenant has {len(self.tenant)} bytes, expected {TENANT_BYTES}")
         if len(set(self.keys)) != len(self.keys):
             raise ValueError("a run names the same key twice")
         for page in self.pages:
@@ -193,7 +206,18 @@ class EngineStats:
     bytes_reinserted: int  # payload bytes of those, in bytes_written but not in bytes_stored
     num_inflight_jobs: int
     queued_store_bytes: int  # payload bytes of stores submitted and not done
+    num_tenants: int  # that hold pages, no tenant included
+    num_pages_purged: int  # forgotten by ``purge`` and ``clear``
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
+
+
+class TenantUsage(NamedTuple):
+    """What one tenant has in a tier now."""
+
+    tenant: bytes
+    num_pages: int  # that a lookup can hit
+    stored_bytes: int  # payload of those
+    physical_bytes: int  # of storage that its pages take, those waiting for reclaim included
 
 
 class TierEngine(ABC):
@@ -232,9 +256,24 @@ class TierEngine(ABC):
         """A consistent snapshot; O(1) and without I/O."""
 
     @abstractmethod
-    def clear(self) -> None:
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        """The tenants with the most physical bytes, at most ``limit``. Without I/O, but linear in
+        their number: for people who ask, not for every step."""
+
+    @abstractmethod
+    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+        """Forget every page of one tenant. Its lookups miss from the start; what it has queued is
+        dropped, and jobs under way are waited for.
+
+        True when its pages do not come back after a crash or loss of power either. False when
+        that is not known, because the time ran out, the storage refused or the engine is closed:
+        ask again.
+        """
+
+    @abstractmethod
+    def clear(self) -> bool:
         """Forget every page and give the storage back. Blocks until running jobs are done; does
-        nothing on a closed engine."""
+        nothing on a closed engine. Returns what ``purge`` returns."""
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:

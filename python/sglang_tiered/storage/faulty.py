@@ -20,7 +20,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.base import EngineStats, LookupResult, Run
+    from sglang_tiered.storage.base import EngineStats, LookupResult, Run, TenantUsage
 
 __all__ = ["Fault", "FaultyDevice", "FaultyEngine"]
 
@@ -267,8 +267,19 @@ class FaultyEngine(TierEngine):
     def stats(self) -> EngineStats:
         return self.inner.stats()
 
-    def clear(self) -> None:
-        self.inner.clear()
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        return self.inner.tenants(limit)
+
+    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+        """What is held counts as queued: the tenant's jobs are dropped."""
+        with self._lock:
+            for job in self._held:
+                if job.kind is JobKind.STORE and job.run.tenant == tenant:
+                    job.cancel()
+        return self.inner.purge(tenant, timeout_s)
+
+    def clear(self) -> bool:
+        return self.inner.clear()
 
     def drain(self, timeout_s: float) -> bool:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from sglang_tiered.storage.base import (
+    NO_TENANT,
     EngineStats,
     Health,
     Job,
@@ -20,6 +21,7 @@ from sglang_tiered.storage.base import (
     LookupResult,
     Reason,
     Stop,
+    TenantUsage,
     TierEngine,
 )
 
@@ -36,19 +38,25 @@ _MAX_UNREPORTED = 4096
 class _Stored(NamedTuple):
     data: bytearray
     checksum: int
+    tenant: bytes
 
 
 class MemoryEngine(TierEngine):
-    """At most ``capacity_bytes`` of payload. Thread-safe by one lock held throughout a call."""
+    """At most ``capacity_bytes`` of payload, and ``max_tenant_bytes`` of one tenant, whose own
+    pages go for it. Thread-safe by one lock held throughout a call."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, max_tenant_bytes: int | None = None) -> None:
         self._capacity_bytes = capacity_bytes
+        self._max_tenant_bytes = max_tenant_bytes
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
         self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
         self._outcomes: Counter[tuple[JobKind, Reason]] = Counter()
         self._stored_bytes = 0
+        self._tenant_pages: Counter[bytes] = Counter()
+        self._tenant_bytes: Counter[bytes] = Counter()
         self._num_evicted = 0
+        self._num_purged = 0
         self._bytes_in = 0
         self._bytes_out = 0
         self._closed = False
@@ -73,38 +81,63 @@ class MemoryEngine(TierEngine):
         return self._serve(Job(JobKind.LOAD, run))
 
     def _serve(self, job: Job) -> Job:
-        serve = self._store if job.kind is JobKind.STORE else self._load
         with self._lock:
             if not self._closed:
                 pages = zip(job.run.keys, job.run.pages, strict=True)
-                job.reasons = [serve(key, page) for key, page in pages]
+                if job.kind is JobKind.STORE:
+                    job.reasons = [self._store(key, page, job.run.tenant) for key, page in pages]
+                else:
+                    job.reasons = [self._load(key, page) for key, page in pages]
             self._outcomes.update((job.kind, reason) for reason in job.reasons)
             self._unreported.append(job)
             job.finish()
         return job
 
-    def _store(self, key: bytes, page: Page) -> Reason:
+    def _store(self, key: bytes, page: Page, tenant: bytes) -> Reason:
         if key in self._pages:
             return Reason.DUPLICATE
         data = bytearray().join(page)
         if len(data) > self._capacity_bytes:
             return Reason.NO_SPACE
+        if not self._fits_share(tenant, len(data)):
+            return Reason.OVER_SHARE
         while self._stored_bytes + len(data) > self._capacity_bytes:
-            _, victim = self._pages.popitem(last=False)
-            self._stored_bytes -= len(victim.data)
+            self._forget(next(iter(self._pages)))
             self._num_evicted += 1
-        self._pages[key] = _Stored(data, xxhash.xxh3_64_intdigest(key + data))
+        self._pages[key] = _Stored(data, xxhash.xxh3_64_intdigest(key + data), tenant)
         self._stored_bytes += len(data)
+        self._tenant_pages[tenant] += 1
+        self._tenant_bytes[tenant] += len(data)
         self._bytes_in += len(data)
         return Reason.OK
+
+    def _fits_share(self, tenant: bytes, nbytes: int) -> bool:
+        """Make room within the tenant's share; false when the page alone is beyond it."""
+        limit = self._max_tenant_bytes
+        if limit is None or tenant == NO_TENANT:
+            return True
+        if nbytes > limit:
+            return False
+        own = (key for key, stored in list(self._pages.items()) if stored.tenant == tenant)
+        while self._tenant_bytes[tenant] + nbytes > limit:
+            self._forget(next(own))
+            self._num_evicted += 1
+        return True
+
+    def _forget(self, key: bytes) -> None:
+        stored = self._pages.pop(key)
+        self._stored_bytes -= len(stored.data)
+        self._tenant_pages[stored.tenant] -= 1
+        self._tenant_bytes[stored.tenant] -= len(stored.data)
+        if not self._tenant_pages[stored.tenant]:
+            del self._tenant_pages[stored.tenant], self._tenant_bytes[stored.tenant]
 
     def _load(self, key: bytes, page: Page) -> Reason:
         stored = self._pages.get(key)
         if stored is None or len(stored.data) != sum(segment.nbytes for segment in page):
             return Reason.MISS
         if xxhash.xxh3_64_intdigest(key + stored.data) != stored.checksum:
-            del self._pages[key]
-            self._stored_bytes -= len(stored.data)
+            self._forget(key)
             return Reason.CORRUPT
         self._pages.move_to_end(key)
         position = 0
@@ -139,13 +172,31 @@ class MemoryEngine(TierEngine):
                 bytes_reinserted=0,
                 num_inflight_jobs=0,
                 queued_store_bytes=0,
+                num_tenants=len(self._tenant_pages),
+                num_pages_purged=self._num_purged,
                 reasons=dict(self._outcomes),
             )
 
-    def clear(self) -> None:
+    def tenants(self, limit: int) -> list[TenantUsage]:
         with self._lock:
+            largest = self._tenant_bytes.most_common(limit)
+            return [TenantUsage(t, self._tenant_pages[t], size, size) for t, size in largest]
+
+    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+        with self._lock:
+            for key in [key for key, stored in self._pages.items() if stored.tenant == tenant]:
+                self._forget(key)
+                self._num_purged += 1
+            return not self._closed
+
+    def clear(self) -> bool:
+        with self._lock:
+            self._num_purged += len(self._pages)
             self._pages.clear()
             self._stored_bytes = 0
+            self._tenant_pages.clear()
+            self._tenant_bytes.clear()
+            return not self._closed
 
     def drain(self, timeout_s: float) -> bool:
         return True
@@ -160,3 +211,7 @@ class MemoryEngine(TierEngine):
             held = sum(len(stored.data) for stored in self._pages.values())
             assert held == self._stored_bytes, f"pages hold {held}, counted {self._stored_bytes}"
             assert held <= self._capacity_bytes, f"{held} bytes > cap {self._capacity_bytes}"
+            tenants: Counter[bytes] = Counter()
+            for stored in self._pages.values():
+                tenants[stored.tenant] += len(stored.data)
+            assert tenants == self._tenant_bytes, f"tenants hold {tenants}"

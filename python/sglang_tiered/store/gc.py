@@ -27,6 +27,7 @@ from sglang_tiered.storage.region.directory import (
 )
 from sglang_tiered.storage.region.format import FORMAT_VERSION, parse_region_name
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+from sglang_tiered.storage.region.purges import PURGES_NAME
 from sglang_tiered.store.holder import Holder
 from sglang_tiered.store.report import MAX_LISTED, describe, holder_json
 from sglang_tiered.store.scan import ShardReader, identities, totals
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.inspection import RegionView
+    from sglang_tiered.storage.region.purges import Purges
     from sglang_tiered.store.target import Shard, Target
 
 __all__ = ["run"]
@@ -46,7 +48,7 @@ __all__ = ["run"]
 _GEOMETRY = re.compile(r"shard-tp\d+of(\d+)-pp\d+of(\d+)-dp\d+-\d+")
 _TEMPORARY_MANIFEST = re.compile(r"STORE\.tmp-\d+")
 _IGNORED = frozenset({"lost+found"})  # the kernel's, where a filesystem is mounted here
-_SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, *LEFTOVERS})
+_SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *LEFTOVERS})
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _plan_shard(
             plan.add(shard.path / name, "leftover", "left by a process that died")
         elif name not in _SHARD_FILES and parse_region_name(name) is None:
             plan.kept.append(f"{shard.path / name} is not ours")
-    superseded = _superseded(views)
+    dead = _unserved(views, reader.purges)
     for view in views:
         path = shard.path / view.name
         namespaces = {namespace.hex() for namespace in totals([view])}
@@ -168,11 +170,20 @@ def _plan_shard(
         elif view.header is not None and not (in_use and view.state == "open"):
             if kept and not any(n.startswith(k) for n in namespaces for k in kept):
                 plan.add(path, "region", "holds no page of a namespace to keep")
-            elif view.sequence in superseded:
-                plan.add(path, "region", "every page of it was stored again later")
+            elif view.sequence in dead:
+                plan.add(path, "region", dead[view.sequence])
             elif not namespaces and not view.problems and not view.torn_bytes:
                 plan.add(path, "region", "holds no pages")
     return views
+
+
+def _unserved(views: Sequence[RegionView], purges: Purges) -> dict[int, str]:
+    """Regions with pages of which none is ever served again, and why."""
+    dead = dict.fromkeys(_superseded(views), "every page of it was stored again later")
+    for view in views:
+        if len(view.contents.pages) and purges.dead_extents(view.sequence, view.contents).all():
+            dead[view.sequence] = "every page of it was purged"
+    return dead
 
 
 def _superseded(views: Sequence[RegionView]) -> set[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region import checkpoint, purges
 from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import parse_region_name, region_name
 from sglang_tiered.storage.region.inspection import inspect_region
@@ -66,6 +66,7 @@ class ShardReader:
         self.holder = Holder(False, None) if owned else shard.holder()
         self.checkpoint, self._durable_tails = self._read_checkpoint()
         try:
+            self.purges = purges.read(self.device)
             self.names = sorted(self.device.list_names())
         except BaseException:
             self.device.release()
@@ -168,12 +169,12 @@ def check_regions(target: Target, only: int | None) -> None:
     )
 
 
-def totals(views: Sequence[RegionView]) -> dict[bytes, tuple[int, int]]:
-    """Pages and payload bytes by namespace."""
+def totals(views: Sequence[RegionView], field: str = "namespace") -> dict[bytes, tuple[int, int]]:
+    """Pages and payload bytes by namespace, or by ``tenant``."""
     counted: dict[bytes, tuple[int, int]] = {}
     for view in views:
         extents, pages = view.contents
-        namespaces, inverse = np.unique(extents["namespace"], return_inverse=True)
+        namespaces, inverse = np.unique(extents[field], return_inverse=True)
         rows = np.repeat(inverse, extents["num_pages"])
         num_pages = np.bincount(rows, minlength=len(namespaces))
         # Exact below 2**53 bytes in one region.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_COUNTED = ("pages", "superseded_pages", "payload_bytes", "physical_bytes")
+_COUNTED = ("pages", "superseded_pages", "purged_pages", "payload_bytes", "physical_bytes")
 _STATES = ("sealed", "open", "damaged", "other_format")
 
 
@@ -54,14 +54,15 @@ def _collect(target: Target, jobs: int) -> dict[str, Any]:
     known = [age for age in ages if age is not None]
     total["oldest_region_age_s"] = max(known, default=None)
     total["newest_region_age_s"] = min(known, default=None)
-    namespaces: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        for entry in shard["namespaces"]:
-            name = entry["namespace"]
-            sum_ = namespaces.setdefault(name, {"namespace": name, "pages": 0, "payload_bytes": 0})
-            sum_["pages"] += entry["pages"]
-            sum_["payload_bytes"] += entry["payload_bytes"]
-    total["namespaces"] = sorted(namespaces.values(), key=lambda e: -e["payload_bytes"])
+    for field in ("namespace", "tenant"):
+        sums: dict[str, dict[str, Any]] = {}
+        for shard in shards:
+            for entry in shard[field + "s"]:
+                name = entry[field]
+                sum_ = sums.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
+                sum_["pages"] += entry["pages"]
+                sum_["payload_bytes"] += entry["payload_bytes"]
+        total[field + "s"] = sorted(sums.values(), key=lambda e: -e["payload_bytes"])
     return {
         "directory": str(target.path),
         "kind": "tier" if target.is_tier else "shard",
@@ -78,7 +79,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
     with ShardReader(shard) as reader:
         views = list(reader.views(full=False, jobs=jobs))
         holder, checkpoint = reader.holder, reader.checkpoint
-        num_gone = reader.num_gone
+        num_gone, purges = reader.num_gone, reader.purges
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -96,18 +97,25 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "format_versions": versions,
         "pages": len(pages),
         "superseded_pages": len(pages) - len(np.unique(pages)),
+        "purged_pages": sum(
+            int(v.contents.extents["num_pages"][purges.dead_extents(v.sequence, v.contents)].sum())
+            for v in views
+        ),
         "payload_bytes": payload,
         "physical_bytes": physical,
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
         "checkpoint": checkpoint._asdict(),
-        "namespaces": [
-            {"namespace": namespace.hex(), "pages": number, "payload_bytes": nbytes}
-            for namespace, (number, nbytes) in sorted(
-                totals(views).items(), key=lambda item: -item[1][1]
-            )
-        ],
+        **{
+            field + "s": [
+                {field: value.hex(), "pages": number, "payload_bytes": nbytes}
+                for value, (number, nbytes) in sorted(
+                    totals(views, field).items(), key=lambda item: -item[1][1]
+                )
+            ]
+            for field in ("namespace", "tenant")
+        },
         "open_regions": [
             {"file": v.name, "log_bytes": v.tail, "unverified_bytes": v.torn_bytes}
             for v in views
@@ -140,12 +148,13 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     )
     print_lines([""])
     print_table(
-        ["shard", "pages", "superseded", "payload", "on disk", "used"],
+        ["shard", "pages", "superseded", "purged", "payload", "on disk", "used"],
         [
             [
                 entry["name"],
                 f"{entry['pages']:,}",
                 f"{entry['superseded_pages']:,}",
+                f"{entry['purged_pages']:,}",
                 format_bytes(entry["payload_bytes"]),
                 format_bytes(entry["physical_bytes"]),
                 "-" if entry["utilisation"] is None else f"{entry['utilisation']:.1%}",
@@ -153,19 +162,23 @@ def _show(target: Target, report: dict[str, Any]) -> None:
             for entry in entries
         ],
     )
-    if report["total"]["namespaces"]:
-        print_lines([""])
-        print_table(
-            ["namespace", "pages", "payload"],
-            [
+    for field in ("namespace", "tenant"):
+        entries = report["total"][field + "s"]
+        if field == "tenant" and not any(int(entry[field], 16) for entry in entries):
+            continue  # nobody names tenants here
+        if entries:
+            print_lines([""])
+            print_table(
+                [field, "pages", "payload"],
                 [
-                    entry["namespace"][:16],
-                    f"{entry['pages']:,}",
-                    format_bytes(entry["payload_bytes"]),
-                ]
-                for entry in report["total"]["namespaces"]
-            ],
-        )
+                    [
+                        entry[field][:16] if int(entry[field], 16) else "none",
+                        f"{entry['pages']:,}",
+                        format_bytes(entry["payload_bytes"]),
+                    ]
+                    for entry in entries[:MAX_LISTED]
+                ],
+            )
     problems = [problem for shard in report["shards"] for problem in shard["problems"]]
     if problems:
         print_lines(["", f"damage ({len(problems)}; verify also checks every page):"])

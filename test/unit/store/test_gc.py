@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from sglang_tiered.integration.shards import shard_name
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.base import NO_TENANT, Run
+from sglang_tiered.storage.region import RegionEngine, purges
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import MANIFEST_NAME, shard_path
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
+from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
 from sglang_tiered.store import gc
 
 REGION = 64 * 1024
@@ -181,7 +182,7 @@ def test_an_older_format_goes_and_a_newer_one_stays(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = plant_region(shard, 1, monkeypatch)
-    assert plan(cli, tier) == {name: "format 1, not 2"}
+    assert plan(cli, tier) == {name: "format 1, not 3"}
     plant_region(shard, 77, monkeypatch)
     assert plan(cli, tier, "--delete") == {}
     assert (tier / name).exists()
@@ -314,3 +315,22 @@ def test_what_cannot_be_deleted_is_told(
 def cli_text(report: dict[str, Any]) -> str:
     done = sum(candidate["deleted"] for candidate in report["candidates"])
     return f"{done} of {len(report['candidates'])}"
+
+
+def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shard: Path) -> None:
+    bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
+    (shard / PURGES_NAME).write_bytes(purges.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
+    name = f"{shard.name}/{region_name(0)}"
+    assert plan(cli, tier) == {
+        name: "every page of it was purged",
+        f"{shard.name}/{region_name(1)}": "every page of it was purged",
+    }
+    report = json.loads(cli("stat", tier, "--json").out)
+    assert report["total"]["purged_pages"] == 6
+    assert report["total"]["tenants"] == [
+        {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
+    ]
+    outcome = cli("gc", tier, "--delete")
+    assert "is not ours" not in outcome.out
+    assert (shard / PURGES_NAME).exists()
+    assert not (tier / name).exists()

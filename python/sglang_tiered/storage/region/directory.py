@@ -4,7 +4,7 @@
 
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
-    <tier-dir>/shard-*/     LOCK, CHECKPOINT and region files, one shard per rank
+    <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds nothing but our names.
@@ -37,6 +37,7 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
 )
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+from sglang_tiered.storage.region.purges import PURGES_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,8 +59,13 @@ _SHARD = re.compile(r"shard-[A-Za-z0-9._-]+")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
 # An empty filesystem mounted here holds this; it is the kernel's, not somebody's data.
 _IGNORED = frozenset({"lost+found"})
+_SUFFIXES = ("", TEMPORARY_SUFFIX)
 _SHARD_FILES = frozenset(
-    {LOCK_NAME, PROBE_NAME, CHECKPOINT_NAME, CHECKPOINT_NAME + TEMPORARY_SUFFIX}
+    {
+        LOCK_NAME,
+        PROBE_NAME,
+        *(name + suffix for name in (CHECKPOINT_NAME, PURGES_NAME) for suffix in _SUFFIXES),
+    }
 )
 
 

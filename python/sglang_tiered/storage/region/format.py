@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
+from sglang_tiered.storage.base import NO_TENANT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -56,7 +58,7 @@ __all__ = [
     "unpack_trailer",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BLOCK_BYTES = 4096
 NONCE_BYTES = 16
 NAMESPACE_BYTES = 32
@@ -68,7 +70,7 @@ FOOTER_MAGIC = b"SGLTFOOT"
 TRAILER_MAGIC = b"SGLTTRLR"
 
 _REGION = struct.Struct("<8sIIQQ16sQ")  # magic version block_bytes nbytes sequence nonce created
-_EXTENT = struct.Struct("<8sII16sII32sQ")  # magic version header_bytes nonce ordinal pages ns data
+_EXTENT = struct.Struct("<8sII16sII32s16sQ")  # magic version header_bytes nonce ordinal pages ...
 _FOOTER = struct.Struct("<8sII16sQQ")  # magic version num_extents nonce num_pages footer_bytes
 _TRAILER = struct.Struct("<8sII16sQQ")  # magic version num_extents nonce footer_offset footer_bytes
 _CHECKSUM = struct.Struct("<Q")
@@ -78,7 +80,12 @@ PAGE_DTYPE: np.dtype[Any] = np.dtype(
     [("key", "V32"), ("length", "<u4"), ("checksum", "<u8")]  # length without padding
 )
 EXTENT_DTYPE: np.dtype[Any] = np.dtype(
-    [("offset", "<u8"), ("num_pages", "<u4"), ("namespace", "V32")]  # offset within the region
+    [  # offset within the region
+        ("offset", "<u8"),
+        ("num_pages", "<u4"),
+        ("namespace", "V32"),
+        ("tenant", "V16"),
+    ]
 )
 
 # Sequence numbers stay below 2**63, so the one after the largest name still has a name.
@@ -93,11 +100,12 @@ class RegionHeader(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Pages written together, at ``offset`` within their region."""
+    """Pages of one tenant written together, at ``offset`` within their region."""
 
     offset: int
     namespace: bytes
     pages: npt.NDArray[Any]  # [pages] PAGE_DTYPE
+    tenant: bytes = NO_TENANT
 
     @property
     def end(self) -> int:
@@ -126,8 +134,15 @@ class Contents(NamedTuple):
         for row, extent in zip(table, extents, strict=True):
             row["offset"], row["num_pages"] = extent.offset, len(extent.pages)
             row["namespace"] = np.void(extent.namespace)
+            row["tenant"] = np.void(extent.tenant)
         pages = [extent.pages for extent in extents]
         return cls(table, np.concatenate(pages) if pages else np.zeros(0, PAGE_DTYPE))
+
+    def payload_bytes(self) -> npt.NDArray[np.int64]:
+        """Of each extent, padding included."""
+        ends = np.cumsum(self.extents["num_pages"].astype(np.int64))
+        total = np.concatenate([[0], np.cumsum(_padded_lengths(self.pages))])
+        return np.diff(total[np.concatenate([[0], ends])])
 
     def page_offsets(self) -> npt.NDArray[np.int64]:
         """Where the bytes of each page are within the region."""
@@ -142,10 +157,11 @@ class Contents(NamedTuple):
         return before + shift
 
     def of_namespace(self, namespace: bytes) -> npt.NDArray[np.bool_]:
-        """Which pages were stored under the namespace."""
+        """Which extents were stored under the namespace."""
         wanted = np.frombuffer(namespace, np.uint8)
         stored = np.ascontiguousarray(self.extents["namespace"]).view(np.uint8).reshape(-1, 32)
-        return np.repeat((stored == wanted).all(axis=1), self.extents["num_pages"])
+        matching: npt.NDArray[np.bool_] = (stored == wanted).all(axis=1)
+        return matching
 
 
 class Trailer(NamedTuple):
@@ -269,6 +285,7 @@ def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
         ordinal,
         num_pages,
         extent.namespace,
+        extent.tenant,
         extent.payload_bytes,
     )
     return _close(fields + extent.pages.tobytes(), header_bytes)
@@ -288,9 +305,8 @@ def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int
     """The extent at ``offset``, if the header verifies and was written there for that region."""
     if not _verifies(header):
         return None
-    (magic, version, header_bytes, found_nonce, found_ordinal, num_pages, namespace, payload) = (
-        _EXTENT.unpack_from(header)
-    )
+    magic, version, header_bytes, found_nonce, found_ordinal, *fields = _EXTENT.unpack_from(header)
+    num_pages, namespace, tenant, payload = fields
     if (magic, version, header_bytes) != (EXTENT_MAGIC, FORMAT_VERSION, len(header)):
         return None
     if (found_nonce, found_ordinal) != (nonce, ordinal):
@@ -298,7 +314,7 @@ def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int
     if num_pages == 0 or header_bytes != extent_header_bytes(num_pages):
         return None
     pages = np.frombuffer(header, PAGE_DTYPE, num_pages, _EXTENT.size).copy()
-    extent = Extent(offset, namespace, pages)
+    extent = Extent(offset, namespace, pages, tenant)
     return extent if extent.payload_bytes == payload else None
 
 

@@ -1,10 +1,13 @@
-"""key -> where the page is, in 57 bytes of columns and 8 to 16 of hash table per page. No I/O.
+"""key -> where the page is, in 61 bytes of columns and 8 to 16 of hash table per page. No I/O.
 
 An open-addressing hash table (linear probing, at most 60% full) of row numbers, over columns with
 one row per page. Every operation takes a whole run and works on arrays, so that a chain of a
 thousand pages costs a few numpy calls per probe step instead of a thousand dictionary lookups, and
 a million pages cost no Python object at all. Nothing here locks: the owner's lock guards every
 call.
+
+A purge of a tenant takes no time that grows with its pages: its place in the tenant table is
+declared dead, which hides them, and ``sweep`` removes their rows in small steps.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.tenant_table import TenantTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,12 +72,19 @@ class PageIndex:
         self._lengths = np.zeros(0, np.uint32)
         self._slots = np.zeros(0, np.int32)  # -1: the row is free
         self._hits = np.zeros(0, np.uint8)
+        self._owners = np.zeros(0, np.int32)  # places of the tenants
+        self._tenants = TenantTable()
+        self._swept = 0  # where the next sweep of purged rows goes on
         self._live = np.zeros(0, np.int64)  # by region slot
         self._num_pages = 0
-        self.stored_bytes = 0
+        self._stored_bytes = 0
 
     def __len__(self) -> int:
-        return self._num_pages
+        return self._num_pages - self._tenants.dead_totals()[0]
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._stored_bytes - self._tenants.dead_totals()[1]
 
     def __contains__(self, key: bytes) -> bool:
         return bool(self.find(key_words([key]))[0] >= 0)
@@ -96,7 +108,10 @@ class PageIndex:
 
     def find(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The row of each key, -1 where it is not held."""
-        return self._find(words, _hash(words))
+        rows = self._find(words, _hash(words))
+        if self._tenants.any_dead:
+            rows[self._tenants.is_dead(self._owners[rows])] = -1
+        return rows
 
     def _find(
         self, words: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]
@@ -137,18 +152,25 @@ class PageIndex:
         offsets: npt.NDArray[np.int64],
         lengths: npt.NDArray[Any],
         checksums: npt.NDArray[Any],
+        owners: npt.NDArray[np.int32] | int | None = None,
     ) -> None:
         """Point keys at pages of one region, whatever they pointed at before. Where a key occurs
-        twice the later page counts."""
+        twice the later page counts. ``owners`` are what ``place_of`` said of their tenants."""
+        if not len(words):
+            return
+        if owners is None:
+            owners = self.place_of(NO_TENANT)
+        named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
         hashes = _hash(words)
         if len(set(hashes.tolist())) != len(hashes):
             last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
             words, hashes = words[last], hashes[last]
             offsets, lengths, checksums = offsets[last], lengths[last], checksums[last]
+            placed = placed[last]
         self._reserve(len(words), slot)
         rows = self._find(words, hashes)
         known = rows >= 0
-        self._uncount(rows[known])
+        before = self._uncount(rows[known])
         new = ~known
         num_new = int(new.sum())
         if num_new:
@@ -162,7 +184,10 @@ class PageIndex:
         self._slots[rows] = slot
         self._hits[rows] = 0
         self._live[slot] += len(rows)
-        self.stored_bytes += int(lengths.sum(dtype=np.int64))
+        self._stored_bytes += int(lengths.sum(dtype=np.int64))
+        self._owners[rows] = placed
+        self._tenants.add(placed, lengths.astype(np.int64))
+        self._tenants.free_empty(np.concatenate([before, named]))
 
     def drop(self, key: bytes, slot: int, offset: int) -> None:
         """Forget a key if it still points there."""
@@ -183,24 +208,49 @@ class PageIndex:
         """The rows of all pages in a region; linear in the size of the index."""
         return np.flatnonzero(self._slots[: self._num_rows] == slot)
 
+    def live_rows(self, slot: int) -> npt.NDArray[np.int64]:
+        """The rows of the pages in a region that a lookup can hit."""
+        rows = self.rows_of(slot)
+        return rows[~self._tenants.is_dead(self._owners[rows])]
+
+    def are_in(self, slot: int, words: npt.NDArray[np.uint64]) -> list[bool]:
+        """Whether each key could be hit in that region."""
+        rows = self.find(words)
+        held: list[bool] = ((rows >= 0) & (self._slots[rows] == slot)).tolist()
+        return held
+
     def hot_rows(self, slot: int, max_bytes: int) -> npt.NDArray[np.int64]:
         """Rows of pages of a region that were loaded since they were written, the most loaded
         first as far as ``max_bytes`` reach, in the order of their offsets."""
-        rows = self.rows_of(slot)
+        rows = self.live_rows(slot)
         rows = rows[self._hits[rows] > 0]
         rows = rows[np.argsort(self._hits[rows], kind="stable")[::-1]]
-        sizes = -(-self._lengths[rows].astype(np.int64) // BLOCK_BYTES) * BLOCK_BYTES
-        rows = rows[np.cumsum(sizes) <= max_bytes]
+        rows = rows[np.cumsum(self._padded(rows)) <= max_bytes]
+        return self.in_order(rows)
+
+    def in_order(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of one region in the order of their offsets."""
         return rows[np.argsort(self._blocks[rows])]
+
+    def padded_bytes(self, rows: npt.NDArray[np.int64]) -> int:
+        return int(self._padded(rows).sum())
+
+    def _padded(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        blocks: npt.NDArray[np.int64] = -(-self._lengths[rows].astype(np.int64) // BLOCK_BYTES)
+        return blocks * BLOCK_BYTES
 
     def keys(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
         return [words.tobytes() for words in self._words[rows]]
 
+    def tenants_of(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
+        return self._tenants.names(self._owners[rows])
+
     def drop_region(self, slot: int) -> int:
-        """Forget every key that points into the region; returns how many."""
+        """Forget every key that points into the region; returns how many could be hit."""
         rows = self.rows_of(slot)
+        num_live = len(self.live_rows(slot))
         self._remove(rows)
-        return len(rows)
+        return num_live
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -208,17 +258,52 @@ class PageIndex:
         self.__init__()  # type: ignore[misc]
         self._live = np.zeros_like(live)
 
-    def _uncount(self, rows: npt.NDArray[np.int64]) -> None:
-        if rows.size:
-            gone = np.bincount(self._slots[rows], minlength=len(self._live))
-            self._live -= gone
-            self.stored_bytes -= int(self._lengths[rows].sum(dtype=np.int64))
-            self._num_pages -= len(rows)
+    # ---- Tenants ----
+
+    def place_of(self, tenant: bytes) -> int:
+        """The place of a tenant, for ``put``, which must follow with a page of it."""
+        return self._tenants.place_of(tenant)
+
+    def purge(self, tenant: bytes) -> int:
+        """Hide all pages of a tenant, until ``sweep`` has removed them; returns how many. What is
+        put from now on is not meant."""
+        return self._tenants.purge(tenant)
+
+    def sweep(self, max_rows: int) -> bool:
+        """Look at some rows and remove those of purged tenants; true when all are removed."""
+        if self._tenants.any_dead:
+            rows = np.arange(self._swept, min(self._swept + max_rows, self._num_rows))
+            self._swept += max_rows
+            if self._swept >= self._num_rows:
+                self._swept = 0
+            rows = rows[self._slots[rows] >= 0]
+            self._remove(rows[self._tenants.is_dead(self._owners[rows])])
+        return not self._tenants.any_dead
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
+    def usage(self) -> dict[bytes, tuple[int, int]]:
+        """Pages and payload bytes of every tenant that has any."""
+        return self._tenants.usage()
+
+    def _uncount(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Take rows out of all counts; returns the places of their tenants, which may be empty
+        now."""
+        gone = np.bincount(self._slots[rows], minlength=len(self._live))
+        self._live -= gone
+        lengths = self._lengths[rows].astype(np.int64)
+        self._stored_bytes -= int(lengths.sum())
+        self._num_pages -= len(rows)
+        owners = self._owners[rows]
+        self._tenants.remove(owners, lengths)
+        return owners
 
     def _remove(self, rows: npt.NDArray[np.int64]) -> None:
         if not rows.size:
             return
-        self._uncount(rows)
+        self._tenants.free_empty(self._uncount(rows))
         mask = len(self._table) - 1
         left = rows
         place = (_hash(self._words[rows]) & np.uint64(mask)).astype(np.int64)
@@ -273,6 +358,7 @@ class PageIndex:
                 self._lengths,
                 self._slots,
                 self._hits,
+                self._owners,
             ):
                 column.resize(size, refcheck=False)
         if self._num_pages + self._num_deleted + count > _MAX_FILL * len(self._table):
@@ -294,7 +380,8 @@ class PageIndex:
         rows = np.flatnonzero(self._slots[: self._num_rows] >= 0)
         assert len(rows) == self._num_pages, f"{len(rows)} rows in use, counted {self._num_pages}"
         stored = int(self._lengths[rows].sum(dtype=np.int64))
-        assert stored == self.stored_bytes, f"rows hold {stored}, counted {self.stored_bytes}"
+        assert stored == self._stored_bytes, f"rows hold {stored}, counted {self._stored_bytes}"
+        self._tenants.check_integrity(self._owners[rows], self._lengths[rows])
         for slot, live in enumerate(np.bincount(self._slots[rows], minlength=len(self._live))):
             counted = self.num_live(slot)
             assert live == counted, f"region slot {slot}: {live} rows, counted {counted}"
@@ -304,7 +391,8 @@ class PageIndex:
             slot = int(self._slots[row])
             assert end <= slots[slot], f"a page ends at {end} in region slot {slot}"
         if rows.size:
-            assert (self.find(self._words[rows]) == rows).all(), "a row is not found by its key"
+            words = self._words[rows]
+            assert (self._find(words, _hash(words)) == rows).all(), "a row is not found by its key"
         occupied = int((self._table >= 0).sum())
         assert occupied == self._num_pages, f"{occupied} places taken for {self._num_pages} pages"
         deleted = int((self._table == _DELETED).sum())

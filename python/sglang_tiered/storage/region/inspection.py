@@ -253,7 +253,7 @@ class _Inspection:
                 continue
             found = self._read_extent(header, extent.offset, ordinal)
             if isinstance(found, Extent):
-                same = found.namespace == extent.namespace
+                same = (found.namespace, found.tenant) == (extent.namespace, extent.tenant)
                 if not same or found.pages.tobytes() != extent.pages.tobytes():
                     what = f"disagrees with the header of extent {ordinal} at {extent.offset}"
                     self._report("footer", trailer.footer_offset, trailer.footer_bytes, what)
@@ -380,5 +380,10 @@ def _extents(contents: Contents) -> Iterator[Extent]:
     start = 0
     for row in contents.extents:
         stop = start + int(row["num_pages"])
-        yield Extent(int(row["offset"]), row["namespace"].tobytes(), contents.pages[start:stop])
+        yield Extent(
+            int(row["offset"]),
+            row["namespace"].tobytes(),
+            contents.pages[start:stop],
+            row["tenant"].tobytes(),
+        )
         start = stop

@@ -26,6 +26,7 @@ __all__ = [
     "LoadSpan",
     "LoadTicket",
     "Part",
+    "PurgeOrder",
     "StoreTicket",
     "SyncOrder",
 ]
@@ -49,6 +50,10 @@ class StoreTicket:
     reinserted: bool = False  # pages saved from a region that was reclaimed; nobody's job
     num_placed: int = 0
     num_settled: int = 0
+
+    @property
+    def tenant(self) -> bytes:
+        return self.job.run.tenant
 
     @property
     def num_left(self) -> int:
@@ -124,6 +129,17 @@ class ClearOrder:
     """Remove every region; queued behind the stores it must not let survive."""
 
     done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done: nothing comes back
+
+
+@dataclass(eq=False, slots=True)
+class PurgeOrder:
+    """Make the purge of a tenant durable and give back what it frees; queued ahead of everything,
+    as none of the tenant's pages is in the queue any more."""
+
+    tenant: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
 
 
 @dataclass(eq=False, slots=True)

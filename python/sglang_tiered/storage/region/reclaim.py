@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
 from sglang_tiered.storage.region.reader import Wanted, plan_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_victim"]
+__all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_own_victim", "choose_victim"]
 
 # Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.
 REINSERTION_SHARE = 1 / 10
@@ -30,18 +32,42 @@ _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
 
 
-def choose_victim(regions: Iterable[Region]) -> Region | None:
-    """The oldest sealed region: with reinsertion, first in first out loses the fewest hits, as in
-    CacheLib Navy. A region that is being read frees nothing until the read ends, so such regions
-    go last."""
-    sealed = [region for region in regions if region.sealed and region.num_writing == 0]
+def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool]) -> Region | None:
+    """A region without a page that anybody could ever read, else the oldest sealed one: with
+    reinsertion, first in first out loses the fewest hits, as in CacheLib Navy. A region that is
+    being read frees nothing until the read ends, so such regions go last."""
     return min(
-        sealed, key=lambda region: (region.pins > region.syncing, region.sequence), default=None
+        filter(_may_go, regions),
+        key=lambda region: (
+            region.pins > region.syncing,
+            not is_useless(region),
+            region.sequence,
+        ),
+        default=None,
     )
 
 
+def choose_own_victim(regions: Iterable[Region], tenant: bytes) -> Region | None:
+    """The oldest sealed region that holds as much of a tenant as of others. They must not pay for
+    its share: their pages are saved, so no more is written again than the tenant gets. Where it has
+    less, others write more than it does, and reclaim comes round without it."""
+
+    def is_own(region: Region) -> bool:
+        own = region.tenant_bytes.get(tenant, 0)
+        others = sum(region.tenant_bytes.values()) - own
+        return 0 < own >= others <= _MAX_SAVED_BYTES and not region.num_foreign
+
+    free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
+    own = filter(is_own, free)
+    return min(own, key=lambda region: region.sequence, default=None)
+
+
+def _may_go(region: Region) -> bool:
+    return region.sealed and region.num_writing == 0
+
+
 class _Saved(NamedTuple):
-    """Verified pages of a victim, in memory of their own."""
+    """Verified pages of a victim, all of one tenant, in memory of their own."""
 
     job: Job
     namespace: bytes
@@ -111,14 +137,34 @@ class Reclaimer:
         when there is none, or its readers keep its space. Raises ``OSError`` when its file cannot
         be removed, in which case the region stays in service."""
         with self._state.lock:
-            victim = choose_victim(self._state.regions)
+            victim = choose_victim(self._state.regions, self._is_useless)
         if victim is None:
             return False
-        return self.remove(victim, self._save_hot(victim))
+        return self.remove(victim, self._save(victim))
 
-    def _save_hot(self, victim: Region) -> _Saved | None:
-        """Read the pages that were loaded since they were written, as far as the credit reaches;
-        what does not verify is left behind."""
+    def evict_own(self, tenant: bytes) -> bool:
+        """Make room within a tenant's share at its own cost; false when it has no region that
+        could go. Raises as ``evict_one`` does."""
+        with self._state.lock:
+            victim = choose_own_victim(self._state.regions, tenant)
+        if victim is None:
+            return False
+        return self.remove(victim, self._save(victim, besides=tenant))
+
+    def remove_useless(self) -> None:
+        """Give back every region in which a purge left nothing. Raises ``OSError``."""
+        with self._state.lock:
+            regions = [r for r in self._state.regions if _may_go(r) and self._is_useless(r)]
+        for region in regions:
+            self.remove(region)
+
+    def _is_useless(self, region: Region) -> bool:
+        """The lock is held."""
+        return not region.num_foreign and not self._state.index.num_live(region.slot)
+
+    def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved]:
+        """Read the pages that were loaded since they were written, as far as the credit reaches,
+        and all that are not of the tenant ``besides``; what does not verify is left behind."""
         state = self._state
         self._credit_bytes = min(
             self._credit_bytes + victim.nbytes * REINSERTION_SHARE,
@@ -126,17 +172,20 @@ class Reclaimer:
             _MAX_SAVED_BYTES,
         )
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
-            return None
+            return []
         with state.lock:
             index = state.index
             rows = index.hot_rows(victim.slot, int(self._credit_bytes))
+            self._credit_bytes -= index.padded_bytes(rows)
+            if besides is not None:
+                live = index.live_rows(victim.slot)
+                foreign = [tenant != besides for tenant in index.tenants_of(live)]
+                rows = index.in_order(np.union1d(rows, live[foreign]))
             if not rows.size:
-                return None
-            keys, places = index.keys(rows), index.places(rows)
+                return []
+            keys, places, tenants = index.keys(rows), index.places(rows), index.tenants_of(rows)
             namespace, generation = state.namespace, state.generation
-        nbytes = sum(padded(length) for length in places.lengths)
-        self._credit_bytes -= nbytes
-        memory = aligned_buffer(nbytes)
+        memory = aligned_buffer(sum(padded(length) for length in places.lengths))
         wanted = []
         start = 0
         for i, (key, offset, length, checksum) in enumerate(
@@ -151,21 +200,25 @@ class Reclaimer:
             good += [w for w, r in zip(span, reasons, strict=True) if r is Reason.OK]
             if error is not None:
                 break
-        if not good:
-            return None
-        run = Run(tuple(item.key for item in good), tuple(item.page for item in good))
-        return _Saved(Job(JobKind.STORE, run), namespace, generation)
+        by_tenant: dict[bytes, list[Wanted]] = {}
+        for item in good:
+            by_tenant.setdefault(tenants[item.position], []).append(item)
+        runs = [
+            Run(tuple(item.key for item in items), tuple(item.page for item in items), tenant)
+            for tenant, items in by_tenant.items()
+        ]
+        return [_Saved(Job(JobKind.STORE, run), namespace, generation) for run in runs]
 
-    def remove(self, region: Region, saved: _Saved | None = None) -> bool:
+    def remove(self, region: Region, saved: Sequence[_Saved] = ()) -> bool:
         """Unlink the file and forget its keys, but for those saved, which are on their way back
         from the same moment. I/O running on it still finishes, and is waited for, because the disk
         gets its space back only then; false when that took too long."""
         with self._health.watch(), contextlib.suppress(FileNotFoundError):
             self._device.unlink(region.name)
         with self._state.lock:
+            for item in reversed(saved):
+                self._state.queue_reinsertion(*item, region.slot)
             self.num_pages_evicted += self._state.index.drop_region(region.slot)
-            if saved is not None:
-                self._state.queue_reinsertion(*saved)
             unused = self._state.regions.retire(region)
         if unused:
             self.dispose(region)

@@ -2,7 +2,8 @@
 
 The steps, as in ``README.md``:
 
-1. List the region files and order them by sequence number; read the checkpoint, if there is one.
+1. List the region files and order them by sequence number; read the checkpoint and the purges, if
+   there are any.
 2. Open each region and read header, trailer and footer. A newer format refuses the store; nothing
    was touched so far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
@@ -11,7 +12,8 @@ The steps, as in ``README.md``:
 5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
    not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
-7. Index the pages of our namespace, oldest region first; a key met again points to the later one.
+7. Index the pages of our namespace that were not purged, oldest region first; a key met again
+   points to the later one. Remove a region that was purged altogether.
 
 Damage never raises: it is counted. ``OSError`` means the process may not use its own directory
 (permissions, descriptors), in which case no file was removed for that reason.
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region import checkpoint, purges
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -43,6 +45,7 @@ from sglang_tiered.storage.region.format import (
     unpack_trailer,
 )
 from sglang_tiered.storage.region.progress import LateProgress
+from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer
@@ -69,7 +72,9 @@ class RecoveryReport:
     num_over_cap: int = 0  # removed: the cap is lower than it was
     num_pages: int = 0
     num_foreign_pages: int = 0  # of other namespaces: kept, not indexed
+    num_purged_pages: int = 0  # dead: kept until reclaimed, not indexed
     bytes_written: int = 0
+    purges: Purges = field(default_factory=Purges, repr=False)
 
 
 @dataclass(slots=True)
@@ -117,6 +122,8 @@ class _Recovery:
         sequences = sorted(sequence for sequence in names if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
+        report.purges = purges.read(device)
+        report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
         with LateProgress(2 * len(sequences)) as progress:
             # 2
             with ThreadPoolExecutor(self.num_threads) as pool:
@@ -134,14 +141,38 @@ class _Recovery:
             self._shrink(capacity_bytes)
             for item in list(self.found):
                 if item.contents is None and not self._walk(item):  # 5, 6
-                    self.found.remove(item)
-                    _close(device, item.region)
-                    _unlink(device, item.region.name)
+                    self._remove(item)
                 else:
                     self._index(item, namespace, regions, index)  # 7
                 progress.advance()
+        self._settle_purges()
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
+
+    def _next_purged_sequence(self) -> int:
+        known = self.report.purges
+        return 0 if known.damaged else known.next_sequence()
+
+    def _settle_purges(self) -> None:
+        """Leave a file of purges that verifies and says no more than it must."""
+        known, device = self.report.purges, self.device
+        damaged = known.damaged
+        if damaged:
+            logger.warning("%s is damaged, so all that was stored is forgotten", PURGES_NAME)
+            self.report.purges = known = Purges(everyone=Bound(self.report.next_sequence, 0))
+        elif known.is_empty:
+            return
+        try:
+            if not damaged and not purges.compact(device, known):
+                return
+            device.replace_file(PURGES_NAME, purges.pack(known))
+        except OSError as error:
+            logger.warning("%s cannot be written (%s) and is read again", PURGES_NAME, error)
+
+    def _remove(self, item: _Found) -> None:
+        self.found.remove(item)
+        _close(self.device, item.region)
+        _unlink(self.device, item.region.name)
 
     def _open(self, sequence: int) -> None:
         """Open a region file and read what it says of itself. Several threads at once."""
@@ -221,6 +252,12 @@ class _Recovery:
     ) -> None:
         region, contents = item.region, item.contents
         assert contents is not None
+        num_pages = contents.extents["num_pages"]
+        alive = ~self.report.purges.dead_extents(region.sequence, contents)
+        self.report.num_purged_pages += int(num_pages[~alive].sum())
+        if not alive.any():
+            self._remove(item)
+            return
         regions.reserve(region.nbytes)
         regions.add(region)
         pages, offsets = contents.pages, contents.page_offsets()
@@ -229,12 +266,22 @@ class _Recovery:
         # A killed process may have left what it wrote in a cache: the next sync covers it.
         region.dirty = region.durable_tail < region.published_tail
         ours = contents.of_namespace(namespace)
-        num_foreign = len(ours) - int(np.count_nonzero(ours))
-        self.report.num_foreign_pages += num_foreign
-        if num_foreign:
-            pages, offsets = pages[ours], offsets[ours]
+        region.num_foreign = int(num_pages[alive & ~ours].sum())
+        self.report.num_foreign_pages += region.num_foreign
+        ours &= alive
+        names, inverse = np.unique(contents.extents["tenant"], return_inverse=True)
+        payload = np.bincount(inverse, contents.payload_bytes(), len(names))
+        for name, nbytes in zip(names, payload.tolist(), strict=True):
+            regions.charge(region, name.tobytes(), int(nbytes))
+        places = np.full(len(names), -1, np.int32)
+        for number in np.unique(inverse[ours]):
+            places[number] = index.place_of(names[number].tobytes())
+        owners = np.repeat(places[inverse], num_pages)
+        if not ours.all():
+            chosen = np.repeat(ours, num_pages)
+            pages, offsets, owners = pages[chosen], offsets[chosen], owners[chosen]
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
-        index.put(words, region.slot, offsets, pages["length"], pages["checksum"])
+        index.put(words, region.slot, offsets, pages["length"], pages["checksum"], owners)
 
 
 def _read_footer(device: Device, region: Region) -> Contents | None:

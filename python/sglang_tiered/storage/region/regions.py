@@ -5,6 +5,7 @@ Nothing here locks: the owner's lock guards every call.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class Region:
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False
     corruption_reported: bool = False
+    num_foreign: int = 0  # pages that no lookup finds now, but another namespace may later
+    tenant_bytes: dict[bytes, int] = field(default_factory=dict)  # payload placed, with padding
 
     @property
     def name(self) -> str:
@@ -59,6 +62,7 @@ class RegionTable:
         self.physical_bytes = 0
         self.retiring_bytes = 0
         self.leftovers: dict[str, int] = {}  # files nobody could remove yet, with their bytes
+        self.tenant_bytes: Counter[bytes] = Counter()  # the regions' together
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -85,6 +89,13 @@ class RegionTable:
             region.slot = len(self._slots)
             self._slots.append(region)
 
+    def charge(self, region: Region, tenant: bytes, nbytes: int) -> None:
+        """Count payload of a tenant in a region; negative where it is given up again."""
+        for books in (region.tenant_bytes, self.tenant_bytes):
+            books[tenant] = books.get(tenant, 0) + nbytes
+            if not books[tenant]:
+                del books[tenant]
+
     def reserve(self, nbytes: int) -> None:
         self.physical_bytes += nbytes
 
@@ -107,6 +118,8 @@ class RegionTable:
         Returns what ``unpin`` returns."""
         del self._regions[region.sequence]
         self._slots[region.slot] = None
+        for tenant, nbytes in list(region.tenant_bytes.items()):
+            self.charge(region, tenant, -nbytes)
         region.retired = True
         self.retiring_bytes += region.nbytes
         return region.pins == 0
@@ -125,6 +138,10 @@ class RegionTable:
             assert region.sealed or 0 < region.tail <= region.nbytes, (
                 f"{region.name}: tail {region.tail} of {region.nbytes}"
             )
+        charged: Counter[bytes] = Counter()
+        for region in self:
+            charged.update(region.tenant_bytes)
+        assert charged == self.tenant_bytes, "the bytes of the tenants do not add up"
         if idle:
             assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
             pinned = [region.name for region in self if region.pins or region.num_writing]

@@ -22,6 +22,7 @@ from sglang_tiered.storage.region.jobs import (
     JobBook,
     LoadSpan,
     LoadTicket,
+    PurgeOrder,
     StoreTicket,
     SyncOrder,
 )
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]
+
+_PURGED = -1  # the generation of stores whose tenant was purged meanwhile
 
 
 class StoreState:
@@ -56,7 +59,7 @@ class StoreState:
         self.index = PageIndex()
         self.regions = RegionTable()
         self.jobs = JobBook()
-        self.stores: deque[StoreTicket | ClearOrder] = deque()
+        self.stores: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.batches: deque[Batch] = deque()  # of extents to hash
         self.chunks: deque[Chunk] = deque()  # of extents to write
@@ -75,12 +78,30 @@ class StoreState:
         self.num_pages_loaded = 0
         self.bytes_loaded = 0
         self.bytes_written = 0
+        self.num_pages_purged = 0
 
-    def forget_all(self) -> None:
-        """Empty the index; stores under way finish, but nobody will see their pages."""
+    def forget_all(self, *, keep: bool) -> None:
+        """Empty the index; stores under way finish, but nobody will see their pages. ``keep``:
+        the namespace may be opened again, so its pages are of use."""
         self.generation += 1
+        for region in self.regions if keep else ():
+            region.num_foreign += self.index.num_live(region.slot)
         self.index.clear()
         self.pending.clear()
+
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Hide the pages of a tenant, and let none that is under way become visible."""
+        self.num_pages_purged += self.index.purge(tenant)
+        queued = [o for o in self.stores if isinstance(o, StoreTicket) and o.tenant == tenant]
+        placed = [part.ticket for write in self.writes for part in write.parts]
+        for ticket in {*queued, *(ticket for ticket in placed if ticket.tenant == tenant)}:
+            for index in range(len(ticket.positions)):
+                self._forget_pending(ticket, index)
+            ticket.generation = _PURGED
+        gone = set(queued)
+        self.stores = deque(order for order in self.stores if order not in gone)
+        for ticket in queued:
+            self.drop_rest(ticket, Reason.CANCELLED)
 
     # ---- Stores ----
 
@@ -91,12 +112,14 @@ class StoreState:
         self.stores.append(ticket)
         self.store_ready.notify()
 
-    def queue_reinsertion(self, job: Job, namespace: bytes, generation: int) -> None:
-        """Put pages of a reclaimed region back into the log, ahead of all stores."""
+    def queue_reinsertion(self, job: Job, namespace: bytes, generation: int, slot: int) -> None:
+        """Put pages of a region that is about to be reclaimed back into the log, ahead of all
+        stores; but for those that were forgotten or stored again since they were read."""
         if generation != self.generation or self.closed:
             return
         keys = job.run.keys
-        positions = [i for i, key in enumerate(keys) if key not in self.pending]
+        held = self.index.are_in(slot, key_words(keys))
+        positions = [i for i, key in enumerate(keys) if held[i] and key not in self.pending]
         ticket = StoreTicket(job, namespace, generation, positions, 0, reinserted=True)
         self.pending.update((keys[position], ticket) for position in positions)
         if positions:
@@ -154,8 +177,15 @@ class StoreState:
                 for key in keys:
                     del self.pending[key]
                 self.index.put(
-                    key_words(keys), region.slot, offsets[rows], lengths, pages["checksum"][rows]
+                    key_words(keys),
+                    region.slot,
+                    offsets[rows],
+                    lengths,
+                    pages["checksum"][rows],
+                    self.index.place_of(ticket.tenant),
                 )
+            elif ticket.generation != _PURGED:
+                region.num_foreign += part.num_pages  # perhaps: of the namespace before
             if ticket.reinserted:
                 self.num_pages_reinserted += part.num_pages
                 self.bytes_reinserted += num_bytes
@@ -177,12 +207,14 @@ class StoreState:
                 self._forget_pending(part.ticket, index)
             self._settle(part, reason)
 
-    def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
-        """Settle what has no place yet of a store that has left the queue."""
-        for index in range(ticket.num_placed, len(ticket.positions)):
+    def drop_rest(self, ticket: StoreTicket, reason: Reason, keep: int = 0) -> None:
+        """Settle what has no place yet of a store that has left the queue; ``keep`` pages more
+        are still to be placed, of one that has not."""
+        first = ticket.num_placed + keep
+        for index in range(first, len(ticket.positions)):
             self._forget_pending(ticket, index)
             ticket.job.reasons[ticket.positions[index]] = reason
-        del ticket.positions[ticket.num_placed :]
+        del ticket.positions[first:]
         self._finish_if_settled(ticket)
 
     def _forget_pending(self, ticket: StoreTicket, index: int) -> None:
@@ -259,7 +291,7 @@ class StoreState:
         """Empty both queues. Queued stores are settled here as far as they have no place yet; the
         spans are returned, because their regions must be unpinned, which may close a file, before
         they are finished."""
-        kept: deque[StoreTicket | ClearOrder] = deque()
+        kept: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
                 self.drop_rest(order, store_reason)

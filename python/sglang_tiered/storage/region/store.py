@@ -23,8 +23,10 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
+    TenantUsage,
     TierEngine,
 )
+from sglang_tiered.storage.region import forgetting
 from sglang_tiered.storage.region.chunk_worker import ChunkWorker, HashWorker
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
@@ -37,9 +39,10 @@ from sglang_tiered.storage.region.format import (
 )
 from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
 from sglang_tiered.storage.region.index import key_words
-from sglang_tiered.storage.region.jobs import ClearOrder, SyncOrder
+from sglang_tiered.storage.region.jobs import SyncOrder
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
+from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
@@ -73,6 +76,8 @@ class RegionEngine(TierEngine):
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
     holds at least one region; below four, each eviction forgets a large share of the store.
+    ``max_tenant_bytes`` bounds the payload, with padding, that one tenant has in them, dead pages
+    included; stores of no tenant are not bounded.
     ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced. A
     stored page survives death of the process at once, and loss of power after ``sync_interval_s``
     and the time a flush takes.
@@ -90,6 +95,7 @@ class RegionEngine(TierEngine):
         io_timeout_s: float = 30.0,
         sync_interval_s: float = 1.0,
         max_queued_store_bytes: int = 1 << 30,
+        max_tenant_bytes: int | None = None,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,8 +126,11 @@ class RegionEngine(TierEngine):
         self._reclaimer = reclaimer = Reclaimer(
             device, health, state, reader, capacity_bytes, io_timeout_s
         )
-        writer = RegionWriter(device, health, reclaimer, state, region_bytes, report.next_sequence)
-        store_worker = StoreWorker(directory, state, health, log, writer, reclaimer)
+        writer = RegionWriter(
+            device, health, reclaimer, state, region_bytes, report.next_sequence, max_tenant_bytes
+        )
+        purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
+        store_worker = StoreWorker(directory, state, health, log, writer, reclaimer, purger)
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
         self._load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
@@ -265,8 +274,17 @@ class RegionEngine(TierEngine):
                 bytes_reinserted=state.bytes_reinserted,
                 queued_store_bytes=state.queued_store_bytes,
                 num_inflight_jobs=state.jobs.num_inflight,
+                num_tenants=state.index.num_tenants,
+                num_pages_purged=state.num_pages_purged,
                 reasons=dict(state.jobs.outcomes),
             )
+
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        state = self._state
+        with state.lock:
+            held, taken = state.index.usage(), state.regions.tenant_bytes.copy()
+        names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
+        return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
     def sync(self, timeout_s: float) -> bool:
         """A barrier: true once every page stored before the call survives loss of power, as far
@@ -283,35 +301,22 @@ class RegionEngine(TierEngine):
             state.sync_ready.notify()
         return order.done.wait(timeout_s) and order.durable
 
-    def set_namespace(self, namespace: bytes) -> None:
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """Continue under another namespace, as when a running server's weights are replaced.
 
         Pages of the old one stop being visible at once; stores and loads submitted before finish
-        under it, and this waits for them. Their bytes stay on disk until reclaimed. Raises
+        under it, and this waits for them. Their bytes stay on disk until reclaimed, which takes
+        them first unless ``keep`` says that some later process may open the old one again. Raises
         ``ValueError`` for a digest of the wrong length.
         """
         _check_namespace(namespace)
-        state = self._state
-        with state.lock:
-            state.forget_all()
-            state.namespace = namespace
-            jobs = state.jobs.inflight
-        for job in jobs:
-            job.wait()
+        forgetting.set_namespace(self._state, namespace, keep=keep)
 
-    def clear(self) -> None:
-        state = self._state
-        order = ClearOrder()
-        with state.lock:
-            if state.closed:
-                return
-            state.forget_all()
-            jobs = state.jobs.inflight
-            state.stores.append(order)
-            state.store_ready.notify()
-        for job in jobs:
-            job.wait()
-        order.done.wait()
+    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+        return forgetting.purge(self._state, tenant, timeout_s)
+
+    def clear(self) -> bool:
+        return forgetting.clear(self._state)
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.region.jobs import ClearOrder, StoreTicket
-from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
+from sglang_tiered.storage.region.jobs import ClearOrder, PurgeOrder, StoreTicket
+from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS, padded_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
     from sglang_tiered.storage.region.jobs import ExtentWrite, Part
+    from sglang_tiered.storage.region.purger import Purger
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -41,6 +43,7 @@ class StoreWorker:
         log: OnceLog,
         writer: RegionWriter,
         reclaimer: Reclaimer,
+        purger: Purger,
     ) -> None:
         self._directory = directory
         self._state = state
@@ -48,6 +51,7 @@ class StoreWorker:
         self._log = log
         self._writer = writer
         self._reclaimer = reclaimer
+        self._purger = purger
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -79,8 +83,8 @@ class StoreWorker:
         try:
             if written:
                 self._settle(state.writes[0])
-            elif isinstance(order, ClearOrder):
-                self._clear(order)
+            elif isinstance(order, ClearOrder | PurgeOrder):
+                self._forget(order)
             else:
                 self._place()
         except OSError as error:
@@ -95,7 +99,7 @@ class StoreWorker:
         state = self._state
         if not state.stores:
             return False
-        if isinstance(state.stores[0], ClearOrder) or self._out_of_space:
+        if isinstance(state.stores[0], ClearOrder | PurgeOrder) or self._out_of_space:
             return not state.writes
         return sum(write.extent.payload_bytes for write in state.writes) < _MAX_WRITING_BYTES
 
@@ -114,6 +118,8 @@ class StoreWorker:
                 state.stores.popleft()
                 state.drop_rest(head, reason)
                 return
+        if not self._has_share(head):
+            return
         try:
             self._writer.open_region()
             parts = self._take()
@@ -137,6 +143,35 @@ class StoreWorker:
             with state.lock:
                 state.give_up(parts, Reason.IO_ERROR)
             raise
+
+    def _has_share(self, head: StoreTicket) -> bool:
+        """Make room for a store within its tenant's share, at the tenant's own cost, or drop what
+        is beyond it. False when nothing is left of it."""
+        state = self._state
+        while True:
+            with state.lock:
+                if not state.stores or state.stores[0] is not head:
+                    return False  # shed or purged meanwhile
+                left = self._writer.share_left(head.tenant)
+                if left == math.inf:
+                    return True
+                keep = nbytes = 0
+                for index in range(head.num_placed, len(head.positions)):
+                    nbytes += padded_bytes(head.page(index))
+                    if nbytes > left:
+                        break
+                    keep += 1
+            if keep == head.num_left:
+                return True
+            if not self._reclaimer.evict_own(head.tenant):
+                break
+        with state.lock:
+            if not state.stores or state.stores[0] is not head:
+                return False
+            if not keep:
+                state.stores.popleft()
+            state.drop_rest(head, Reason.OVER_SHARE, keep)
+        return keep > 0
 
     def _has_store(self) -> bool:
         """False when the queue was emptied meanwhile."""
@@ -217,20 +252,16 @@ class StoreWorker:
                 state.stores.popleft()
                 state.drop_rest(head, reason)
 
-    def _clear(self, order: ClearOrder) -> None:
+    def _forget(self, order: ClearOrder | PurgeOrder) -> None:
+        """Nothing is under way: the end of the log parts what is meant from what comes."""
         with self._state.lock:
-            self._state.stores.popleft()
-        self._writer.abandon()
-        with self._state.lock:
-            regions = list(self._state.regions)
-        for region in regions:
-            try:
-                self._reclaimer.remove(region)
-            except OSError as error:
-                self._log.report(
-                    "store",
-                    "%s could not be emptied (%s); its pages are forgotten, its files stay for now",
-                    self._directory,
-                    error,
-                )
-        order.done.set()
+            self._state.stores.remove(order)
+        bound = self._writer.log_end()
+        try:
+            if isinstance(order, PurgeOrder):
+                order.durable = self._purger.purge(order.tenant, bound)
+            else:
+                self._writer.abandon()
+                order.durable = self._purger.clear(bound)
+        finally:
+            order.done.set()

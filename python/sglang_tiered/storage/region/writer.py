@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -35,6 +37,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.jobs import Batch, Chunk, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.purges import Bound
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ __all__ = [
     "RegionWriter",
     "cut_chunks",
     "hash_batch",
+    "padded_bytes",
     "write_footer",
     "write_fully",
 ]
@@ -95,6 +99,7 @@ class RegionWriter:
         state: StoreState,
         region_bytes: int,
         next_sequence: int,
+        max_tenant_bytes: int | None = None,
     ) -> None:
         self._device = device
         self._health = health
@@ -102,6 +107,7 @@ class RegionWriter:
         self._state = state
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
+        self._max_tenant_bytes = max_tenant_bytes
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -131,12 +137,13 @@ class RegionWriter:
             ticket = stores[0]
             if not isinstance(ticket, StoreTicket):
                 break
-            if parts and (ticket.job.cancelled or ticket.namespace != parts[0].ticket.namespace):
+            if parts and (ticket.job.cancelled or not _alike(ticket, parts[0].ticket)):
                 break
+            room = self.share_left(ticket.tenant)
             taken = 0
             while taken < ticket.num_left and count < MAX_EXTENT_PAGES:
-                size = padded(_num_bytes(ticket.page(ticket.num_placed + taken)))
-                if not self._fits(region, count + 1, payload + size):
+                size = padded_bytes(ticket.page(ticket.num_placed + taken))
+                if payload + size > room or not self._fits(region, count + 1, payload + size):
                     break
                 count, payload, taken = count + 1, payload + size, taken + 1
             if taken:
@@ -146,6 +153,12 @@ class RegionWriter:
                 break
             stores.popleft()
         return parts
+
+    def share_left(self, tenant: bytes) -> float:
+        """Payload bytes that a tenant may still place. The lock is held."""
+        if self._max_tenant_bytes is None or tenant == NO_TENANT:
+            return math.inf
+        return self._max_tenant_bytes - self._state.regions.tenant_bytes.get(tenant, 0)
 
     def _fits(self, region: Region, count: int, payload: int) -> bool:
         if count > 1 and payload > _MAX_EXTENT_BYTES:
@@ -165,12 +178,14 @@ class RegionWriter:
                 page = part.ticket.page(index)
                 pages.append(page)
                 records.append((part.ticket.key(index), _num_bytes(page), 0))
-        extent = Extent(region.tail, parts[0].ticket.namespace, page_table(records))
+        first = parts[0].ticket
+        extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
         write = ExtentWrite(region, extent, len(region.extents), parts, pages)
         with self._state.lock:
             region.extents.append(extent)
             region.tail = extent.end
             region.num_writing += 1
+            self._state.regions.charge(region, extent.tenant, extent.payload_bytes)
             self._state.queue_extent(write, _batches(write))
         self._num_pages += len(records)
         return write
@@ -181,6 +196,9 @@ class RegionWriter:
         ordinal, and then they are what was stored under their keys."""
         region = write.region
         with self._state.lock:
+            for extent in region.extents:
+                if extent.offset >= write.extent.offset:
+                    self._state.regions.charge(region, extent.tenant, -extent.payload_bytes)
             region.extents = [e for e in region.extents if e.offset < write.extent.offset]
             region.tail = write.extent.offset
             if region.sealed:
@@ -188,6 +206,13 @@ class RegionWriter:
         if region is self._region:
             self._num_pages = sum(len(extent.pages) for extent in region.extents)
             self._num_failures += 1
+
+    def log_end(self) -> Bound:
+        """Where the next extent goes, once all that is placed is settled."""
+        region = self._region
+        if region is None:
+            return Bound(self._next_sequence, 0)
+        return Bound(region.sequence, region.tail)
 
     def settled(self, write: ExtentWrite) -> None:
         """An extent is in the log. The lock is held."""
@@ -277,6 +302,16 @@ class RegionWriter:
 
 def _num_bytes(page: Page) -> int:
     return sum(segment.nbytes for segment in page)
+
+
+def padded_bytes(page: Page) -> int:
+    """What a page takes in the log."""
+    return padded(_num_bytes(page))
+
+
+def _alike(one: StoreTicket, other: StoreTicket) -> bool:
+    """Whether an extent may hold pages of both."""
+    return (one.namespace, one.tenant) == (other.namespace, other.tenant)
 
 
 def _batches(write: ExtentWrite) -> list[Batch]:

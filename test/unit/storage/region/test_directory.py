@@ -45,7 +45,7 @@ def test_absent_then_ours(store: Path) -> None:
     assert prepare(store) is DirectoryState.OURS
     assert store.stat().st_mode & 0o777 == 0o700
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
-    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 2 ")
+    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 3 ")
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
 
 
@@ -114,12 +114,12 @@ def test_foreign_file_in_a_shard_without_manifest_is_refused(store: Path) -> Non
 
 
 def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(directory_module, "FORMAT_VERSION", 4)
     prepare(store)
     monkeypatch.undo()
     before = (store / MANIFEST_NAME).read_bytes()
     for check in (inspect, prepare):
-        with pytest.raises(StoreFormatError, match="format 3, newer than 2"):
+        with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
             check(store)
     assert (store / MANIFEST_NAME).read_bytes() == before
 
@@ -127,9 +127,9 @@ def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.Mo
 def test_newer_region_is_refused_when_the_manifest_is_gone(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant_region(store, 3, monkeypatch)
+    plant_region(store, 4, monkeypatch)
     (store / MANIFEST_NAME).unlink()
-    with pytest.raises(StoreFormatError, match="format 3, newer than 2"):
+    with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
         inspect(store)
 
 

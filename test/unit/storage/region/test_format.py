@@ -31,9 +31,9 @@ def test_padding(nbytes: int, expected: int) -> None:
     assert padded(nbytes) == expected
 
 
-def test_a_block_holds_the_header_of_91_pages() -> None:
-    assert extent_header_bytes(91) == BLOCK_BYTES
-    assert extent_header_bytes(92) == 2 * BLOCK_BYTES
+def test_a_block_holds_the_header_of_90_pages() -> None:
+    assert extent_header_bytes(90) == BLOCK_BYTES
+    assert extent_header_bytes(91) == 2 * BLOCK_BYTES
     assert MAX_EXTENT_HEADER_BYTES == 6 * BLOCK_BYTES
 
 
@@ -63,13 +63,15 @@ def test_contents_place_pages_as_their_extents_do() -> None:
     contents = Contents.of(extents)
     expected = [offset for extent in extents for offset in extent.page_offsets().tolist()]
     assert contents.page_offsets().tolist() == expected
-    assert contents.of_namespace(b"m" * 32).tolist() == [False] * 2 + [True] + [False] * 92
+    assert contents.payload_bytes().tolist() == [extent.payload_bytes for extent in extents]
+    assert contents.of_namespace(b"m" * 32).tolist() == [False, True, False]
 
 
 def test_a_region_without_extents_has_no_pages() -> None:
     contents = Contents.of([])
     assert contents.page_offsets().tolist() == []
     assert contents.of_namespace(b"m" * 32).tolist() == []
+    assert contents.payload_bytes().tolist() == []
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 2**63 - 1])

@@ -22,6 +22,7 @@ from sglang_tiered.storage.region.format import (
 
 NONCE = bytes(range(16))
 NAMESPACE = b"\x11" * 32
+TENANT = b"\x22" * 16
 PAGES = ((b"\xa1" * 32, b"hello"), (b"\xb2" * 32, b"kv"))
 REGION_BYTES = 32 * 1024
 
@@ -30,7 +31,7 @@ def example_region() -> bytes:
     pages = page_table(
         (key, len(data), page_checksum(NAMESPACE, key, [data])) for key, data in PAGES
     )
-    extent = Extent(BLOCK_BYTES, NAMESPACE, pages)
+    extent = Extent(BLOCK_BYTES, NAMESPACE, pages, TENANT)
     region = bytearray(REGION_BYTES)
     region[:BLOCK_BYTES] = pack_region_header(RegionHeader(REGION_BYTES, 7, NONCE, 1))
     region[BLOCK_BYTES : 2 * BLOCK_BYTES] = pack_extent_header(extent, NONCE, 0)
@@ -69,7 +70,7 @@ def test_recovery_steps_are_the_same_in_page_and_code() -> None:
     def steps(text: str) -> list[str]:
         words = " ".join(text.split())
         start = words.index("1. List the region files")
-        return words[start : words.index("the later one.", start)].split(" ")
+        return words[start : words.index("purged altogether.", start)].split(" ")
 
     page = (Path(package.__file__).parent / "README.md").read_text()
     assert recovery.__doc__ is not None

@@ -1,0 +1,118 @@
+"""Makes purges durable and gives back what they free. Used on the writer thread, without the lock.
+
+The order of its steps is what makes it safe to lose power at any of them: first the file PURGES
+says what is dead, then files go. What they held is hidden from lookups since the purge was asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.region import purges as purges_file
+from sglang_tiered.storage.region.purges import PURGES_NAME, compact
+from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+    from sglang_tiered.storage.region.purges import Bound, Purges
+    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.state import StoreState
+
+__all__ = ["Purger"]
+
+_SWEPT_ROWS = 1 << 14  # at a time: a lookup may come between
+
+
+class Purger:
+    """Owns the file PURGES while the store is open."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: StoreState,
+        health: HealthMonitor,
+        log: OnceLog,
+        device: Device,
+        reclaimer: Reclaimer,
+        purges: Purges,
+    ) -> None:
+        self._directory = directory
+        self._state = state
+        self._health = health
+        self._log = log
+        self._device = device
+        self._reclaimer = reclaimer
+        self._purges = purges
+
+    def purge(self, tenant: bytes, bound: Bound) -> bool:
+        """One tenant, up to the present end of the log, with nothing under way before it. True
+        when it is durable."""
+        durable = self._record(tenant, bound)
+        self._sweep()
+        try:
+            self._reclaimer.remove_useless()
+        except OSError as error:
+            # They are dead all the same, and go first when room is needed.
+            self._log.report("purge", "%s cannot give space back (%s)", self._directory, error)
+        return durable
+
+    def clear(self, bound: Bound) -> bool:
+        """Everything up to the present end of the log. True when it is durable."""
+        durable = self._record(None, bound)
+        with self._state.lock:
+            regions = list(self._state.regions)
+        for region in regions:
+            try:
+                self._reclaimer.remove(region)
+            except OSError as error:
+                self._log.report(
+                    "store",
+                    "%s could not be emptied (%s); its pages are forgotten, its files stay for now",
+                    self._directory,
+                    error,
+                )
+        return durable
+
+    def _record(self, tenant: bytes | None, bound: Bound) -> bool:
+        """A purge that cannot be written is written with the next one."""
+        self._purges.add(tenant, bound)
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in NO_SPACE_ERRNOS or not self._write_with_room():
+                self._log.report(
+                    "purge",
+                    "%s cannot be written (%s): what was purged is hidden, but a restart may "
+                    "bring it back; purge again",
+                    self._directory / PURGES_NAME,
+                    error,
+                )
+                return False
+        self._log.settle("purge")
+        return True
+
+    def _write(self) -> None:
+        with self._health.watch():
+            compact(self._device, self._purges)
+            data = purges_file.pack(self._purges)
+            self._device.replace_file(PURGES_NAME, data)
+        with self._state.lock:
+            self._state.bytes_written += len(data)
+
+    def _write_with_room(self) -> bool:
+        try:
+            if self._reclaimer.evict_one():
+                self._write()
+                return True
+        except OSError:
+            pass
+        return False
+
+    def _sweep(self) -> None:
+        while True:
+            with self._state.lock:
+                if self._state.index.sweep(_SWEPT_ROWS):
+                    return

@@ -1,0 +1,186 @@
+"""What was purged: which pages in the log are dead, whatever the region files say.
+
+The log is never rewritten, so a purge notes how far the log reached: of that tenant, everything
+before is dead. Unlike the checkpoint this file is the truth: without it purged pages would come
+back. So one that does not verify purges everything that was stored before it was found damaged.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from sglang_tiered.errors import StoreFormatError
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    parse_region_name,
+)
+from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy.typing as npt
+
+    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.format import Contents
+
+__all__ = [
+    "MAX_TENANTS",
+    "NOWHERE",
+    "PURGES_NAME",
+    "Bound",
+    "Purges",
+    "compact",
+    "pack",
+    "read",
+    "unpack",
+]
+
+PURGES_NAME = "PURGES"
+MAGIC = b"SGLTPURG"
+MAX_TENANTS = 16384
+"""Beyond it the older half is replaced by one purge of every tenant, as far back as those reach: a
+cache may forget, and a file that grows with every purge would make each the slower."""
+
+_HEADER = struct.Struct("<8sIIQQ")  # magic version num_tenants, and the bound of all tenants
+_ENTRY = struct.Struct("<16sQQ")  # tenant sequence offset
+_CHECKSUM = struct.Struct("<Q")
+_MAGIC_VERSION = struct.Struct("<8sI")
+
+
+class Bound(NamedTuple):
+    """A place in the log: extents before it are dead. Ordered as the log is."""
+
+    sequence: int  # of the region
+    offset: int  # of the extent within it
+
+
+NOWHERE = Bound(0, 0)
+_EVERYWHERE = Bound((1 << 63) - 1, 0)
+
+
+@dataclass(slots=True)
+class Purges:
+    """The bound of every tenant that was purged, and one for all tenants alike."""
+
+    tenants: dict[bytes, Bound] = field(default_factory=dict)
+    everyone: Bound = NOWHERE
+    damaged: bool = False  # the file is: everything is dead
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tenants and self.everyone == NOWHERE
+
+    def add(self, tenant: bytes | None, bound: Bound) -> None:
+        """All that a tenant (None: every tenant) has before the bound is dead."""
+        if tenant is None:
+            self.everyone = max(self.everyone, bound)
+            return
+        self.tenants[tenant] = max(self.tenants.get(tenant, NOWHERE), bound)
+        if len(self.tenants) > MAX_TENANTS:
+            oldest = sorted(self.tenants, key=self.tenants.__getitem__)[: MAX_TENANTS // 2]
+            self.everyone = max(self.everyone, *(self.tenants.pop(name) for name in oldest))
+
+    def next_sequence(self) -> int:
+        """Above every region a bound speaks of: what is stored from now on is not meant."""
+        bounds = (self.everyone, *self.tenants.values())
+        return max((bound.sequence + 1 for bound in bounds if bound != NOWHERE), default=0)
+
+    def forget_before(self, sequence: int) -> bool:
+        """Drop what speaks only of regions older than ``sequence``; true when there was any."""
+        first = Bound(sequence, BLOCK_BYTES)
+        kept = {tenant: bound for tenant, bound in self.tenants.items() if bound > first}
+        changed = len(kept) < len(self.tenants) or NOWHERE < self.everyone <= first
+        self.tenants = kept
+        if self.everyone <= first:
+            self.everyone = NOWHERE
+        return changed
+
+    def dead_extents(self, sequence: int, contents: Contents) -> npt.NDArray[np.bool_]:
+        """Which extents of a region are dead."""
+        extents = contents.extents
+        dead = np.zeros(len(extents), bool)
+        if self.everyone != NOWHERE:
+            dead |= _before(sequence, extents["offset"], self.everyone)
+        if self.tenants and len(extents):
+            names, inverse = np.unique(extents["tenant"], return_inverse=True)
+            for number, name in enumerate(names):
+                bound = self.tenants.get(name.tobytes())
+                if bound is not None:
+                    own = inverse == number
+                    dead[own] |= _before(sequence, extents["offset"][own], bound)
+        return dead
+
+
+def _before(sequence: int, offsets: npt.NDArray[np.uint64], bound: Bound) -> npt.NDArray[np.bool_]:
+    if sequence != bound.sequence:
+        return np.full(len(offsets), sequence < bound.sequence)
+    before: npt.NDArray[np.bool_] = offsets < np.uint64(bound.offset)
+    return before
+
+
+def pack(purges: Purges) -> bytes:
+    rows = [_ENTRY.pack(tenant, *bound) for tenant, bound in sorted(purges.tenants.items())]
+    body = _HEADER.pack(MAGIC, FORMAT_VERSION, len(rows), *purges.everyone) + b"".join(rows)
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack(data: bytes) -> Purges | None:
+    """``None`` for bytes that do not verify. Raises ``StoreFormatError`` for those of a newer
+    version that do."""
+    if len(data) < _HEADER.size + _CHECKSUM.size:
+        return None
+    body = data[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    magic, version = _MAGIC_VERSION.unpack_from(body)
+    if magic != MAGIC:
+        return None
+    if version > FORMAT_VERSION:
+        raise StoreFormatError(
+            f"{PURGES_NAME} was written in format {version}, newer than {FORMAT_VERSION}, which "
+            "this version reads; upgrade sglang-tiered or pass another --tier-dir"
+        )
+    _, _, num_tenants, *everyone = _HEADER.unpack_from(body)
+    if version != FORMAT_VERSION or len(body) != _HEADER.size + num_tenants * _ENTRY.size:
+        return None
+    rows: Iterable[tuple[bytes, int, int]] = _ENTRY.iter_unpack(body[_HEADER.size :])
+    tenants = {tenant: Bound(sequence, offset) for tenant, sequence, offset in rows}
+    purges = Purges(tenants, Bound(*everyone))
+    bounds = (purges.everyone, *tenants.values())
+    sane = all(bound < _EVERYWHERE and bound.offset % BLOCK_BYTES == 0 for bound in bounds)
+    return purges if sane and len(tenants) == num_tenants else None
+
+
+def compact(device: Device, purges: Purges) -> bool:
+    """Drop what is said of regions that are gone, once they cannot come back; true when there was
+    any. Raises ``OSError``."""
+    sequences = [parse_region_name(name) for name in device.list_names()]
+    first = min((s for s in sequences if s is not None), default=purges.next_sequence())
+    if not Purges(dict(purges.tenants), purges.everyone).forget_before(first):
+        return False
+    device.sync_directory()
+    return purges.forget_before(first)
+
+
+def read(device: Device) -> Purges:
+    """What the file says. One that is damaged purges everything there is, and says so.
+    Raises ``OSError`` for conditions of this process and ``StoreFormatError`` as ``unpack``."""
+    try:
+        data = device.read_file(PURGES_NAME)
+    except FileNotFoundError:
+        return Purges()
+    except OSError as error:
+        if error.errno not in DAMAGE_ERRNOS:
+            raise
+        data = b""
+    purges = unpack(data)
+    if purges is None:
+        purges = Purges(everyone=_EVERYWHERE, damaged=True)
+    return purges
