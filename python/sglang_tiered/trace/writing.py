@@ -50,12 +50,19 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         umask = os.umask(0)
         os.umask(umask)
         part.chmod(0o666 & ~umask)
-        try:
-            os.link(part, path)  # unlike a rename, never replaces what came meanwhile
-        except FileExistsError as error:
-            raise ConfigError(f"{path} exists already; name a file that does not.") from error
+        _publish(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _publish(part: Path, path: Path) -> None:
+    try:
+        os.link(part, path)  # unlike a rename, never replaces what came meanwhile
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists already; name a file that does not.") from error
+    except OSError:  # a filesystem without hard links
+        check_free(path)
+        part.rename(path)
 
 
 def write_mooncake(requests: Iterable[TraceRequest], path: Path) -> int:

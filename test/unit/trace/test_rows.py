@@ -80,3 +80,13 @@ def test_a_line_beyond_the_limit_is_skipped() -> None:
     found = list(line_rows(io.BufferedReader(file), 100))  # type: ignore[type-var]
     assert [(row.number, row.data) for row in found] == [(1, b"a\n"), (2, b""), (4, b"b")]
     assert found[1].problem == "it is longer than 100 bytes"
+
+
+def test_the_row_after_a_long_one_is_found_wherever_a_chunk_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows_module, "_CHUNK_BYTES", 16)
+    for length in range(500, 600):
+        text = f'[{{"id": "{"x" * length}"}}, {{"id": 2}}, {{"id": 3}}]'
+        kept = [row.data for row in cut(text, max_bytes=100) if not row.problem]
+        assert kept[-2:] == [b'{"id": 2}', b'{"id": 3}'], length
