@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import re
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -169,8 +170,9 @@ def positive(text: str) -> int:
 
 def number(text: str, least: int = 0) -> int:
     """A whole number, with k or M for thousands or millions."""
-    match = re.fullmatch(r"([0-9]{1,12})([kM]?)", text)
-    value = int(match[1]) * {"": 1, "k": 1000, "M": 1_000_000}[match[2]] if match else -1
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kM]?)", text)
+    exact = Decimal(match[1]) * {"": 1, "k": 1000, "M": 1_000_000}[match[2]] if match else None
+    value = -1 if exact is None or exact % 1 else int(exact)
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.terminal import note, print_table
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     write_mooncake(scaled, options.output)
     # Beside a trace on standard output there is room on stderr only.
     if str(options.output) != "-":
-        print_table(["", "before", "after"], compare(requests, scaled))
+        print_table(["", "before", "after", "kept"], compare(requests, scaled))
     return 0
 
 
@@ -111,46 +111,63 @@ def _at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
 
 def compare(
     before: Sequence[TraceRequest], after: Sequence[TraceRequest]
-) -> list[tuple[str, str, str]]:
-    """Rows of a table: the ratios that scaling means to keep, then what it means to change."""
-    return [
-        (name, one, other)
-        for (name, one), (_, other) in zip(_ratios(before), _ratios(after), strict=True)
+) -> list[tuple[str, str, str, str]]:
+    """Rows of a table: the ratios that scaling means to keep, and whether it did, to a point (or a
+    fiftieth, where they are no shares); then what it means to change."""
+    kept = [
+        (name, _shown(one, is_share), _shown(other, is_share), _is_kept(one, other, is_share))
+        for (name, one, is_share), (_, other, _) in zip(
+            _ratios(before), _ratios(after), strict=True
+        )
     ]
+    changed = [
+        (name, one, other, "-")
+        for (name, one), (_, other) in zip(_sizes(before), _sizes(after), strict=True)
+    ]
+    return kept + changed
 
 
-def _ratios(requests: Sequence[TraceRequest]) -> list[tuple[str, str]]:
+def _shown(ratio: float, is_share: bool) -> str:
+    return f"{ratio:.1%}" if is_share else f"{ratio:.2f}"
+
+
+def _is_kept(before: float, after: float, is_share: bool) -> str:
+    return "yes" if abs(after - before) <= (0.01 if is_share else before / 50) else "no"
+
+
+def _ratios(requests: Sequence[TraceRequest]) -> list[tuple[str, float, bool]]:
     from sglang_tiered.trace.figures import CURVE_SHARES, describe
+    from sglang_tiered.trace.reuse import measure
 
     figures = describe(requests)
-    curve = _curve(requests, CURVE_SHARES)
+    reuse = measure(requests)
     turns = figures["turns"]
-    contexts = sorted(request.context_length for request in requests)
+    contexts = sum(request.context_length for request in requests)
     prompts = sum(request.input_length for request in requests)
-    median = contexts[len(contexts) // 2]
-    rows: list[tuple[str, Any]] = [
-        ("ideal hit rate, blocks", f"{figures['ideal_hit_rate']:.1%}"),
-        ("ideal hit rate, tokens", f"{figures['ideal_token_hit_rate']:.1%}"),
-        *((f"LRU hit rate at {share:.0%} of working set", f"{rate:.1%}") for share, rate in curve),
-        ("requests per conversation", f"{len(requests) / turns['num_conversations']:.2f}"),
-        ("requests in their first turn", f"{turns['share']['1']:.1%}"),
-        ("prompt tokens over context tokens", f"{prompts / max(1, sum(contexts)):.1%}"),
-        ("median context over longest", f"{median / max(1, contexts[-1]):.1%}"),
-        ("requests", f"{len(requests):,}"),
-        ("working set, tokens", f"{figures['working_set_tokens']:,}"),
-        ("median and longest context", f"{median:,} and {contexts[-1]:,}"),
-        ("block, tokens", f"{figures['block_tokens']}"),
-        ("requests a second", "-" if figures["rate_per_s"] is None else _rate(figures)),
+    curve = [(share, reuse.hit_rate(round(share * reuse.num_unique))) for share in CURVE_SHARES]
+    return [
+        ("ideal hit rate, blocks", figures["ideal_hit_rate"], True),
+        ("ideal hit rate, tokens", figures["ideal_token_hit_rate"], True),
+        *(
+            (f"LRU hit rate at {share:.0%} of working set", rate, True)
+            for share, rate in curve[:-1]
+        ),
+        ("requests in their first turn", turns["share"]["1"], True),
+        ("prompt tokens over context tokens", prompts / max(1, contexts), True),
+        ("requests per conversation", len(requests) / turns["num_conversations"], False),
     ]
-    return rows
 
 
-def _rate(figures: dict[str, Any]) -> str:
-    return f"{figures['rate_per_s']:.2f}"
-
-
-def _curve(requests: Sequence[TraceRequest], shares: Sequence[float]) -> list[tuple[float, float]]:
+def _sizes(requests: Sequence[TraceRequest]) -> list[tuple[str, str]]:
     from sglang_tiered.trace.reuse import measure
 
     reuse = measure(requests)
-    return [(share, reuse.hit_rate(round(share * reuse.num_unique))) for share in shares[:-1]]
+    contexts = sorted(request.context_length for request in requests)
+    duration_s = (requests[-1].arrival_s or 0.0) - (requests[0].arrival_s or 0.0)
+    return [
+        ("requests", f"{len(requests):,}"),
+        ("working set, tokens", f"{int(reuse.tokens[reuse.previous < 0].sum()):,}"),
+        ("context, median and longest", f"{contexts[len(contexts) // 2]:,}, {contexts[-1]:,}"),
+        ("block, tokens", f"{requests[0].block_tokens}"),
+        ("requests a second", f"{len(requests) / duration_s:.2f}" if duration_s else "-"),
+    ]

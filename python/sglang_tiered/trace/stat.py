@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.terminal import note, print_lines, print_table
+from sglang_tiered.errors import TraceError
+from sglang_tiered.terminal import print_lines, print_table
 from sglang_tiered.trace.inputs import Input, add_input_arguments, layout, positive
 from sglang_tiered.trace.writing import check_free, new_file
 
@@ -25,7 +26,7 @@ is that of conversations that never overlap. Give it times with convert first.
 """
 _EXAMPLES = """\
   python -m sglang_tiered.trace stat mooncake/conversation.jsonl
-  python -m sglang_tiered.trace stat trace.jsonl --capacity 1500k --json stat.json --plot lru.png
+  python -m sglang_tiered.trace stat trace.jsonl --capacity 1.5M --json stat.json --plot lru.png
 """
 
 
@@ -57,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if not requests:
         return 1
     if len({request.block_tokens for request in requests}) > 1:
-        note("the trace mixes block sizes; convert it to one size for figures that mean something.")
-        return 1
+        raise TraceError("the trace mixes block sizes; convert it to one size first.")
     from sglang_tiered.trace.figures import describe
 
     figures = {

@@ -103,9 +103,29 @@ def test_stat_says_what_a_trace_is(cli: Cli, trace: Path) -> None:
     assert "63.3% of blocks" in outcome.out  # 19 of 30
 
 
+def test_stat_of_requests_without_blocks_has_no_reuse(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 0, "output_length": 0, "hash_ids": []}\n')
+    outcome = cli("stat", path)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "hit rate without bound: 0.0% of blocks" in outcome.out
+    assert cli("scale", path, "--tokens-max", 9, "-o", tmp_path / "out.jsonl").code == 0
+
+
+def test_mixed_block_sizes_are_told_apart_by_no_figure(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    line = '{"timestamp": 0, "input_length": 9, "output_length": 0, "hash_ids": [1]'
+    path.write_text(line + "}\n" + line + ', "block_size": 16}\n')
+    for command in (("stat", path), ("scale", path, "-o", tmp_path / "out.jsonl")):
+        outcome = cli(*command)
+        assert outcome.code == 2
+        assert "mixes block sizes" in outcome.err
+    assert cli("convert", path, "--block-tokens", 512, "-o", tmp_path / "out.jsonl").code == 0
+
+
 def test_stat_adds_the_capacities_it_is_asked_for(cli: Cli, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "stat.json"
-    assert cli("stat", trace, "--capacity", "3k", "--json", target).code == 0
+    assert cli("stat", trace, "--capacity", "0.003M", "--json", target).code == 0
     rows = json.loads(target.read_text())["lru"]
     assert [row["hit_rate"] for row in rows if row["blocks"] == 5] == [4 / 30]
     assert [row["hit_rate"] for row in rows if row["blocks"] == 11] == [19 / 30]
@@ -196,7 +216,10 @@ def test_scale_writes_what_fits_and_prints_the_ratios(
     assert [request.turn for request in scaled] == [1, 1, 2, 2, 3, 3]
     assert [request.arrival_s for request in scaled] == [0.0, 0.3, 0.6, 0.9, 1.2, 1.5]
     ideal = next(line for line in outcome.out.splitlines() if line.startswith("ideal hit rate, b"))
-    assert ideal.split()[-2:] == ["63.3%", "63.3%"]
+    assert ideal.split()[-3:] == ["63.3%", "63.3%", "yes"]
+    half = cli("scale", trace, "--sessions", 1, "-o", tmp_path / "half.jsonl").out
+    ideal = next(line for line in half.splitlines() if line.startswith("ideal hit rate, b"))
+    assert ideal.split()[-3:] == ["63.3%", "60.0%", "no"]
 
 
 def test_an_output_that_exists_is_left_alone(cli: Cli, trace: Path, tmp_path: Path) -> None:
@@ -282,7 +305,7 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
         ("stat",),
         ("scale", "x"),
         ("stat", "x", "--limit", "0"),
-        ("stat", "x", "--capacity", "1.5M"),
+        ("stat", "x", "--capacity", "1.5"),
         ("scale", "x", "-o", "y", "--rate", "-1"),
         ("scale", "x", "-o", "y", "--rate", "nan"),
         ("scale", "x", "-o", "y", "--rate", "1", "--time-factor", "2"),
