@@ -71,6 +71,7 @@ def lru_hits(trace: list[TraceRequest], capacity: int) -> int:
     return hits
 
 
+@settings(deadline=None)
 @given(traces, st.integers(0, 40))
 def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capacity: int) -> None:
     reuse = measure(trace)
@@ -80,6 +81,7 @@ def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capac
     assert sum(reuse.request_hits()) == lru_hits(trace, 1 << 30)
 
 
+@settings(deadline=None)
 @given(traces, st.sampled_from([1, 2, 4, 16, 32, 64]))
 def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size: int) -> None:
     """Exactly, in whole blocks of the larger size."""
@@ -99,6 +101,7 @@ def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size
             assert after == min(before * (BLOCK_TOKENS // size), fewest)
 
 
+@settings(deadline=None)
 @given(traces)
 def test_a_trace_is_read_back_as_it_was_written(trace: list[TraceRequest]) -> None:
     assert [mooncake.decode(mooncake.encode(request)) for request in trace] == trace
@@ -107,6 +110,7 @@ def test_a_trace_is_read_back_as_it_was_written(trace: list[TraceRequest]) -> No
     assert (measure(once).capacity == measure(trace).capacity).all()
 
 
+@settings(deadline=None)
 @given(st.lists(requests_of(st.one_of(chains, wide_chains)), max_size=6), st.integers(0, 1 << 70))
 def test_prompts_share_exactly_the_blocks_that_ids_share(
     trace: list[TraceRequest], seed: int
@@ -123,6 +127,7 @@ def test_prompts_share_exactly_the_blocks_that_ids_share(
             assert common < blocks * BLOCK_TOKENS + 10
 
 
+@settings(deadline=None)
 @given(traces, st.integers(30, 400), st.floats(0.01, 100))
 def test_a_scaled_trace_fits_and_hits_the_same(
     trace: list[TraceRequest], tokens_max: int, factor: float
@@ -140,6 +145,7 @@ def test_a_scaled_trace_fits_and_hits_the_same(
         assert mooncake.decode(mooncake.encode(request)).block_ids == request.block_ids
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=20), st.integers(0, 9))
 def test_arrivals_keep_turns_in_order_and_lose_none(turns: list[int], seed: int) -> None:
     trace = [
@@ -204,7 +210,7 @@ def _damaged(text: bytes, place: int, damage: bytes) -> bytes:
     return text[:place] + damage + text[place + 1 :]
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(contents, st.sampled_from([None, *Format]))
 def test_a_reader_fed_anything_reads_or_says_one_sentence(
     content: bytes, known: Format | None
@@ -225,6 +231,7 @@ def test_a_reader_fed_anything_reads_or_says_one_sentence(
         assert len(request.block_ids) == -(-request.input_length // request.block_tokens)
 
 
+@settings(deadline=None)
 @given(st.lists(json_values.filter(lambda value: isinstance(value, dict | list)), max_size=6))
 def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
     for indent in (None, 2):
@@ -235,6 +242,7 @@ def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
         assert all(text.splitlines()[row.line - 1] for row in rows)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_as_an_array_end(data: bytes) -> None:
     rows = list(array_rows(io.BytesIO(b"[" + data), max_bytes=80))
