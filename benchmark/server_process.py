@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 240.0
 REQUEST_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 30.0
 

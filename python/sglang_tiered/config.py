@@ -73,12 +73,14 @@ class TierMode(enum.Enum):
 
 class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together, and
-    ``writes_per_day`` what they write in any 24 hours (None: no limit)."""
+    ``writes_per_day`` what they write in any 24 hours (None: no limit). ``warm_host``: prefixes in
+    use before a restart are loaded into host memory after it."""
 
     directory: str
     capacity_bytes: int
     region_bytes: int
     writes_per_day: int | None = None
+    warm_host: bool = False
 
     def __post_init__(self) -> None:
         _require_positive("--tier-nvme-bytes", self.capacity_bytes)

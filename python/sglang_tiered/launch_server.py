@@ -61,17 +61,17 @@ def _resolve(arguments: list[str]) -> Resolved:
     import torch
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration import server_args
+    from sglang_tiered.integration import server_args, tier_flags
 
     compat.check_signatures()
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
     ServerArgs.add_cli_args(parser)
-    server_args.add_tier_arguments(parser)
+    tier_flags.add_tier_arguments(parser)
     if "--config" in arguments:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
         arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
-    arguments = server_args.join_tier_values(arguments)
+    arguments = tier_flags.join_tier_values(arguments)
     explicit = server_args.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
         _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))

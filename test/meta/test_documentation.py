@@ -13,12 +13,12 @@ README = (ROOT / "README.md").read_text()
 
 def tier_flags() -> list[str]:
     """The keys of ``TIER_FLAGS``, read as text: this test needs no SGLang."""
-    source = (ROOT / "python/sglang_tiered/integration/server_args.py").read_text()
+    source = (ROOT / "python/sglang_tiered/integration/tier_flags.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TIER_FLAGS":
             assert isinstance(node.value, ast.Dict)
             return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    raise AssertionError("TIER_FLAGS is not assigned at the top of server_args.py")
+    raise AssertionError("TIER_FLAGS is not assigned at the top of tier_flags.py")
 
 
 def table_rows(first_column: str) -> list[list[str]]:

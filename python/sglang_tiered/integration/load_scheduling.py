@@ -28,6 +28,8 @@ from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
+    from array import array
+
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 __all__ = ["LoadingRadixCache"]
@@ -84,7 +86,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self,
         request: CacheRequestHandle,
         last_host_node_id: int,
-        new_input_tokens: list[int],
+        new_input_tokens: list[int] | array[int],
         last_hash: str | None = None,
         prefix_keys: list[str] | None = None,
         matched_prefix_tokens: list[int] | None = None,
@@ -144,7 +146,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def _held_pages(
         self,
-        tokens: list[int],
+        tokens: list[int] | array[int],
         last_hash: str | None,
         extra_key: str | None,
         cache_salt: str | None,
@@ -236,6 +238,18 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._planner is not None:
             self._planner.leaves(request)
         super().release_aborted_request(request)
+
+    def is_loading_or_waiting(self) -> bool:
+        """Whether a load is under way or a request waits to be admitted."""
+        has_waiting = self._planner is not None and self._planner.queue_wait_s > 0
+        return bool(self.ongoing_prefetch) or has_waiting
+
+    def forget_plan(self, request: CacheRequestHandle) -> None:
+        """A load that no request waits for was begun."""
+        if self._window is not None:
+            self._window.withdraw(request.rid)
+        if self._planner is not None:
+            self._planner.leaves(request)
 
     def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
         """A prefill batch of ``(new tokens, tokens before them)`` took so long."""

@@ -33,6 +33,7 @@ from sglang.srt.runtime_context import get_context, get_memory
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+from sglang_tiered.integration.warm_host import WarmHost
 from sglang_tiered.policy.resident import ResidentSet
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ BACKEND_NAME = "tiered"
 # copy). What both leave, a sixth, is the least that running requests find for what they write.
 LOADING_SHARE = 1 / 2
 RESIDENT_SHARE = 1 / 3
+
+WARM_SHARE = 1 / 2
+"""Of it, what is loaded after a restart before anybody asks."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ class TieredRadixCache(SpillingRadixCache):
     # Chains by the hash of their last page, which a node keeps when the tree splits it.
     _residents: ResidentSet[str] | None = None
     _pins: dict[str, tuple[int, DecLockRefParams]]
+    _warm_host: WarmHost | None = None
     _exporter: MetricsExporter | None = None
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
@@ -97,6 +102,8 @@ class TieredRadixCache(SpillingRadixCache):
             self.begin_loading(int(own_tokens * LOADING_SHARE))
             self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
             self._pins = {}
+            if config is not None and config.nvme is not None and config.nvme.warm_host:
+                self._warm_host = WarmHost(self, self.storage, int(own_tokens * WARM_SHARE))
         if self._enable_metrics_flag and self.storage is not None:
             self._exporter = MetricsExporter(self.storage.stats)
 
@@ -121,7 +128,11 @@ class TieredRadixCache(SpillingRadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._residents is not None:
-            for node in self.tree_core.collect_path_info([params.best_match_node])[0]:
+            path = self.tree_core.collect_path_info([params.best_match_node])[0]
+            if self._warm_host is not None and params.req is not None and path:
+                hashes = [self.tree_core.get_last_hash_value(node.node_id) for node in path]
+                self._warm_host.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
+            for node in path:
                 # A longer prompt uses the resident that its prefix is.
                 if self.tree_core.get_last_hash_value(node.node_id) in self._residents:
                     self._offer_resident(node.node_id)
@@ -167,6 +178,8 @@ class TieredRadixCache(SpillingRadixCache):
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
+        if self._warm_host is not None:
+            self._warm_host.tick()
         if self._exporter is not None:
             self._exporter.export()
 
@@ -175,6 +188,8 @@ class TieredRadixCache(SpillingRadixCache):
         if self._residents is not None:
             self._residents.clear()
             self._pins.clear()
+        if self._warm_host is not None:
+            self._warm_host.tree_was_reset()
         if self.storage is not None:
             self.storage.tree_was_reset()
 
@@ -184,6 +199,8 @@ class TieredRadixCache(SpillingRadixCache):
             self.storage.change_weights(tree_was_flushed=tree_was_flushed)
 
     def release_host_resources(self) -> None:
+        if self._warm_host is not None:
+            self._warm_host.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

@@ -32,16 +32,14 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
+from sglang_tiered.integration.tier_flags import TIER_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
-    "TIER_FLAGS",
     "Resolved",
-    "add_tier_arguments",
     "explicit_arguments",
-    "join_tier_values",
     "resolve",
     "resolve_without_nvme",
 ]
@@ -62,43 +60,12 @@ LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 # A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
 MAX_LOAD_REISSUES = 1_000_000
 
-TIER_FLAGS = {
-    "--tier-mode": (
-        "{off,host,nvme}",
-        "Tiers below device memory: none (stock SGLang), host memory, or host memory and NVMe. "
-        "Default: nvme.",
-    ),
-    "--tier-dir": (
-        "DIR",
-        "Directory of the NVMe tier, on a local disk; created if missing, used by one server at a "
-        "time. Default: $XDG_CACHE_HOME/sglang-tiered/kv.",
-    ),
-    "--tier-host-bytes": (
-        "SIZE",
-        "Host memory tier of all ranks together, e.g. 64GiB. Default: a quarter of the memory "
-        "that is free, at most 64GiB.",
-    ),
-    "--tier-nvme-bytes": (
-        "SIZE",
-        "Cap of the NVMe tier of all ranks together, in physical bytes. Default: a quarter of the "
-        "disk space that is free, at most 256GiB.",
-    ),
-    "--tier-nvme-region-bytes": (
-        "SIZE",
-        "Size of one region file, the unit of eviction. Default: 256MiB, less for caps below 2GiB.",
-    ),
-    "--tier-nvme-writes-per-day": (
-        "SIZE",
-        "What all ranks together may write to the NVMe device in any 24 hours, e.g. 500GiB; below "
-        "it, prefixes seen twice and long ones go first. Default: no limit.",
-    ),
-}
-
 _NVME_FLAGS = (
     "--tier-dir",
     "--tier-nvme-bytes",
     "--tier-nvme-region-bytes",
     "--tier-nvme-writes-per-day",
+    "--tier-warm-host",
 )
 
 # SGLang flags that select another cache below or instead of the radix cache.
@@ -119,27 +86,6 @@ class Resolved:
     config: TieredConfig
     sglang_arguments: list[str]
     notes: tuple[str, ...] = ()
-
-
-def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Our flags, as a section of ``--help``. Values stay text; ``resolve`` judges them."""
-    group = parser.add_argument_group(
-        "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
-    )
-    for flag, (metavar, text) in TIER_FLAGS.items():
-        group.add_argument(flag, metavar=metavar, help=text, default=None)
-
-
-def join_tier_values(arguments: Sequence[str]) -> list[str]:
-    """``--tier-x value`` as ``--tier-x=value``, so that argparse does not take ``-1GiB`` for a
-    flag and answers with our sentence instead of its usage."""
-    joined: list[str] = []
-    for argument in arguments:
-        if joined and joined[-1] in TIER_FLAGS and not argument.startswith("--"):
-            joined[-1] += "=" + argument
-        else:
-            joined.append(argument)
-    return joined
 
 
 def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -326,7 +272,19 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         capacity_bytes=capacity,
         region_bytes=region,
         writes_per_day=writes,
+        warm_host=_resolve_warm_host(explicit, num_ranks),
     )
+
+
+def _resolve_warm_host(explicit: Mapping[str, Any], num_ranks: int) -> bool:
+    value = explicit.get("tier_warm_host")
+    if value not in (None, "on", "off"):
+        raise ConfigError(f"--tier-warm-host {value} must be on or off.")
+    if value == "on" and num_ranks > 1:
+        raise ConfigError(
+            f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
+        )
+    return value == "on"
 
 
 def _num_ranks(explicit: Mapping[str, Any]) -> int:

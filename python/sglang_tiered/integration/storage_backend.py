@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.load_planner import LoadPlanner
     from sglang_tiered.storage.base import Job, Page, TierEngine
+    from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["TieredStorage"]
 
@@ -147,6 +148,13 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
         self._planner = planner
         self.probe([key.hex() for key in self._require_engine().some_keys(MAX_PROBE_PAGES)])
+
+    @property
+    def notes(self) -> Notes:
+        """Small files beside the pages."""
+        engine = self._require_engine()
+        assert isinstance(engine, RegionEngine)
+        return engine.notes
 
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_tiered.config import GiB, MiB, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration import server_args
+from sglang_tiered.integration import server_args, tier_flags
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="test")
     ServerArgs.add_cli_args(parser)
-    server_args.add_tier_arguments(parser)
+    tier_flags.add_tier_arguments(parser)
     return parser
 
 
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 def resolve(parser: argparse.ArgumentParser, tmp_path: Path) -> Any:
     def resolve(line: str, *, on_cpu: bool = True) -> server_args.Resolved:
         words = ["--model-path", "m", *line.format(tmp=tmp_path).split()]
-        arguments = server_args.join_tier_values(words)
+        arguments = tier_flags.join_tier_values(words)
         explicit = server_args.explicit_arguments(parser, arguments)
         return server_args.resolve(explicit, arguments, on_cpu=on_cpu)
 
@@ -172,13 +172,14 @@ def test_parser_keeps_its_defaults_after_it_was_asked_for_explicit_ones(
 
 def test_tier_flags_are_frozen() -> None:
     """A flag is a promise; adding or dropping one is a decision, made here and in the README."""
-    assert list(server_args.TIER_FLAGS) == [
+    assert list(tier_flags.TIER_FLAGS) == [
         "--tier-mode",
         "--tier-dir",
         "--tier-host-bytes",
         "--tier-nvme-bytes",
         "--tier-nvme-region-bytes",
         "--tier-nvme-writes-per-day",
+        "--tier-warm-host",
     ]
 
 
@@ -187,7 +188,7 @@ def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(
 ) -> None:
     words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
     words += ["--tier-nvme-writes-per-day", "1TiB"]
-    arguments = server_args.join_tier_values(words)
+    arguments = tier_flags.join_tier_values(words)
     explicit = server_args.explicit_arguments(parser, arguments)
     resolved = server_args.resolve_without_nvme(
         explicit, arguments, on_cpu=True, problem="c++ not found"
@@ -210,4 +211,4 @@ def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(
 def test_value_is_joined_to_its_flag_and_nothing_else_is(
     words: list[str], joined: list[str]
 ) -> None:
-    assert server_args.join_tier_values(words) == joined
+    assert tier_flags.join_tier_values(words) == joined

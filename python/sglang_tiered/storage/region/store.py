@@ -42,6 +42,7 @@ from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.jobs import SyncOrder
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
+from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -107,9 +108,8 @@ class RegionEngine(TierEngine):
             )
         if capacity_bytes < region_bytes:
             raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
-        for name, value in (("num_readers", num_readers), ("num_writers", num_writers)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, must be at least 1")
+        if num_readers < 1 or num_writers < 1:
+            raise ValueError(f"{num_readers} readers and {num_writers} writers: one each at least")
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._max_page_bytes = max_page_bytes(region_bytes)
@@ -122,6 +122,7 @@ class RegionEngine(TierEngine):
         state.bytes_written = report.bytes_written
         self._first_sequence = report.next_sequence
         device = self._device
+        self.notes = Notes(device)  # small files of the owner's beside the regions
         reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
             device, health, state, reader, capacity_bytes, io_timeout_s

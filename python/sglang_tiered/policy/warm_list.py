@@ -1,0 +1,113 @@
+"""``WarmList``: the prefixes worth having in host memory right after a restart.
+
+The tree and its recency die with the process; NVMe keeps pages by their hashes, from which no
+prompt can be told. So the prompts that came back lately are remembered, most recent first, as far
+as half the host tier reaches, and written beside the pages. What is written is as private as the
+pages are, and read back only if every byte of it verifies.
+
+Not thread-safe but for ``encode``, which works on a snapshot that ``snapshot`` returned.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["WarmChain", "WarmList", "decode", "encode"]
+
+VERSION = 1
+_CHECKSUM_BYTES = 8
+
+
+class WarmChain(msgspec.Struct, frozen=True):
+    """One prefix: its tokens as int64 in native order, and the tenant it belongs to."""
+
+    tokens: bytes
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 8
+
+    def token_ids(self) -> array[int]:
+        return array("q", self.tokens)
+
+
+class _File(msgspec.Struct, frozen=True):
+    version: int
+    chains: list[WarmChain]
+
+
+class WarmList:
+    """At most ``capacity`` tokens of chains, the least recently used forgotten first."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity <= 0:
+            raise ValueError(f"a warm list of {capacity} tokens remembers nothing")
+        self._capacity = capacity
+        self._chains: OrderedDict[str, WarmChain] = OrderedDict()  # by the last page's hash
+        self.num_tokens = 0
+        self.num_changes = 0
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def used(self, chain: str, content: WarmChain, *, prefixes: Iterable[str] = ()) -> None:
+        """A chain was used. The chains in ``prefixes`` are its own beginnings: it replaces them."""
+        for shorter in (*prefixes, chain):
+            gone = self._chains.pop(shorter, None)
+            if gone is not None:
+                self.num_tokens -= gone.num_tokens
+        self.num_changes += 1
+        if content.num_tokens > self._capacity:
+            return
+        self._chains[chain] = content
+        self.num_tokens += content.num_tokens
+        while self.num_tokens > self._capacity:
+            _, oldest = self._chains.popitem(last=False)
+            self.num_tokens -= oldest.num_tokens
+
+    def forget_tenant(self, extra_key: str | None, cache_salt: str | None) -> None:
+        """A tenant's chains shall not be written again."""
+        tenant = (extra_key, cache_salt)
+        for chain, content in list(self._chains.items()):
+            if (content.extra_key, content.cache_salt) == tenant:
+                self.num_tokens -= self._chains.pop(chain).num_tokens
+                self.num_changes += 1
+
+    def clear(self) -> None:
+        self._chains.clear()
+        self.num_tokens = 0
+        self.num_changes += 1
+
+    def snapshot(self) -> list[WarmChain]:
+        """Most recently used first."""
+        return list(reversed(self._chains.values()))
+
+
+def encode(chains: Sequence[WarmChain]) -> bytes:
+    """A checksum, then MessagePack."""
+    body = msgspec.msgpack.encode(_File(VERSION, list(chains)))
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def decode(data: bytes) -> list[WarmChain]:
+    """What was encoded; nothing if a byte of it is not what was written."""
+    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
+    if xxhash.xxh3_64_digest(body) != checksum:
+        return []
+    try:
+        file = msgspec.msgpack.decode(body, type=_File)
+    except msgspec.DecodeError:
+        return []
+    if file.version != VERSION or any(len(chain.tokens) % 8 for chain in file.chains):
+        return []
+    return file.chains

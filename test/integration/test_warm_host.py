@@ -1,0 +1,65 @@
+"""``--tier-warm-host``: what came back before a restart is in host memory after it, unasked."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from conftest import Launch, aligned, make_prompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+NUM_PROMPTS, LENGTH = 6, 700
+PROMPTS = make_prompts(11, NUM_PROMPTS, LENGTH)
+FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB", "--tier-warm-host", "on")
+DEADLINE_S = 60.0
+
+
+def wait_until_warm(server: Server, num_tokens: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while server.tier_state()["nvme_pages_loaded"] < num_tokens // 64:
+        assert time.monotonic() < deadline, "the host tier is not warmed"
+        time.sleep(0.05)
+
+
+def test_a_restarted_server_serves_hot_prefixes_from_host_memory(
+    launch: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tier_dir: Path = tmp_path_factory.mktemp("tier") / "kv"
+    flags = (*FLAGS, "--tier-dir", str(tier_dir))
+    first = launch(*flags)
+    # One tenant of each kind, to come back under the names they left.
+    kinds: list[dict[str, str]] = [{}, {"extra_key": "x"}, {"cache_salt": "s"}]
+    tenants = kinds * (NUM_PROMPTS // len(kinds))
+    asked = list(zip(PROMPTS, tenants, strict=True))
+    expected = [first.generate(prompt, **tenant).output_ids for prompt, tenant in asked]
+    first.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
+    first.flush()
+    for prompt, tenant in asked:
+        assert first.generate(prompt, **tenant).num_cached == aligned(LENGTH)
+    first.stop()
+    assert [path.stat().st_mode & 0o077 for path in tier_dir.rglob("WARM")] == [0]
+
+    second = launch(*flags)
+    wait_until_warm(second, NUM_PROMPTS * aligned(LENGTH))
+    for (prompt, tenant), ids in zip(asked, expected, strict=True):
+        answer = second.generate(prompt, **tenant)
+        assert answer.output_ids == ids
+        assert answer.cached["host"] == aligned(LENGTH), answer.cached
+        assert answer.cached["storage"] == 0
+    second.kill()
+
+    # A damaged list is no list: the server starts, and asks NVMe when asked.
+    for path in tier_dir.rglob("WARM"):
+        path.write_bytes(path.read_bytes()[:-7])
+    third = launch(*flags)
+    answer = third.generate(PROMPTS[0])
+    assert answer.output_ids == expected[0]
+    assert answer.cached["storage"] == aligned(LENGTH)

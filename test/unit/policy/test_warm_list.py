@@ -1,0 +1,89 @@
+"""The warm list stays bounded, prefers what was used last, and believes only what it wrote."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
+
+
+def chain(length: int, first: int = 0, **tenant: str) -> WarmChain:
+    return WarmChain(array("q", range(first, first + length)).tobytes(), **tenant)
+
+
+def test_a_longer_turn_takes_the_place_of_the_conversation_s_earlier_ones() -> None:
+    warm = WarmList(1000)
+    warm.used("turn 1", chain(100))
+    warm.used("turn 2", chain(200), prefixes=["turn 1"])
+    assert warm.snapshot() == [chain(200)]
+    assert warm.num_tokens == 200
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    warm = WarmList(250)
+    warm.used("a", chain(100, 1))
+    warm.used("b", chain(100, 2))
+    warm.used("a", chain(100, 1))
+    warm.used("c", chain(100, 3))
+    assert warm.snapshot() == [chain(100, 3), chain(100, 1)]
+
+
+def test_a_chain_larger_than_the_list_pushes_nothing_out() -> None:
+    warm = WarmList(250)
+    warm.used("a", chain(100))
+    warm.used("b", chain(251))
+    assert warm.snapshot() == [chain(100)]
+
+
+def test_a_purged_tenant_is_not_written_again() -> None:
+    warm = WarmList(1000)
+    warm.used("a", chain(10, extra_key="x"))
+    warm.used("b", chain(10, extra_key="x", cache_salt="s"))
+    warm.forget_tenant("x", None)
+    assert warm.snapshot() == [chain(10, extra_key="x", cache_salt="s")]
+    assert warm.num_tokens == 10
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 120), st.sampled_from("abcdef")))
+)
+def test_the_bound_holds_whatever_is_used(events: list[tuple[str, int, str]]) -> None:
+    warm = WarmList(200)
+    for name, length, prefix in events:
+        warm.used(name, chain(length), prefixes=[prefix])
+        kept = warm.snapshot()
+        assert sum(one.num_tokens for one in kept) == warm.num_tokens <= 200
+        assert len(kept) == len(warm)
+
+
+def test_what_was_written_is_read_back() -> None:
+    chains = [chain(100, extra_key="tenant"), chain(3, cache_salt="salt"), chain(0)]
+    assert decode(encode(chains)) == chains
+    assert list(chains[0].token_ids()) == list(range(100))
+
+
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_noticed_wherever_it_is(position: int, bit: int) -> None:
+    data = bytearray(encode([chain(50, extra_key="tenant")]))
+    data[position % len(data)] ^= 1 << bit
+    assert decode(bytes(data)) == []
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_an_empty_list(data: bytes) -> None:
+    assert decode(data) == []
+
+
+def test_a_cut_file_and_another_version_are_empty_lists() -> None:
+    data = encode([chain(50)])
+    assert decode(data[:-1]) == []
+    assert decode(b"") == []
+
+
+def test_a_list_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 tokens"):
+        WarmList(0)
