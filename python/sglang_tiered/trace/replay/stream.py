@@ -147,7 +147,7 @@ class TraceStream:
             if row.arrival_s is None:
                 raise TraceError(
                     f"{self._path} has no arrival times; give it some with `python -m "
-                    "sglang_tiered.trace scale`."
+                    "sglang_tiered.trace convert`."
                 )
             if row.arrival_s < last_s:
                 raise TraceError(
