@@ -195,6 +195,12 @@ def footer_bytes(num_extents: int, num_pages: int) -> int:
     return padded(_FOOTER.size + tables + _CHECKSUM.size)
 
 
+def fits_region(region_bytes: int, end: int, num_extents: int, num_pages: int) -> bool:
+    """Whether a region whose last extent stops at ``end`` still has room for its footer and
+    trailer, with so many extents and pages in all."""
+    return end + footer_bytes(num_extents, num_pages) + BLOCK_BYTES <= region_bytes
+
+
 def max_page_bytes(region_bytes: int) -> int:
     """The largest page a region can hold: header, footer and trailer must fit beside it."""
     return region_bytes - 2 * BLOCK_BYTES - extent_header_bytes(1) - footer_bytes(1, 1)

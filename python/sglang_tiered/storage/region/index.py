@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "key_words"]
+__all__ = ["PageIndex", "Places", "key_words", "most_loaded"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
@@ -56,6 +56,14 @@ def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MULTIPLIERS[0]
     return mixed ^ (mixed >> np.uint64(29))
+
+
+def most_loaded(
+    hits: npt.NDArray[Any], sizes: npt.NDArray[np.int64], max_bytes: int
+) -> npt.NDArray[np.int64]:
+    """Positions of the pages to save: the most loaded first as far as ``max_bytes`` reach."""
+    order: npt.NDArray[np.int64] = np.argsort(hits, kind="stable")[::-1]
+    return order[np.cumsum(sizes[order]) <= max_bytes]
 
 
 class PageIndex:
@@ -224,8 +232,7 @@ class PageIndex:
         first as far as ``max_bytes`` reach, in the order of their offsets."""
         rows = self.live_rows(slot)
         rows = rows[self._hits[rows] > 0]
-        rows = rows[np.argsort(self._hits[rows], kind="stable")[::-1]]
-        rows = rows[np.cumsum(self._padded(rows)) <= max_bytes]
+        rows = rows[most_loaded(self._hits[rows], self._padded(rows), max_bytes)]
         return self.in_order(rows)
 
     def in_order(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["REINSERTION_SHARE", "Reclaimer", "choose_own_victim", "choose_victim"]
+__all__ = [
+    "REINSERTION_SHARE",
+    "Reclaimer",
+    "ReinsertionCredit",
+    "choose_own_victim",
+    "choose_victim",
+]
 
 # Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.
 REINSERTION_SHARE = 1 / 10
@@ -66,6 +72,25 @@ def _may_go(region: Region) -> bool:
     return region.sealed and region.num_writing == 0
 
 
+class ReinsertionCredit:
+    """What may be saved of the next victim, in bytes. Pure."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+
+    def earn(self, region_bytes: int) -> int:
+        """A region of that size is about to go; returns the credit with its share."""
+        self._bytes = min(
+            self._bytes + region_bytes * REINSERTION_SHARE,
+            region_bytes * _MAX_CREDIT,
+            _MAX_SAVED_BYTES,
+        )
+        return int(self._bytes)
+
+    def spend(self, num_bytes: int) -> None:
+        self._bytes -= num_bytes
+
+
 class _Saved(NamedTuple):
     """Verified pages of a victim, all of one tenant, in memory of their own."""
 
@@ -96,7 +121,7 @@ class Reclaimer:
         self._reader = reader
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
-        self._credit_bytes = 0.0
+        self._credit = ReinsertionCredit()
         self.num_pages_evicted = 0
 
     def reserve(self, nbytes: int) -> bool:
@@ -166,17 +191,13 @@ class Reclaimer:
         """Read the pages that were loaded since they were written, as far as the credit reaches,
         and all that are not of the tenant ``besides``; what does not verify is left behind."""
         state = self._state
-        self._credit_bytes = min(
-            self._credit_bytes + victim.nbytes * REINSERTION_SHARE,
-            victim.nbytes * _MAX_CREDIT,
-            _MAX_SAVED_BYTES,
-        )
+        credit_bytes = self._credit.earn(victim.nbytes)
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
             return []
         with state.lock:
             index = state.index
-            rows = index.hot_rows(victim.slot, int(self._credit_bytes))
-            self._credit_bytes -= index.padded_bytes(rows)
+            rows = index.hot_rows(victim.slot, credit_bytes)
+            self._credit.spend(index.padded_bytes(rows))
             if besides is not None:
                 live = index.live_rows(victim.slot)
                 foreign = [tenant != besides for tenant in index.tenants_of(live)]

@@ -26,7 +26,7 @@ from sglang_tiered.storage.region.format import (
     RegionHeader,
     Trailer,
     extent_header_bytes,
-    footer_bytes,
+    fits_region,
     pack_extent_header,
     pack_footer,
     pack_region_header,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
+    "MAX_EXTENT_BYTES",
     "NO_SPACE_ERRNOS",
     "RegionWriter",
     "cut_chunks",
@@ -60,7 +61,7 @@ __all__ = [
 ]
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
+MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _BATCH_BYTES = 2 << 20  # hashed at once
 _MAX_WRITE_FAILURES = 3
@@ -161,11 +162,10 @@ class RegionWriter:
         return self._max_tenant_bytes - self._state.regions.tenant_bytes.get(tenant, 0)
 
     def _fits(self, region: Region, count: int, payload: int) -> bool:
-        if count > 1 and payload > _MAX_EXTENT_BYTES:
+        if count > 1 and payload > MAX_EXTENT_BYTES:
             return False
         end = region.tail + extent_header_bytes(count) + payload
-        footer = footer_bytes(len(region.extents) + 1, self._num_pages + count)
-        return end + footer + BLOCK_BYTES <= region.nbytes
+        return fits_region(region.nbytes, end, len(region.extents) + 1, self._num_pages + count)
 
     def place(self, parts: list[Part]) -> ExtentWrite:
         """Append the pages to the open region and hand them to the hashers."""
