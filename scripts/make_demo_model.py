@@ -1,4 +1,4 @@
-"""Write a small random Llama that a server can load: make_demo_model.py OUT_DIR [--seed 0].
+"""Write a small random Llama: make_demo_model.py OUT_DIR [--seed 0] [--shape 8m|24m|44m|85m].
 
 The model says nothing sensible, but it behaves like one where a KV cache is concerned. Its output
 depends on the whole prompt: one byte changed hundreds of tokens back changes the continuation, so a
@@ -18,6 +18,7 @@ import shutil
 import string
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-HIDDEN_SIZE = 512
-NUM_LAYERS = 3
-NUM_HEADS = 8
-NUM_KV_HEADS = 2
 HEAD_DIM = 64
-INTERMEDIATE_SIZE = 1536
 MAX_POSITIONS = 32768
 ROPE_THETA = 500000.0
 
@@ -45,6 +41,30 @@ LOGIT_STD = 4.0
 WORD_BYTES = (string.ascii_lowercase + " ").encode()
 OTHER_PRINTABLE_SHARE = 0.5
 
+
+@dataclass(frozen=True)
+class Shape:
+    """What makes one of these models larger than another."""
+
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    intermediate_size: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // HEAD_DIM
+
+
+# Named by their parameters in millions. The smallest is the demo; with the larger ones a prefill
+# costs enough for a benchmark to show what a cache saves.
+SHAPES = {
+    "8m": Shape(hidden_size=512, num_layers=3, num_kv_heads=2, intermediate_size=1536),
+    "24m": Shape(hidden_size=512, num_layers=8, num_kv_heads=2, intermediate_size=1536),
+    "44m": Shape(hidden_size=640, num_layers=9, num_kv_heads=2, intermediate_size=2048),
+    "85m": Shape(hidden_size=768, num_layers=12, num_kv_heads=4, intermediate_size=2400),
+}
+
 CHAT_TEMPLATE = (
     "<|begin|>"
     "{% for message in messages %}"
@@ -54,7 +74,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def model_config(seed: int) -> dict[str, Any]:
+def model_config(seed: int, shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,14 +86,14 @@ def model_config(seed: int) -> dict[str, Any]:
         "eos_token_id": END,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
-        "hidden_size": HIDDEN_SIZE,
+        "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": INTERMEDIATE_SIZE,
+        "intermediate_size": shape.intermediate_size,
         "max_position_embeddings": MAX_POSITIONS,
         "mlp_bias": False,
-        "num_attention_heads": NUM_HEADS,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_key_value_heads": NUM_KV_HEADS,
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_kv_heads,
         "pad_token_id": PAD,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
@@ -115,32 +135,33 @@ def byte_alphabet() -> dict[str, int]:
     }
 
 
-def model_weights(seed: int) -> dict[str, np.ndarray]:
+def model_weights(seed: int, shape: Shape) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
+    hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size
+    query_size, kv_size = shape.num_heads * HEAD_DIM, shape.num_kv_heads * HEAD_DIM
 
     def random(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
         values = rng.standard_normal((rows, columns), dtype=np.float32)
         return values * np.float32(gain / columns**0.5)
 
-    ones = np.ones(HIDDEN_SIZE, dtype=np.float32)
-    query_size, kv_size = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    ones = np.ones(hidden_size, dtype=np.float32)
     weights = {
-        "model.embed_tokens.weight": random(VOCAB_SIZE, HIDDEN_SIZE, HIDDEN_SIZE**0.5),
+        "model.embed_tokens.weight": random(VOCAB_SIZE, hidden_size, hidden_size**0.5),
         "model.norm.weight": ones,
-        "lm_head.weight": random(VOCAB_SIZE, HIDDEN_SIZE, LOGIT_STD) * token_shares()[:, None],
+        "lm_head.weight": random(VOCAB_SIZE, hidden_size, LOGIT_STD) * token_shares()[:, None],
     }
-    for index in range(NUM_LAYERS):
+    for index in range(shape.num_layers):
         layer = f"model.layers.{index}"
         weights |= {
             f"{layer}.input_layernorm.weight": ones,
-            f"{layer}.self_attn.q_proj.weight": random(query_size, HIDDEN_SIZE, QUERY_KEY_GAIN),
-            f"{layer}.self_attn.k_proj.weight": random(kv_size, HIDDEN_SIZE, QUERY_KEY_GAIN),
-            f"{layer}.self_attn.v_proj.weight": random(kv_size, HIDDEN_SIZE),
-            f"{layer}.self_attn.o_proj.weight": random(HIDDEN_SIZE, query_size),
+            f"{layer}.self_attn.q_proj.weight": random(query_size, hidden_size, QUERY_KEY_GAIN),
+            f"{layer}.self_attn.k_proj.weight": random(kv_size, hidden_size, QUERY_KEY_GAIN),
+            f"{layer}.self_attn.v_proj.weight": random(kv_size, hidden_size),
+            f"{layer}.self_attn.o_proj.weight": random(hidden_size, query_size),
             f"{layer}.post_attention_layernorm.weight": ones,
-            f"{layer}.mlp.gate_proj.weight": random(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-            f"{layer}.mlp.up_proj.weight": random(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-            f"{layer}.mlp.down_proj.weight": random(HIDDEN_SIZE, INTERMEDIATE_SIZE),
+            f"{layer}.mlp.gate_proj.weight": random(intermediate_size, hidden_size),
+            f"{layer}.mlp.up_proj.weight": random(intermediate_size, hidden_size),
+            f"{layer}.mlp.down_proj.weight": random(hidden_size, intermediate_size),
         }
     return weights
 
@@ -153,26 +174,28 @@ def token_shares() -> np.ndarray:
     return shares
 
 
-def write_model(out_dir: Path, seed: int) -> bool:
+def write_model(out_dir: Path, seed: int, shape: Shape) -> bool:
     """Return whether this call made the model; of two processes that race, one does."""
-    if is_made(out_dir, seed):
+    if is_made(out_dir, seed, shape):
         return False
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         staging.chmod(0o755)
-        write_json(staging / "config.json", model_config(seed))
+        write_json(staging / "config.json", model_config(seed, shape))
         write_json(staging / "tokenizer_config.json", tokenizer_config())
         ends = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
         write_json(staging / "generation_config.json", ends)
         byte_tokenizer().save(str(staging / "tokenizer.json"))
-        save_file(model_weights(seed), staging / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            model_weights(seed, shape), staging / "model.safetensors", metadata={"format": "pt"}
+        )
         for file in staging.iterdir():
             file.chmod(0o644)
         try:
             os.rename(staging, out_dir)
         except OSError:
-            if not is_made(out_dir, seed):
+            if not is_made(out_dir, seed, shape):
                 raise
             return False
         return True
@@ -180,13 +203,17 @@ def write_model(out_dir: Path, seed: int) -> bool:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def is_made(out_dir: Path, seed: int) -> bool:
+def is_made(out_dir: Path, seed: int, shape: Shape) -> bool:
     config = out_dir / "config.json"
     if not config.exists():
         return False
-    found = json.loads(config.read_text(encoding="utf-8")).get("demo_seed")
-    if found != seed:
-        raise FileExistsError(f"{out_dir} holds another model (seed {found}, wanted {seed})")
+    found = json.loads(config.read_text(encoding="utf-8"))
+    if found.get("demo_seed") != seed:
+        raise FileExistsError(
+            f"{out_dir} holds another model (seed {found.get('demo_seed')}, wanted {seed})"
+        )
+    if found != model_config(seed, shape):
+        raise FileExistsError(f"{out_dir} holds another model (another shape)")
     return True
 
 
@@ -198,9 +225,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", choices=SHAPES, default="8m", help="parameters, in millions")
     args = parser.parse_args()
     try:
-        made = write_model(args.out_dir, args.seed)
+        made = write_model(args.out_dir, args.seed, SHAPES[args.shape])
     except OSError as error:
         print(f"make_demo_model: {error}", file=sys.stderr)
         return 1

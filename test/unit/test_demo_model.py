@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +101,24 @@ def test_what_is_in_the_way_is_refused_and_left_alone(model_dir: Path, tmp_path:
     before = (model_dir / "model.safetensors").stat()
     assert make(model_dir).returncode == 0
     assert "another model (seed 0, wanted 7)" in make(model_dir, "--seed", "7").stderr
+    assert "another model (another shape)" in make(model_dir, "--shape", "24m").stderr
     assert (model_dir / "model.safetensors").stat() == before
+
+
+def test_the_demo_keeps_its_bytes_whatever_other_shapes_there_are(model_dir: Path) -> None:
+    digest = hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
+    assert digest.startswith("480d0ec523d0b976")
+
+
+@pytest.mark.parametrize(("shape", "millions"), [("24m", 24), ("44m", 44), ("85m", 85)])
+def test_a_shape_has_the_parameters_it_is_named_after(shape: str, millions: int) -> None:
+    maker = runpy.run_path(str(MAKER))
+    size = maker["SHAPES"][shape]
+    config = maker["model_config"](0, size)
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+    kv = size.num_kv_heads * 64
+    per_layer = size.hidden_size * (2 * size.hidden_size + 2 * kv + 3 * size.intermediate_size)
+    assert round(size.num_layers * per_layer / 1e6) == pytest.approx(millions, abs=1)
 
 
 def test_tokens_are_bytes_and_text_survives(model_dir: Path) -> None:

@@ -1,0 +1,210 @@
+"""Four systems serve the same requests: stock SGLang, HiCache (host; host and files), and tiers.
+
+All run the same model on the same cores, each idle while another is asked, in alternating order.
+No ratio is printed for a scenario unless all systems gave the same answers. ``README.md`` in this
+folder says what each scenario and figure means, and has the commands for a GPU.
+
+    python benchmark/bench_serving.py [--quick] [--only SCENARIO,...] [--systems NAME,...]
+                                      [--shape SHAPE] [--directory DIR] [--json FILE]
+                                      [--plots DIR] [--trace FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from machine import describe_machine, describe_versions
+from serving_bench import noreuse, returning
+from serving_bench.bench import Bench
+from serving_bench.client import RequestFailedError
+from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY, Setting
+from serving_bench.systems import SYSTEMS, UnequalSystemsError
+from storage_bench.figures import Report
+from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[1]
+
+# In the order they run.
+SCENARIOS: dict[str, Callable[[Bench], None]] = {
+    "returning": returning.run,
+    "noreuse": noreuse.run,
+    "device": noreuse.run_device,
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer rounds")
+    parser.add_argument("--tiny", action="store_true", help="for trying the script out")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(SCENARIOS),
+        metavar="SCENARIO,...",
+        help=f"run some scenarios only: {', '.join(SCENARIOS)}",
+    )
+    parser.add_argument(
+        "--systems",
+        type=lambda text: text.split(","),
+        default=list(SYSTEMS),
+        metavar="NAME,...",
+        help=f"compare some systems only: {', '.join(SYSTEMS)}; tiered is always one",
+    )
+    parser.add_argument("--shape", help="another model of scripts/make_demo_model.py: 8m to 85m")
+    parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
+    parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plots", type=Path, help="write PNG plots to this folder")
+    options = parser.parse_args()
+    if unknown := set(options.only) - SCENARIOS.keys():
+        parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    if unknown := set(options.systems) - set(SYSTEMS):
+        parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    if "tiered" not in options.systems or len(options.systems) < 2:
+        parser.error("--systems must name tiered and at least one other to compare it with")
+    return options
+
+
+def make_model(shape: str, folder: Path) -> Path:
+    """The random model of that size. Exits as its maker does when there is no such shape."""
+    model = folder / "model"
+    maker = ROOT / "scripts" / "make_demo_model.py"
+    made = subprocess.run(
+        [sys.executable, str(maker), str(model), "--shape", shape],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        raise UnusableDirectoryError(made.stderr.strip().splitlines()[-1])
+    return model
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Bytes of K and V of one token in float32, by the model's own configuration."""
+    config = json.loads((model / "config.json").read_text())
+    width: int = config["num_key_value_heads"] * config["head_dim"]
+    return 2 * config["num_hidden_layers"] * width * 4
+
+
+def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
+    setting = TINY if options.tiny else QUICK if options.quick else FULL
+    if options.shape:
+        setting = dataclasses.replace(setting, shape=options.shape)
+    report = Report()
+    with workspace:
+        model = make_model(setting.shape, workspace.root)
+        per_token = kv_bytes_per_token(model)
+        setting = setting.with_nvme(per_token)
+        workspace.check_space(4 * setting.main.nvme_bytes + (1 << 30), 4 * _num_pages(setting))
+        bench = Bench(
+            setting=setting,
+            workspace=workspace,
+            report=report,
+            model=model,
+            kv_bytes_per_token=per_token,
+            names=[name for name in SYSTEMS if name in options.systems],
+        )
+        report.settings |= {
+            **dataclasses.asdict(setting),
+            "scenarios": options.only,
+            "systems": bench.names,
+            "page_size": PAGE_SIZE,
+            "kv_bytes_per_token": per_token,
+            "host_tokens": setting.main.host_tokens,
+            "filesystem": workspace.filesystem,
+            "page_cache": workspace.page_cache,
+            "dtype": "float32",
+            "metrics": "on in every system",
+        }
+        try:
+            for name in options.only:
+                start_s = time.perf_counter()
+                SCENARIOS[name](bench)
+                report.raw.setdefault(name, {})["wall_s"] = time.perf_counter() - start_s
+        finally:
+            bench.close_main_fleet()
+    return bench
+
+
+def _num_pages(setting: Setting) -> int:
+    return int(setting.main.memory_tokens * setting.working_set / PAGE_SIZE) + 10_000
+
+
+def system_table(scenario: str, raw: dict[str, Any]) -> Table:
+    """One row per system: what was measured, before anything is divided."""
+    columns = ("TTFT mean", "p50", "p90", "p99", "ITL p50", "p99", "latency p50", "p99")
+    table = Table(scenario, *columns, "hit rate", "device", "host", "NVMe", "written", "WA")
+    keys = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+    for name, figures in raw["systems"].items():
+        table.add_row(
+            name,
+            *(
+                f"{figures[key] * 1e3:.0f}" if key in figures else ""
+                for key in (*keys, "latency_p50_s", "latency_p99_s")
+            ),
+            f"{figures['hit_rate']:.0%}",
+            *(f"{figures[f'hit_tokens_{tier}']:,.0f}" for tier in ("device", "host", "storage")),
+            f"{figures['written_bytes'] / 1e6:,.0f} MB" if "written_bytes" in figures else "",
+            f"{figures['write_amplification']:.2f}" if "write_amplification" in figures else "",
+        )
+    return table
+
+
+def document(report: Report) -> dict[str, Any]:
+    return {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "settings": report.settings,
+        "ratios": report.ratios,
+        "raw": report.raw,
+    }
+
+
+def main() -> int:
+    options = parse_arguments()
+    # Asked to end by a signal, a run shall stop its servers and remove its files as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # SGLang calls ninja by name, and what installs it is this environment.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    try:
+        workspace = Workspace(
+            options.directory or default_directory(), allow_tmpfs=options.allow_tmpfs
+        )
+        bench = measure(options, workspace)
+    except (UnusableDirectoryError, UnequalSystemsError, RequestFailedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; servers are stopped and what was written is removed.", file=sys.stderr)
+        return 130
+    report = bench.report
+    console = Console(width=170)
+    for name in options.only:
+        if report.raw.get(name, {}).get("systems"):
+            console.print(system_table(f"{name}, ms and tokens", report.raw[name]))
+    console.print(report.table())
+    for note in report.notes:
+        console.print(note)
+    if options.json:
+        options.json.write_text(json.dumps(document(report), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What tiering costs where it has nothing to give: every prompt new, or all of it on the device."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from serving_bench.client import Request, ask_each
+from serving_bench.conversations import make_conversations, random_tokens
+from serving_bench.measures import (
+    Outcome,
+    Round,
+    hits_by_tier,
+    round_quotients,
+    throughput,
+    ttft_percentile,
+)
+from serving_bench.returning import ttft_line
+from serving_bench.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from serving_bench.bench import Bench
+
+__all__ = ["run", "run_device"]
+
+SEED = 2
+CONCURRENCY = 4
+
+
+def run(bench: Bench) -> None:
+    setting, fleet = bench.setting, bench.main_fleet()
+    names = bench.choose(*SYSTEMS)
+    source = random.Random(SEED)
+    low, high = setting.contexts
+
+    def fresh(label: str) -> Request:
+        # One length for all, so that a percentile compares systems and not prompts.
+        tokens = tuple(random_tokens(source, (low + high) // 2))
+        return Request(f"noreuse/{label}", tokens, setting.num_output)
+
+    singles: list[Round] = []
+    batches: list[Round] = []
+    outcome = Outcome()
+    with (
+        bench.counting_bytes(fleet, outcome),
+        bench.steps("noreuse", setting.rounds * 2) as step,
+    ):
+        for number in range(setting.rounds):
+            one: Round = {}
+            for place in range(setting.per_round):
+                request = fresh(f"{number}/{place}")
+                bench.ask_in_turn(fleet, names, request, number + place, one)
+            singles.append(one)
+            step()
+            requests = [fresh(f"{number}/batch/{place}") for place in range(setting.per_round)]
+            batch: Round = {}
+            for system in fleet.in_turn(names, number):
+                batch[system.name] = ask_each(system.url, requests, CONCURRENCY)
+            batches.append(batch)
+            step()
+    outcome.rounds = [*singles, *batches]
+    asked = 2 * setting.rounds * setting.per_round
+    outcome.new_tokens = asked * ((low + high) // 2 + setting.num_output)
+    outcome.conditions = (
+        f"{asked} prompts of {(low + high) // 2:,} tokens, none seen before; TTFT one at a time, "
+        f"throughput {CONCURRENCY} at a time; stores go on all the while."
+    )
+    if bench.conclude("noreuse", outcome):
+        _report(bench, "noreuse", singles, batches)
+
+
+def run_device(bench: Bench) -> None:
+    """A few conversations that device memory holds, over and over."""
+    setting, fleet = bench.setting, bench.main_fleet()
+    names = bench.choose(*SYSTEMS)
+    length = setting.contexts[0]
+    returns = setting.rounds * setting.per_round * 2 + 2
+    growth = returns * (setting.num_new + setting.num_output)
+    number_that_fit = max(1, int(setting.main.device_tokens * 0.8 - growth) // length)
+    conversations = make_conversations("device", SEED, number_that_fit)
+    first: Round = {}
+    singles: list[Round] = []
+    batches: list[Round] = []
+    outcome = Outcome(beside={"first": [first]})
+    for number, conversation in enumerate(conversations):
+        request = conversation.turn(length, setting.num_output)
+        sample = bench.ask_in_turn(fleet, names, request, number, first)
+        conversation.answered(request, sample)
+    with bench.steps("device", setting.rounds * 2) as step:
+        for number in range(setting.rounds):
+            one: Round = {}
+            for place in range(setting.per_round):
+                conversation = conversations[place % len(conversations)]
+                request = conversation.turn(setting.num_new, setting.num_output)
+                sample = bench.ask_in_turn(fleet, names, request, number + place, one)
+                conversation.answered(request, sample)
+            singles.append(one)
+            step()
+            requests = [
+                conversations[place % len(conversations)].turn(
+                    setting.num_new, setting.num_output, f"/batch/{number}/{place}"
+                )
+                for place in range(setting.per_round)
+            ]
+            batch: Round = {}
+            for system in fleet.in_turn(names, number):
+                batch[system.name] = ask_each(system.url, requests, CONCURRENCY)
+            batches.append(batch)
+            step()
+    outcome.rounds = [*singles, *batches]
+    held = sum(len(conversation.history) for conversation in conversations)
+    outcome.conditions = (
+        f"{len(conversations)} conversations, at the end {held:,} tokens = "
+        f"{held / setting.main.device_tokens:.2f} of device memory; {setting.num_new} new tokens "
+        "per return."
+    )
+    if bench.conclude("device", outcome):
+        _report(bench, "device", singles, batches)
+
+
+def _report(bench: Bench, scenario: str, singles: list[Round], batches: list[Round]) -> None:
+    report = bench.report
+    pooled = [{name: [s for one in singles for s in one[name]] for name in singles[0]}]
+    for peer in [name for name in singles[0] if name != "tiered"]:
+        suffix = peer.replace("-", "_")
+        aim = peer == "stock"
+        report.add(
+            f"{scenario}_ttft_over_{suffix}",
+            round_quotients(singles, peer, ttft_percentile(0.5)),
+            wanted="<= 1.03" if aim else "",
+            beside=f"p50; means {ttft_line(singles, peer)}",
+        )
+        report.add(
+            f"{scenario}_ttft_p99_over_{suffix}",
+            round_quotients(pooled, peer, ttft_percentile(0.99)),
+            wanted="<= 1.03" if aim else "",
+            beside=f"of {len(pooled[0][peer])} requests each",
+        )
+        rates = {
+            name: sum(map(throughput, [one[name] for one in batches])) / len(batches)
+            for name in ("tiered", peer)
+        }
+        report.add(
+            f"{scenario}_throughput_over_{suffix}",
+            round_quotients(batches, peer, throughput),
+            wanted=">= 0.98" if aim else "",
+            beside=" / ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()),
+        )
+    hits = hits_by_tier([s for one in [*singles, *batches] for s in one["tiered"]])
+    report.note(f"{scenario}: hit tokens of tiered by tier: {hits}.")
