@@ -184,7 +184,9 @@ def main() -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         workspace = Workspace(
-            options.directory or default_directory(), allow_tmpfs=options.allow_tmpfs
+            options.directory or default_directory(),
+            allow_tmpfs=options.allow_tmpfs,
+            prefix="bench-serving-",
         )
         bench = measure(options, workspace)
     except (UnusableDirectoryError, UnequalSystemsError, RequestFailedError) as error:

@@ -62,6 +62,13 @@ class Server:
     @classmethod
     def start(cls, model: Path, log_path: Path, *arguments: str) -> Server:
         """Launch and wait until it generates. Raises with the end of the log if it does not."""
+        server = cls.spawn(model, log_path, *arguments)
+        server.wait_until_it_generates()
+        return server
+
+    @classmethod
+    def spawn(cls, model: Path, log_path: Path, *arguments: str) -> Server:
+        """Launch only, for those who start several side by side."""
         port = free_port()
         command = [
             sys.executable,
@@ -79,12 +86,10 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        server = cls(port, process, log_path, list(arguments))
-        server._wait_until_it_generates()
-        return server
+        return cls(port, process, log_path, list(arguments))
 
-    def _wait_until_it_generates(self) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
+    def wait_until_it_generates(self, deadline_s: float = START_DEADLINE_S) -> None:
+        deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"server ended at start:\n{self.log[-4000:]}")

@@ -48,7 +48,9 @@ def _filesystem_here(directory: Path) -> str:
 class Workspace:
     """A temporary folder under ``directory``; as a context it is removed however the run ends."""
 
-    def __init__(self, directory: Path, *, allow_tmpfs: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, allow_tmpfs: bool = False, prefix: str = "bench-storage-"
+    ) -> None:
         if not directory.is_dir():
             raise UnusableDirectoryError(f"{directory} is not a folder; pass another --directory.")
         self.filesystem = _filesystem_here(directory)
@@ -58,11 +60,12 @@ class Workspace:
                 "pass --directory on a disk, or --allow-tmpfs."
             )
         self._directory = directory.resolve()
+        self._prefix = prefix
         self.root = Path()
         self.drops_all = os.access(_DROP_CACHES, os.W_OK)
 
     def __enter__(self) -> Workspace:
-        self.root = Path(tempfile.mkdtemp(prefix="bench-storage-", dir=self._directory))
+        self.root = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._directory))
         return self
 
     def __exit__(self, *_: object) -> None:
