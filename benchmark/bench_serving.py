@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -26,11 +27,23 @@ from rich.console import Console
 from rich.table import Table
 
 from machine import describe_machine, describe_versions
-from serving_bench import noreuse, returning
+from serving_bench import (
+    disk_added,
+    noreuse,
+    replays,
+    returning,
+    slow_disk,
+    write_pressure,
+)
 from serving_bench.bench import Bench
 from serving_bench.client import RequestFailedError
+from serving_bench.plots import draw_plots
 from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY, Setting
-from serving_bench.systems import SYSTEMS, UnequalSystemsError
+from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
+from serving_bench.throttle import NoThrottleError, find_throttle
+from sglang_tiered.errors import TraceError
+from sglang_tiered.trace.reader import read_trace
+from sglang_tiered.trace.source import DATA_VARIABLE
 from storage_bench.figures import Report
 from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory
 
@@ -38,12 +51,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parents[1]
+MOONCAKE_FILE = Path("mooncake/conversation.jsonl")  # below $SGLANG_TIERED_DATA
+REFUSALS = (
+    NoThrottleError,
+    RequestFailedError,
+    TraceError,
+    UnequalSystemsError,
+    UnusableDirectoryError,
+)
 
 # In the order they run.
 SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "returning": returning.run,
     "noreuse": noreuse.run,
     "device": noreuse.run_device,
+    "write_pressure": write_pressure.run,
+    "sharegpt": replays.run_sharegpt,
+    "mooncake": replays.run_mooncake,
+    # What a system has learnt of a slow disk shall not weigh on others, so these come last.
+    "slow_disk": slow_disk.run,
+    "disk_added": disk_added.run,
 }
 
 
@@ -54,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
-        default=list(SCENARIOS),
+        default=[],
         metavar="SCENARIO,...",
         help=f"run some scenarios only: {', '.join(SCENARIOS)}",
     )
@@ -69,12 +96,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plots", type=Path, help="write PNG plots to this folder")
+    parser.add_argument(
+        "--plots", type=Path, help="write PNG plots to this folder (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="the Mooncake conversation trace; by default mooncake/conversation.jsonl in "
+        f"${DATA_VARIABLE}",
+    )
     options = parser.parse_args()
     if unknown := set(options.only) - SCENARIOS.keys():
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
     if unknown := set(options.systems) - set(SYSTEMS):
         parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    if options.plots and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib: pip install 'sglang-tiered[plot]'")
     if "tiered" not in options.systems or len(options.systems) < 2:
         parser.error("--systems must name tiered and at least one other to compare it with")
     return options
@@ -107,6 +144,7 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
     if options.shape:
         setting = dataclasses.replace(setting, shape=options.shape)
     report = Report()
+    scenarios = check_scenarios(options, setting, report)
     with workspace:
         model = make_model(setting.shape, workspace.root)
         per_token = kv_bytes_per_token(model)
@@ -119,10 +157,11 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             model=model,
             kv_bytes_per_token=per_token,
             names=[name for name in SYSTEMS if name in options.systems],
+            trace=options.trace or MOONCAKE_FILE,
         )
         report.settings |= {
             **dataclasses.asdict(setting),
-            "scenarios": options.only,
+            "scenarios": scenarios,
             "systems": bench.names,
             "page_size": PAGE_SIZE,
             "kv_bytes_per_token": per_token,
@@ -131,15 +170,41 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             "page_cache": workspace.page_cache,
             "dtype": "float32",
             "metrics": "on in every system",
+            "environment": ENVIRONMENT,
         }
         try:
-            for name in options.only:
+            for name in scenarios:
                 start_s = time.perf_counter()
                 SCENARIOS[name](bench)
                 report.raw.setdefault(name, {})["wall_s"] = time.perf_counter() - start_s
+        except RequestFailedError as error:
+            # What was measured before it stands; servers that fail requests measure nothing more.
+            bench.failures.append(str(error))
         finally:
             bench.close_main_fleet()
+    report.raw["occupancy"] = bench.occupancy
     return bench
+
+
+def check_scenarios(options: argparse.Namespace, setting: Setting, report: Report) -> list[str]:
+    """What will run. What cannot is refused where it was asked for by name, else left out with a
+    note; nothing has been started yet. Raises ``NoThrottleError`` or ``TraceError``."""
+    scenarios = options.only or list(SCENARIOS)
+
+    def check(name: str, check: Callable[[], object]) -> None:
+        if name not in scenarios:
+            return
+        try:
+            check()
+        except (NoThrottleError, TraceError) as error:
+            if options.only:
+                raise
+            scenarios.remove(name)
+            report.note(f"{name} was left out: {error}")
+
+    check("slow_disk", lambda: find_throttle(options.directory or default_directory()))
+    check("mooncake", lambda: next(read_trace(options.trace or MOONCAKE_FILE)))
+    return scenarios
 
 
 def _num_pages(setting: Setting) -> int:
@@ -189,7 +254,7 @@ def main() -> int:
             prefix="bench-serving-",
         )
         bench = measure(options, workspace)
-    except (UnusableDirectoryError, UnequalSystemsError, RequestFailedError) as error:
+    except REFUSALS as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -197,15 +262,18 @@ def main() -> int:
         return 130
     report = bench.report
     console = Console(width=170)
-    for name in options.only:
+    for name in report.settings["scenarios"]:
         if report.raw.get(name, {}).get("systems"):
             console.print(system_table(f"{name}, ms and tokens", report.raw[name]))
     console.print(report.table())
-    for note in report.notes:
+    for note in (*report.notes, *bench.failures):
         console.print(note)
     if options.json:
         options.json.write_text(json.dumps(document(report), indent=1) + "\n")
-    return 0
+    if options.plots:
+        for path in draw_plots(options.plots, bench.outcomes, bench.occupancy):
+            print(path, file=sys.stderr)
+    return 1 if bench.failures else 0
 
 
 if __name__ == "__main__":

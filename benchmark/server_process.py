@@ -58,6 +58,7 @@ class Server:
     process: subprocess.Popen[bytes]
     log_path: Path
     arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def start(cls, model: Path, log_path: Path, *arguments: str) -> Server:
@@ -67,8 +68,15 @@ class Server:
         return server
 
     @classmethod
-    def spawn(cls, model: Path, log_path: Path, *arguments: str) -> Server:
-        """Launch only, for those who start several side by side."""
+    def spawn(
+        cls,
+        model: Path,
+        log_path: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+    ) -> Server:
+        """Launch only, for those who start several side by side. ``environment`` comes on top of
+        this process's own."""
         port = free_port()
         command = [
             sys.executable,
@@ -85,8 +93,9 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **(environment or {})},
             )
-        return cls(port, process, log_path, list(arguments))
+        return cls(port, process, log_path, list(arguments), environment or {})
 
     def wait_until_it_generates(self, deadline_s: float = START_DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s

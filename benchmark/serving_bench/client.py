@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import ModuleType
 
-__all__ = ["TIERS", "Request", "RequestFailedError", "Sample", "ask", "ask_each", "ask_timed"]
+__all__ = [
+    "TIERS",
+    "Request",
+    "RequestFailedError",
+    "Sample",
+    "ask",
+    "ask_each",
+    "ask_sessions",
+    "ask_timed",
+]
 
 TIERS = ("device", "host", "storage")
 REQUEST_DEADLINE_S = 300.0
@@ -174,5 +183,22 @@ def ask_timed(url: str, requests: Iterable[Request]) -> list[Sample]:
             return await ask(url, request)
 
         return list(await asyncio.gather(*map(one, requests)))
+
+    return asyncio.run(run())
+
+
+def ask_sessions(url: str, sessions: Sequence[Sequence[Request]], concurrency: int) -> list[Sample]:
+    """Each session's requests one after the other, ``concurrency`` sessions at a time (closed
+    loop), sessions in order of their beginning."""
+
+    async def run() -> list[Sample]:
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(session: Sequence[Request]) -> list[Sample]:
+            async with gate:
+                return [await ask(url, request) for request in session]
+
+        taken = await asyncio.gather(*map(one, sessions))
+        return [sample for session in taken for sample in session]
 
     return asyncio.run(run())

@@ -1,0 +1,173 @@
+"""Recorded and generated traces, scaled to the model, on every system in turn."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from serving_bench.client import Request, Sample, ask_sessions, ask_timed
+from serving_bench.measures import (
+    Outcome,
+    Round,
+    hit_rate,
+    mean_ttft,
+    round_quotients,
+    throughput,
+)
+from serving_bench.returning import ttft_line
+from serving_bench.setting import PAGE_SIZE
+from serving_bench.systems import SYSTEMS
+from sglang_tiered.trace import sharegpt
+from sglang_tiered.trace.generator.sharegpt_model import Shape, rows
+from sglang_tiered.trace.prompts import prompt_tokens
+from sglang_tiered.trace.reader import read_trace
+from sglang_tiered.trace.reuse import measure as measure_reuse
+from sglang_tiered.trace.scaling import Scaling, scale
+from sglang_tiered.trace.text import Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from serving_bench.bench import Bench
+    from sglang_tiered.trace.request import TraceRequest
+
+__all__ = ["load_mooncake", "load_sharegpt", "run_mooncake", "run_sharegpt", "trace_requests"]
+
+SEED = 6
+NUM_SESSIONS = 4  # at a time, in closed loop
+LOAD = 0.7  # share of the time stock SGLang would be prefilling
+MOONCAKE_BLOCK_TOKENS = PAGE_SIZE  # of 512: lengths are an eighth of the trace's
+
+
+def load_mooncake(path: Path | None, tokens_max: int, num_requests: int) -> list[TraceRequest]:
+    """Whole conversations drawn from the trace, about ``num_requests`` requests. Raises
+    ``TraceError``."""
+    requests = list(read_trace(path))
+    scaling = Scaling(
+        tokens_max=tokens_max,
+        block_tokens=MOONCAKE_BLOCK_TOKENS,
+        num_sessions=max(1, num_requests * 2 // 3),
+        seed=SEED,
+    )
+    return scale(requests, scaling)
+
+
+def load_sharegpt(tokens_max: int, num_requests: int) -> list[TraceRequest]:
+    """Conversations made up from ShareGPT's published figures, as long as they fit the model, and
+    no more of them once there are ``num_requests``."""
+    shape = Shape(num_conversations=100 * num_requests, seed=SEED)
+    tokens = Tokens(block_tokens=PAGE_SIZE)
+    trace: list[TraceRequest] = []
+    for number, row in enumerate(rows(shape)):
+        turns = sharegpt.decode(row, number, tokens)[0]
+        trace += [turn for turn in turns if turn.context_length <= tokens_max]
+        if len(trace) >= num_requests:
+            break
+    return scale(trace, Scaling(tokens_max=tokens_max, block_tokens=PAGE_SIZE))
+
+
+def trace_requests(
+    label: str, trace: Sequence[TraceRequest], *, duration_s: float, num_output: int
+) -> list[Request]:
+    """Requests over ``duration_s``, spaced as in the trace, with answers cut to ``num_output``."""
+    hits = measure_reuse(trace).request_hits()
+    arrivals = [request.arrival_s or 0.0 for request in trace]
+    span = max(arrivals[-1] - arrivals[0], 1e-9)
+    return [
+        Request(
+            label=f"{label}/{index}",
+            prompt=tuple(int(token) for token in prompt_tokens(request, seed=SEED)),
+            num_output=max(1, min(num_output, request.output_length)),
+            num_reusable=int(hits[index]) * request.block_tokens,
+            at_s=(arrivals[index] - arrivals[0]) / span * duration_s,
+        )
+        for index, request in enumerate(trace)
+    ]
+
+
+def run_mooncake(bench: Bench) -> None:
+    setting = bench.setting
+    trace = load_mooncake(bench.trace, _tokens_max(bench), setting.trace_requests)
+    total = sum(request.input_length for request in trace)
+    duration_s = total * _prefill_s_per_token(bench) / LOAD
+    requests = trace_requests(
+        "mooncake", trace, duration_s=duration_s, num_output=setting.num_output
+    )
+    how = (
+        f"over {duration_s:.0f} s (open loop, spaced as recorded, {LOAD:.0%} of stock SGLang's "
+        "prefill)"
+    )
+    _replay(bench, "mooncake", requests, how, lambda url: ask_timed(url, requests))
+
+
+def run_sharegpt(bench: Bench) -> None:
+    setting = bench.setting
+    trace = load_sharegpt(_tokens_max(bench), setting.trace_requests)
+    requests = trace_requests("sharegpt", trace, duration_s=0, num_output=setting.num_output)
+    sessions: dict[str | None, list[Request]] = {}
+    for entry, request in zip(trace, requests, strict=True):
+        sessions.setdefault(entry.conversation, []).append(request)
+    how = f"{len(sessions)} conversations, {NUM_SESSIONS} at a time (closed loop)"
+    taken = list(sessions.values())
+    _replay(bench, "sharegpt", requests, how, lambda url: ask_sessions(url, taken, NUM_SESSIONS))
+
+
+def _tokens_max(bench: Bench) -> int:
+    return min(4096, bench.setting.main.device_tokens // 2)
+
+
+def _replay(
+    bench: Bench,
+    scenario: str,
+    requests: Sequence[Request],
+    how: str,
+    ask: Callable[[str], list[Sample]],
+) -> None:
+    setting, fleet = bench.setting, bench.main_fleet()
+    names = bench.choose(*SYSTEMS)
+    outcome = Outcome()
+    one: Round = {}
+    with (
+        bench.counting_bytes(fleet, outcome),
+        bench.steps(scenario, len(names)) as step,
+    ):
+        for name in names:
+            bench.make_cold([fleet[name]])
+            one[name] = ask(fleet[name].url)
+            step()
+    outcome.rounds = [one]
+    total = sum(len(request.prompt) for request in requests)
+    reusable = sum(request.num_reusable for request in requests)
+    outcome.new_tokens = total - reusable
+    outcome.conditions = (
+        f"{len(requests)} requests, {how}; {total:,} prompt tokens of which "
+        f"{reusable / total:.0%} come again ({(total - reusable) / setting.main.memory_tokens:.1f} "
+        f"times device and host are different); answers of at most {setting.num_output} tokens; "
+        "one pass each, memory and page cache emptied before it."
+    )
+    if bench.conclude(scenario, outcome):
+        _report(bench, scenario, outcome)
+
+
+def _report(bench: Bench, scenario: str, outcome: Outcome) -> None:
+    rates = ", ".join(f"{name} {hit_rate(outcome.samples(name)):.0%}" for name in outcome.systems)
+    for peer in [name for name in outcome.systems if name != "tiered"]:
+        suffix = peer.replace("-", "_")
+        bench.report.add(
+            f"{scenario}_ttft_over_{suffix}",
+            round_quotients(outcome.rounds, peer, mean_ttft),
+            beside=f"{ttft_line(outcome.rounds, peer)}; hit rate {rates}",
+        )
+        bench.report.add(
+            f"{scenario}_throughput_over_{suffix}",
+            round_quotients(outcome.rounds, peer, throughput),
+        )
+
+
+def _prefill_s_per_token(bench: Bench) -> float:
+    """Of stock SGLang on this machine now: the median of a few cold prompts."""
+    fleet = bench.main_fleet()
+    name = "stock" if "stock" in bench.names else "tiered"
+    samples = bench.ask_fresh(fleet[name], number=3)
+    return statistics.median(sample.ttft_s / sample.num_prompt for sample in samples)

@@ -1,0 +1,92 @@
+"""Traces as the serving benchmark asks them, and its limit on a disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serving_bench.replays import load_sharegpt, trace_requests
+from serving_bench.throttle import NoThrottleError, ReadThrottle, disk_of
+from sglang_tiered.trace.request import TraceRequest
+
+
+def request(at_s: float, blocks: tuple[int, ...], output: int = 9) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=at_s,
+        input_length=len(blocks) * 64,
+        output_length=output,
+        block_ids=blocks,
+        block_tokens=64,
+    )
+
+
+def test_a_trace_keeps_its_spacing_and_its_reuse() -> None:
+    trace = [request(10.0, (1, 2)), request(12.0, (1, 3)), request(30.0, (1, 2, 4), output=2)]
+    asked = trace_requests("t", trace, duration_s=10.0, num_output=4)
+    assert [one.at_s for one in asked] == pytest.approx([0.0, 1.0, 10.0])
+    assert [one.num_reusable for one in asked] == [0, 64, 128]
+    assert [one.num_output for one in asked] == [4, 4, 2]
+    first, second, third = (one.prompt for one in asked)
+    assert first[:64] == second[:64]
+    assert first[64:] != second[64:]
+    assert third[:128] == first
+    assert len({one.label for one in asked}) == 3
+
+
+def test_generated_conversations_grow_turn_by_turn_and_fit() -> None:
+    trace = load_sharegpt(tokens_max=2048, num_requests=40)
+    assert 30 <= len(trace) < 80
+    assert max(one.context_length for one in trace) <= 2048
+    later = [one for one in trace if (one.turn or 0) > 1]
+    assert later, "no conversation returns"
+    asked = trace_requests("s", trace, duration_s=0.0, num_output=4)
+    assert sum(one.num_reusable for one in asked) > 0
+
+
+def fake_hierarchy(root: Path, version: int) -> ReadThrottle:
+    (root / "home").mkdir(parents=True)
+    (root / "proc" / "17").mkdir(parents=True)
+    line = "0::/home" if version == 2 else "7:cpu:/other\n5:blkio:/home"
+    (root / "proc" / "17" / "cgroup").write_text(f"{line}\n")
+    return ReadThrottle(root, version, "8:0", root / "proc")
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "text"),
+    [(2, "io.max", "8:0 rbps=1000"), (1, "blkio.throttle.read_bps_device", "8:0 1000")],
+)
+def test_a_limited_process_goes_back_where_it_was_even_after_a_failure(
+    tmp_path: Path, version: int, file: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    throttle = fake_hierarchy(tmp_path, version)
+    group = tmp_path / f"bench-serving-{os.getpid()}"
+    # A real control group's files go with it; these do not.
+    removed: list[Path] = []
+    monkeypatch.setattr(Path, "rmdir", lambda path: removed.append(path))  # noqa: PLW0108
+    with pytest.raises(KeyboardInterrupt), throttle.limit([17], 1000):
+        assert (group / file).read_text().strip() == text
+        assert (group / "cgroup.procs").read_text() == "17\n"
+        raise KeyboardInterrupt
+    assert (tmp_path / "home" / "cgroup.procs").read_text() == "17\n"
+    assert removed == [group]
+
+
+def test_the_limit_is_for_the_whole_disk_of_a_partition(tmp_path: Path) -> None:
+    device = os.stat(tmp_path).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    partition = tmp_path / "disk" / "disk1"
+    partition.mkdir(parents=True)
+    (tmp_path / "disk" / "dev").write_text("8:0\n")
+    (partition / "dev").write_text("8:1\n")
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "sys" / name).symlink_to(partition)
+    assert disk_of(tmp_path, tmp_path / "sys") == "8:1"
+    (partition / "partition").write_text("1\n")
+    assert disk_of(tmp_path, tmp_path / "sys") == "8:0"
+
+
+def test_a_folder_on_no_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoThrottleError, match="no block device"):
+        disk_of(tmp_path, tmp_path / "sys")
