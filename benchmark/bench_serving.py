@@ -177,12 +177,13 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
                 start_s = time.perf_counter()
                 SCENARIOS[name](bench)
                 report.raw.setdefault(name, {})["wall_s"] = time.perf_counter() - start_s
+                report.raw["occupancy"] = bench.occupancy
+                write_json(options.json, report)
         except RequestFailedError as error:
             # What was measured before it stands; servers that fail requests measure nothing more.
             bench.failures.append(str(error))
         finally:
             bench.close_main_fleet()
-    report.raw["occupancy"] = bench.occupancy
     return bench
 
 
@@ -241,6 +242,12 @@ def document(report: Report) -> dict[str, Any]:
     }
 
 
+def write_json(path: Path | None, report: Report) -> None:
+    """After each scenario and at the end, so that nothing that took minutes is lost."""
+    if path:
+        path.write_text(json.dumps(document(report), indent=1) + "\n")
+
+
 def main() -> int:
     options = parse_arguments()
     # Asked to end by a signal, a run shall stop its servers and remove its files as on Ctrl-C.
@@ -268,8 +275,7 @@ def main() -> int:
     console.print(report.table())
     for note in (*report.notes, *bench.failures):
         console.print(note)
-    if options.json:
-        options.json.write_text(json.dumps(document(report), indent=1) + "\n")
+    write_json(options.json, report)
     if options.plots:
         for path in draw_plots(options.plots, bench.outcomes, bench.occupancy):
             print(path, file=sys.stderr)
