@@ -56,6 +56,11 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
                 f"--speculative-algorithm {server_args.speculative_algorithm} needs a GPU, since "
                 "SGLang has no kernels for its draft trees without one; drop it."
             )
+        if server_args.lora_paths or server_args.enable_lora:
+            raise ConfigError(
+                "--enable-lora and --lora-paths need a GPU, since SGLang's adapter layers pin "
+                "memory; drop them."
+            )
         # An idle scheduler polls without pause, which on a GPU server costs one core of many and
         # on a small machine half of the compute.
         server_args.sleep_on_idle = True

@@ -68,6 +68,13 @@ def test_speculative_decoding_without_a_gpu_is_refused_before_the_first_request(
         ReferenceCpuPlatform().apply_server_args_defaults(arguments)
 
 
+@pytest.mark.parametrize("given", [{"lora_paths": ["a=b"]}, {"enable_lora": True}])
+def test_adapters_without_a_gpu_are_refused_before_a_model_is_loaded(given: dict[str, Any]) -> None:
+    settings = {"speculative_algorithm": None, "lora_paths": None, "enable_lora": None, **given}
+    with pytest.raises(ConfigError, match="--enable-lora and --lora-paths need a GPU"):
+        ReferenceCpuPlatform().apply_server_args_defaults(SimpleNamespace(**settings))
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [

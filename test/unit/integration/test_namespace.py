@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -167,3 +168,24 @@ def test_adapter_retrained_in_place_is_another_namespace(
     assert namespace.digest(namespace.server_identity(RANKS), {}) == before
     weights.write_bytes(b"new weights")
     assert namespace.digest(namespace.server_identity(RANKS), {}) != before
+
+
+def test_adapters_and_the_base_model_have_page_keys_of_their_own() -> None:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    tokens = array("q", range(128))
+
+    def page_keys(adapter: str | None, tenant: str | None) -> tuple[str, ...]:
+        request = Req(
+            "r", "", tokens, SamplingParams(), lora_id=adapter, extra_key=tenant, vocab_size=320
+        )
+        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        return tuple(get_storage_hash_str(key, None, page_size=64))
+
+    askers = [(None, None), ("a" * 32, None), ("b" * 32, None), ("a" * 32, "t"), (None, "t")]
+    keys = [page_keys(*asker) for asker in askers]
+    assert all(len(pages) == 2 for pages in keys)
+    assert len({page for pages in keys for page in pages}) == 2 * len(askers)
