@@ -4,10 +4,10 @@ The part of ``TieredRadixCache`` between SGLang's prefetch calls and the planner
 on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own
-shard holds may differ after a crash, as may what it has measured. So the local index and the cost
-model are asked only by a scheduler that decides alone; with tensor parallelism the window works
-from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by SGLang;
-with pipeline parallelism SGLang's own path runs unchanged.
+shard holds may differ after a crash, as may what it has measured. So with tensor parallelism each
+rank makes its own plan and all load what the shortest plan says (``rank_agreement``), the window
+works from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by
+SGLang; with pipeline parallelism SGLang's own path runs unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_model
+from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.compute_probe import probe_prefill
 from sglang_tiered.integration.immediate_query import answer_at_once
 from sglang_tiered.integration.load_planner import LoadPlanner
+from sglang_tiered.integration.rank_agreement import AgreeingRadixCache
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -39,7 +40,7 @@ MAX_ASKS_PER_STEP = 32
 the step must not pay for each."""
 
 
-class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class LoadingRadixCache(AgreeingRadixCache):
     """See the module docstring."""
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
@@ -51,6 +52,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
         self._window = PrefetchWindow(window_tokens)
         self._planner = self._make_planner()
+        self.agree_on((), ())
         if self._decides_alone():
             answer_at_once(self.cache_controller)
 
@@ -96,34 +98,40 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     ) -> bool | None:
         """Begin a load of what pays of what the NVMe tier holds, now or in its turn.
 
-        A scheduler that decides alone compares loading with computing, and the load of a request
-        that has just come begins at once; a cold request returns at once and is admitted in the
-        same pass. A load that would overfill the window is put off until
-        ``check_prefetch_progress`` reaches the request again; SGLang drops it at that point, and
-        with it the prefix, whenever more requests return together than half the host tier holds.
+        A scheduler that decides alone begins the load of a request that has just come at once; a
+        cold request returns at once and is admitted in the same pass. Several ranks agree in the
+        next step, for which the request is put off. So is a load that would overfill the window,
+        until ``check_prefetch_progress`` reaches the request again; SGLang drops it at that point,
+        and with it the prefix, whenever more requests return together than half the host tier
+        holds.
         """
         tokens = new_input_tokens
         is_new = False
         if self._window is not None and self._planner is not None and self.storage is not None:
             is_new = not self._planner.knows(request)
             self._window.withdraw(request.rid)
-            num_held = len(tokens) // self.page_size * self.page_size
-            if self._decides_alone():
-                hashes = self._held_pages(tokens, last_hash, extra_key, cache_salt)
-                num_held = self._planner.arrives(
-                    request,
-                    num_held=len(hashes) * self.page_size,
-                    num_new=len(tokens) + 1,
-                    num_before=len(matched_prefix_tokens or ()),
-                    num_ahead=self.cache_controller.prefetch_tokens_occupied,
-                )
-                if num_held < len(hashes) * self.page_size and self._planner.wants_probe():
-                    self.storage.probe(hashes)
+            num_before = len(matched_prefix_tokens or ())
+            hashes = self._held_pages(tokens, last_hash, extra_key, cache_salt)
+            num_planned = self._planner.arrives(
+                request,
+                num_held=len(hashes) * self.page_size,
+                num_new=len(tokens) + 1,
+                num_before=num_before,
+                num_ahead=self.cache_controller.prefetch_tokens_occupied,
+            )
+            if num_planned < len(hashes) * self.page_size and self._planner.wants_probe():
+                self.storage.probe(hashes)
+            num_held = self._agree(request, num_planned, num_before, len(tokens))
+            if num_held is None:
+                self._window.put_off(request.rid, 0)
+                return None
             if num_held < self.prefetch_threshold:
+                self._forget(request)
                 return None
             if not self._window.has_room(num_held, self._num_loading_tokens()):
                 self._window.put_off(request.rid, num_held)
                 return None
+            self._forget(request)
             tokens = tokens[: num_held + int(self.tree_core.is_eagle)]
         result: bool | None = super().prefetch_from_storage(
             request,
@@ -143,6 +151,25 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 num_answered = self.cache_controller.prefetch_hit_queue.qsize()
                 self._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)
         return result
+
+    def _agree(
+        self, request: CacheRequestHandle, num_planned: int, num_before: int, num_tokens: int
+    ) -> int | None:
+        """What all ranks load of ``num_tokens`` behind ``num_before``; None until they agreed.
+
+        They agree on where the load ends, for the match may have moved when the answer is there.
+        """
+        assert self.agreement is not None
+        end = self.agreement.ask(request, num_before + num_planned)
+        if end is None:
+            return None
+        num_agreed = min(max(0, end - num_before), num_tokens) // self.page_size * self.page_size
+        assert_same("load of %s: %d tokens", request.rid, num_agreed)
+        return int(num_agreed)
+
+    def _forget(self, request: CacheRequestHandle) -> None:
+        if self.agreement is not None:
+            self.agreement.forget(request)
 
     def _held_pages(
         self,
@@ -233,6 +260,7 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return span
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        self._forget(request)
         if self._window is not None:
             self._window.withdraw(request.rid)
         if self._planner is not None:
@@ -262,3 +290,5 @@ class LoadingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self._window.clear()
         if self._planner is not None:
             self._planner.clear()
+        if self.agreement is not None:
+            self.agreement.forget_all()

@@ -93,17 +93,22 @@ class RankAgreement:
     def ask(self, question: Hashable, value: int) -> int | None:
         """The smallest value that any rank gave for a question; None until the next exchange.
 
-        Ask again after a None; ``value`` counts only when the question is new.
+        Ask again after a None; ``value`` counts only when the question is new, and the answer
+        stays until ``forget``.
         """
         if self._is_alone:
             return value
-        answer = self._answers.pop(question, None)
+        answer = self._answers.get(question)
         if answer is None:
             self._questions.setdefault(question, value)
         return answer
 
-    def forget_questions(self) -> None:
-        """Nobody will come back for an answer. Every rank does this at the same time."""
+    def forget(self, question: Hashable) -> None:
+        """The answer was used, or nobody will come back for it. Unknown questions are fine."""
+        self._questions.pop(question, None)
+        self._answers.pop(question, None)
+
+    def forget_all(self) -> None:
         self._questions.clear()
         self._answers.clear()
 

@@ -101,7 +101,14 @@ def test_question_is_answered_by_the_exchange_with_the_least_of_all_ranks() -> N
     exchange(ranks)
     assert [rank.ask("b", 999) for rank in ranks] == [0, 0]
     assert [rank.ask("a", 999) for rank in ranks] == [192, 192]
-    assert [rank.ask("a", 5) for rank in ranks] == [None, None], "an answer is given once"
+    exchange(ranks)
+    assert [rank.ask("a", 999) for rank in ranks] == [192, 192], "until it is forgotten"
+    for rank in ranks:
+        rank.forget("a")
+        rank.forget("never asked")
+    assert [rank.ask("a", 5) for rank in ranks] == [None, None]
+    exchange(ranks)
+    assert [(rank.ask("a", 9), rank.ask("b", 9)) for rank in ranks] == [(5, 0)] * 2
 
 
 def test_forgotten_question_is_not_answered_by_an_old_value() -> None:
@@ -111,7 +118,7 @@ def test_forgotten_question_is_not_answered_by_an_old_value() -> None:
     exchange(ranks)
     for rank in ranks:
         rank.ask("pending", 2)
-        rank.forget_questions()
+        rank.forget_all()
         assert len(rank.offer()) == 0
         assert rank.ask("answered", 3) is None
     exchange(ranks)
@@ -159,6 +166,9 @@ def test_ranks_that_share_and_ask_at_random_never_differ() -> None:
             for rank in ranks
         }
         assert len(seen) == 1
+        if source.random() < 0.2:
+            for rank in ranks:
+                rank.forget(question)
 
 
 def test_integration_calls_no_collective_of_its_own() -> None:
