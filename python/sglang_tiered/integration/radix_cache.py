@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.host_size import target_host_bytes
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.warm_host import WarmHost
@@ -95,7 +96,7 @@ class TieredRadixCache(SpillingRadixCache):
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         config = TieredConfig.from_environment()
         if config is not None and config.host_bytes_per_rank is not None:
-            self._size_host_tier(config.host_bytes_per_rank)
+            self._size_host_tier(config.host_bytes_per_rank, params)
         super().init_hicache(server_args, params)
         if self.pp_size == 1 and self.storage is not None:
             own_tokens = self.own_host_tokens()
@@ -107,14 +108,14 @@ class TieredRadixCache(SpillingRadixCache):
         if self._enable_metrics_flag and self.storage is not None:
             self._exporter = MetricsExporter(self.storage.stats)
 
-    def _size_host_tier(self, host_bytes: int) -> None:
+    def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
         """Give SGLang the size in bytes: its flag counts whole gigabytes."""
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        sizes = pool.get_kv_size_bytes()
-        device_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes
-        # SGLang adds one page of padding to every host pool; the cap includes it.
-        page_bytes = device_bytes * self.page_size // max(1, pool.size)
-        size = max(page_bytes, host_bytes - page_bytes)
+        size = target_host_bytes(
+            host_bytes,
+            self.token_to_kv_pool_allocator.get_kvcache(),
+            params.sidecar_draft_device_pools,
+            page_size=self.page_size,
+        )
         get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
 
     # ---- Host tier: which copies stay ----

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import namespace
+from sglang_tiered.integration.host_size import target_host_bytes
 from sglang_tiered.integration.storage_backend import TieredStorage
 
 if TYPE_CHECKING:
@@ -226,3 +227,32 @@ def test_pool_that_cannot_name_its_pages_is_refused_at_start(open_store: Any) ->
     with pytest.raises(ConfigError, match="start with --tier-mode host") as caught:
         open_store(latent(), mamba=side)
     assert "mamba" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_draft_models_host_memory_is_within_the_cap() -> None:
+    """SGLang makes the draft's host pool as many tokens long as the target's, beside it."""
+    target, draft = latent(), heads()
+    cap = 2 * MiB
+    size = target_host_bytes(cap, target.device_pool, [draft.device_pool], page_size=PAGE)
+    extent = {**_extent(target.device_pool), "target_layer_num": LAYERS}
+    (info,) = target.device_pool.get_device_pool_infos()
+    made = MLATokenToKVPoolHost(info.buffer_info, 2.0, size / 1e9, PAGE, LAYOUT, **extent)
+    (info,) = draft.device_pool.get_device_pool_infos()
+    beside = MHATokenToKVPoolHost(
+        info.buffer_info,
+        made.logical_size / draft.device_pool.size,
+        0,
+        PAGE,
+        LAYOUT,
+        host_token_capacity=made.logical_size,
+        **_extent(draft.device_pool),
+    )
+    taken = sum(pool.size * pool.size_per_token for pool in (made, beside))
+    page_bytes = PAGE * (made.size_per_token + beside.size_per_token)
+    assert cap - 2 * page_bytes <= taken <= cap + page_bytes
+
+
+def test_cap_below_one_page_still_holds_one() -> None:
+    target = latent()
+    size = target_host_bytes(1, target.device_pool, [], page_size=PAGE)
+    assert size >= PAGE * target.host_pool.size_per_token
