@@ -122,7 +122,7 @@ class RegionEngine(TierEngine):
         state.bytes_written = report.bytes_written
         self._first_sequence = report.next_sequence
         device = self._device
-        self.notes = Notes(device)  # small files of the owner's beside the regions
+        self.notes = Notes(device)
         reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
             device, health, state, reader, capacity_bytes, io_timeout_s
@@ -356,9 +356,8 @@ class RegionEngine(TierEngine):
             state.check_integrity()
             known = {region.name for region in state.regions} | set(state.regions.leftovers)
             physical_bytes = state.regions.physical_bytes
-        assert physical_bytes <= self._capacity_bytes, (
-            f"physical {physical_bytes} > cap {self._capacity_bytes}"
-        )
+        cap = self._capacity_bytes
+        assert physical_bytes <= cap, f"physical {physical_bytes} > cap {cap}"
         sequences = map(parse_region_name, self._device.list_names())
         ours = {region_name(s) for s in sequences if s is not None and s >= self._first_sequence}
         assert ours <= known, f"files not in the books: {sorted(ours - known)}"
