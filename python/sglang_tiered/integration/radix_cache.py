@@ -165,11 +165,16 @@ class TieredRadixCache(SpillingRadixCache):
         path = self.tree_core.collect_path_info([node_id])[0]
         if chain is None or not path:
             return
-        offer = self._residents.offer(chain, path[-1].path_end)
+        cost = self.cost_to_bring_back(node_id, chain, path[-1].path_end)
+        offer = self._residents.offer(chain, path[-1].path_end, cost)
         for dismissed in offer.dismissed:
             self._unpin(dismissed)
         if offer.accepted:
             self._pins[chain] = (node_id, self.inc_host_lock_ref(node_id).to_dec_params())
+
+    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
+        if self._residents is not None:
+            self._residents.price(chain, self._cost(num_tokens, is_held=is_held))
 
     def _unpin(self, chain: str) -> None:
         node_id, lock = self._pins.pop(chain)

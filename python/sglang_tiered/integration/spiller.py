@@ -61,9 +61,13 @@ class _Dirty:
 
     chain: str  # hash of its last page, which names everything up to it
     path_start: int
-    num_tokens: int
+    path_end: int
     num_retries: int = 0
     due: float = 0.0  # when it may be offered again
+
+    @property
+    def num_tokens(self) -> int:
+        return self.path_end - self.path_start
 
 
 class Spiller:
@@ -84,6 +88,7 @@ class Spiller:
         self._dirty: dict[int, _Dirty] = {}
         self._locks: dict[int, DecLockRefParams] = {}
         self._flying: dict[int, tuple[int, _Dirty]] = {}  # operation to node
+        self._flying_nodes: set[int] = set()
         self._dropped: OrderedDict[int, _Dirty] = OrderedDict()
         self._touches = TouchMemory(NUM_REMEMBERED_PAGES)
         self._skipped: OrderedDict[int, None] = OrderedDict()
@@ -95,6 +100,10 @@ class Spiller:
     def queue(self) -> SpillQueue[int]:
         """For metrics and tests."""
         return self._queue
+
+    def is_under_way(self, node_id: int) -> bool:
+        """Whether a node waits for its store, or for the end of it."""
+        return node_id in self._queue or node_id in self._flying_nodes
 
     # ---- What SGLang asks for ----
 
@@ -113,8 +122,7 @@ class Spiller:
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         self._dropped.pop(node_id, None)
-        num_tokens = node.path_end - node.path_start
-        dirty = _Dirty(hashes[-1], node.path_start, num_tokens)
+        dirty = _Dirty(hashes[-1], node.path_start, node.path_end)
         self._wait(node_id, dirty, returned=returned)
 
     def _wait(self, node_id: int, dirty: _Dirty, *, returned: bool) -> None:
@@ -159,7 +167,11 @@ class Spiller:
         while (operation := self._queue.oldest_operation) is not None and operation not in ongoing:
             self._queue.finished()
             node_id, dirty = self._flying.pop(operation)
-            if not storage.holds(dirty.chain):
+            self._flying_nodes.discard(node_id)
+            is_held = storage.holds(dirty.chain)
+            if not is_held or dirty.num_retries:
+                self._cache.store_ended(dirty.chain, dirty.path_end, is_held=is_held)
+            if not is_held:
                 self._remember(node_id, dirty)
         if len(self._flying) < num_flying:
             self._queue.adapt(storage.gate.waited_s)
@@ -183,7 +195,6 @@ class Spiller:
         try:
             path = self._cache.tree_core.collect_path_info([node_id])[0]
         except KeyError:  # evicted, and counted when its pages were freed
-            self._locks.pop(node_id, None)
             return 0
         chain_tokens = path[-1].path_end
         own = next(at for at, node in enumerate(path) if node.path_end > dirty.path_start)
@@ -230,10 +241,10 @@ class Spiller:
         operation = self._cache.queue_store(node_id)
         if operation is None:
             return
-        num_tokens = node.path_end - node.path_start
-        self._queue.began(operation, num_tokens)
-        dirty = _Dirty(hashes[-1], node.path_start, num_tokens, num_retries)
+        dirty = _Dirty(hashes[-1], node.path_start, node.path_end, num_retries)
+        self._queue.began(operation, dirty.num_tokens)
         self._flying[operation] = node_id, dirty
+        self._flying_nodes.add(node_id)
 
     @staticmethod
     def _announce(
@@ -328,6 +339,7 @@ class Spiller:
         self._queue.clear()
         self._locks.clear()
         self._flying.clear()
+        self._flying_nodes.clear()
         self._dirty.clear()
         self._dropped.clear()
         self._skipped.clear()
@@ -338,5 +350,6 @@ class Spiller:
             self._unlock(node_id)
         self._queue.clear()
         self._flying.clear()
+        self._flying_nodes.clear()
         self._dirty.clear()
         self._dropped.clear()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SpillingRadixCache"]
 
+MIN_COST_S = 1e-6
+
 
 class SpillingRadixCache(LoadingRadixCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
@@ -82,6 +84,25 @@ class SpillingRadixCache(LoadingRadixCache):
     def release_dirty_pin(self) -> bool:
         """Let a page go that NVMe does not hold yet; False when none is held back."""
         return self._spiller is not None and self._spiller.release_pin()
+
+    def cost_to_bring_back(self, node_id: int, chain: str, num_tokens: int) -> float:
+        """Seconds per token to have a chain again once it left host memory: a load if NVMe holds
+        it or is about to, else a prefill. The same for all chains where ranks must agree."""
+        if self._spiller is None or self.storage is None or not self._decides_alone():
+            return 1.0
+        is_held = self._spiller.is_under_way(node_id) or self.storage.holds(chain)
+        return self._cost(num_tokens, is_held=is_held)
+
+    def _cost(self, num_tokens: int, *, is_held: bool) -> float:
+        if self._planner is None:
+            return 1.0
+        costs = self._planner.costs
+        prefill = costs.prefill.seconds(num_tokens, 0)
+        seconds = costs.load_seconds(num_tokens) if is_held else prefill
+        return max(seconds, MIN_COST_S) / num_tokens
+
+    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
+        """A store was dropped, or one that had been dropped succeeded."""
 
     # ---- Host copies ----
 

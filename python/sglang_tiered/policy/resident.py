@@ -3,9 +3,15 @@
 Least-recently-used order serves nothing once the conversations that return in turn exceed the
 tier: each is evicted just before it is wanted (thrashing). The classic remedy keeps a part of the
 cache out of the rotation, so that this part at least is hit every time (adaptive insertion,
-Qureshi et al., ISCA 2007, doi 10.1145/1250662.1250709). ``ResidentSet`` is that part. A chain that
-returns takes the place of one that has been idle for longer than the returning chain was away; of
-chains never seen before, every eighth takes the place of one that was never used.
+Qureshi et al., ISCA 2007, doi 10.1145/1250662.1250709). ``ResidentSet`` is that part.
+
+What a resident is worth, per token, is how often it is used times what it costs to bring back: its
+cost over the time since its last use (cost-aware replacement after Cao and Irani, "Cost-Aware WWW
+Proxy Caching Algorithms", USITS 1997, with recency for frequency). A chain that NVMe does not hold
+must be computed again, so it stays longer than one that can be loaded. A chain that returns takes
+the place of residents worth less than itself; of chains never seen before, every eighth takes the
+place of one that was never used. The least valuable is looked for among the ``NUM_CANDIDATES``
+that were used least recently: constant work, and exact while all cost the same.
 
 Pure bookkeeping: the caller pins and unpins. Not thread-safe. Sizes, and the time that passes
 between two uses, are tokens: time is what the tier evicted meanwhile.
@@ -13,6 +19,7 @@ between two uses, are tokens: time is what the tier evicted meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -26,11 +33,14 @@ MAX_REMEMBERED = 8192
 
 NEW_CHAINS_PER_TRIAL = 8
 
+NUM_CANDIDATES = 16
+
 
 @dataclass(slots=True)
 class _Resident:
     num_tokens: int
     last_used: int  # evicted tokens, of all time, when it was last used
+    cost: float
     was_used: bool = False  # since it became a resident
 
 
@@ -61,10 +71,11 @@ class ResidentSet(Generic[Chain]):
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def offer(self, chain: Chain, num_tokens: int) -> Offer[Chain]:
+    def offer(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
         """A chain was used and is in the host tier now; decide whether it stays.
 
-        Also counts as a use of a chain that is a resident already.
+        ``cost`` is what a token of it costs to bring back once it is evicted, in any unit. Also
+        counts as a use of a chain that is a resident already, at that cost from now on.
         """
         last_used = self._last_used.pop(chain, None)
         self._last_used[chain] = self._evicted
@@ -72,19 +83,25 @@ class ResidentSet(Generic[Chain]):
             self._last_used.popitem(last=False)
         resident = self._residents.get(chain)
         if resident is not None:
-            resident.last_used, resident.was_used = self._evicted, True
+            resident.last_used, resident.cost, resident.was_used = self._evicted, cost, True
             self._residents.move_to_end(chain)
             return Offer(False, [])
         if num_tokens > self._capacity:
             return Offer(False, [])
-        dismissed = self._make_room(num_tokens, last_used)
+        dismissed = self._make_room(num_tokens, last_used, cost)
         accepted = self._num_tokens + num_tokens <= self._capacity
         if accepted:
-            self._residents[chain] = _Resident(num_tokens, self._evicted)
+            self._residents[chain] = _Resident(num_tokens, self._evicted, cost)
             self._num_tokens += num_tokens
         return Offer(accepted, dismissed)
 
-    def _make_room(self, num_tokens: int, last_used: int | None) -> list[Chain]:
+    def price(self, chain: Chain, cost: float) -> None:
+        """What a token of a chain costs to bring back from now on, if it is a resident."""
+        resident = self._residents.get(chain)
+        if resident is not None:
+            resident.cost = cost
+
+    def _make_room(self, num_tokens: int, last_used: int | None, cost: float) -> list[Chain]:
         """Dismiss residents worth less than a chain last used then, or never seen before."""
         is_trial = False
         if last_used is None and self._num_tokens + num_tokens > self._capacity:
@@ -92,23 +109,39 @@ class ResidentSet(Generic[Chain]):
             is_trial = self._num_refused_new % NEW_CHAINS_PER_TRIAL == 0
         dismissed: list[Chain] = []
         while self._num_tokens + num_tokens > self._capacity:
-            chain, resident = next(iter(self._residents.items()))
-            idle_longer = last_used is not None and resident.last_used < last_used
-            if not idle_longer and not (is_trial and not resident.was_used):
+            chain = self._least_valuable()
+            resident = self._residents[chain]
+            idle = self._idle(chain)
+            # The lower of cost / time is worth less; products, since both times may be 0.
+            is_worth_more = (
+                last_used is not None and (self._evicted - last_used) * resident.cost < idle * cost
+            )
+            if not is_worth_more and not (is_trial and not resident.was_used):
                 break
             self._remove(chain)
             dismissed.append(chain)
         return dismissed
+
+    def _least_valuable(self) -> Chain:
+        """Of the least recently used ones; the earliest among equals."""
+        return max(
+            itertools.islice(self._residents, NUM_CANDIDATES),
+            key=lambda chain: self._idle(chain) / self._residents[chain].cost,
+        )
+
+    def _idle(self, chain: Chain) -> int:
+        return self._evicted - self._residents[chain].last_used
 
     def evicted(self, num_tokens: int) -> None:
         """The tier evicted others: time passed."""
         self._evicted += num_tokens
 
     def give_up(self) -> Chain | None:
-        """Dismiss the least recently used resident: the tier needs its space (unpin it)."""
-        chain = next(iter(self._residents), None)
-        if chain is not None:
-            self._remove(chain)
+        """Dismiss the least valuable resident: the tier needs its space (unpin it)."""
+        if not self._residents:
+            return None
+        chain = self._least_valuable()
+        self._remove(chain)
         return chain
 
     def clear(self) -> None:

@@ -68,6 +68,7 @@ class Tier:
         self.engine = MemoryEngine(1 << 20)
         self.ledger = HostLedger.of_pool(HOST_PAGES * PAGE, PAGE)
         self.is_healthy = True
+        self.ended: list[tuple[int, bool]] = []
         self.gate = StoreGate(
             self.engine,
             host_tokens=HOST_PAGES * PAGE,
@@ -93,6 +94,9 @@ class Tier:
 
     def num_loading_tokens(self) -> int:
         return 0
+
+    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
+        self.ended.append((num_tokens, is_held))
 
     def queue_store(self, node_id: int) -> int | None:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
@@ -187,10 +191,12 @@ def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     assert tier.num_queued == []
+    assert tier.spiller.is_under_way(node)
     tier.step()
-    assert tier.num_queued == [node]
+    assert tier.num_queued == [node] and tier.spiller.is_under_way(node)
     tier.work()
     tier.step()
+    assert not tier.spiller.is_under_way(node) and tier.ended == []
     assert tier.stored_of(chain(1, 4)) == 4
     assert tier.evict() == 4 * PAGE  # nothing is pinned any more
     assert tier.ledger.fates.left[Fate.CLEAN] == 4
@@ -326,12 +332,14 @@ def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() ->
     tier.clock.now += RETRY_S
     tier.run()
     assert len(tier.num_queued) == num_before  # it would be dropped again
+    assert tier.ended == [(200 * PAGE, False), (4 * PAGE, False)]
     for _ in range(3):  # what is left of the long chain takes a budget of its own
         tier.clock.now += 4 * 3600
         tier.run()
     assert tier.stored_of(chain(1, 4)) == 4 and tier.stored_of(chain(100, 200)) == 200
     tier.evict()
     assert tier.ledger.fates.left[Fate.LOST_BUDGET] == 0
+    assert set(tier.ended[-2:]) == {(200 * PAGE, True), (4 * PAGE, True)}
 
 
 def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:

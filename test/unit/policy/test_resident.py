@@ -64,6 +64,50 @@ def test_pressure_dismisses_the_least_recently_used() -> None:
     residents.check_integrity()
 
 
+def test_chain_that_must_be_computed_again_outlives_one_that_can_be_loaded() -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("computed", 100, cost=9.0)
+    residents.evicted(100)
+    residents.offer("loaded", 100, cost=1.0)
+    residents.evicted(100)
+    assert [residents.give_up(), residents.give_up()] == ["loaded", "computed"]
+
+
+def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("computed", 100, cost=3.0)
+    residents.evicted(300)
+    residents.offer("loaded", 100, cost=1.0)
+    residents.evicted(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
+    assert residents.give_up() == "computed"
+
+
+@pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
+def test_costly_chain_takes_the_place_of_a_cheap_one_used_since(
+    cost: float, accepted: bool
+) -> None:
+    residents = ResidentSet[str](100)
+    residents.offer("returning", 200)  # too large for now; its last use is remembered
+    residents.evicted(30)
+    residents.offer("cheap", 100, cost=1.0)
+    residents.evicted(60)  # away for 90, idle for 60
+    assert residents.offer("returning", 100, cost=cost).accepted is accepted
+
+
+@pytest.mark.parametrize("by_use", [False, True])
+def test_resident_that_reached_the_disk_counts_as_cheap_from_then_on(by_use: bool) -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("a", 100, cost=9.0)
+    residents.offer("b", 100, cost=2.0)
+    if by_use:
+        residents.offer("a", 100, cost=1.0)
+    else:
+        residents.price("a", 1.0)
+        residents.price("unknown", 1.0)
+    residents.evicted(100)
+    assert residents.give_up() == "a"
+
+
 def test_clear_makes_room_again() -> None:
     residents = ResidentSet[int](300)
     residents.offer(1, 300)
@@ -140,7 +184,7 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
     pinned: set[int] = set()
     for operation, number in operations:
         if operation == "offer":
-            offer = residents.offer(number, number * 10 + 1)
+            offer = residents.offer(number, number * 10 + 1, cost=1.0 + number % 3)
             pinned -= set(offer.dismissed)
             if offer.accepted:
                 pinned.add(number)
