@@ -34,7 +34,9 @@ __all__ = [
     "default_tier_directory",
     "format_bytes",
     "parse_bytes",
+    "parse_flush",
     "parse_mode",
+    "parse_share",
 ]
 
 ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
@@ -72,15 +74,19 @@ class TierMode(enum.Enum):
 
 
 class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together, and
-    ``writes_per_day`` what they write in any 24 hours (None: no limit). ``warm_host``: prefixes in
-    use before a restart are loaded into host memory after it."""
+    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together,
+    ``writes_per_day`` what they write in any 24 hours (None: no limit), and ``tenant_share`` how
+    much of the capacity one tenant may take (None: all). ``warm_host``: prefixes in use before a
+    restart are loaded into host memory after it. ``flush_purges``: SGLang's ``/flush_cache``
+    empties this tier too."""
 
     directory: str
     capacity_bytes: int
     region_bytes: int
     writes_per_day: int | None = None
     warm_host: bool = False
+    tenant_share: float | None = None
+    flush_purges: bool = False
 
     def __post_init__(self) -> None:
         _require_positive("--tier-nvme-bytes", self.capacity_bytes)
@@ -120,6 +126,13 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
                     f"must hold {MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it, "
                     "lower --tier-nvme-region-bytes, or pass --tier-mode host."
                 )
+            tenant = self.max_tenant_bytes_per_rank
+            if tenant is not None and tenant < MIN_REGIONS * region:
+                raise ConfigError(
+                    f"--tier-tenant-share {self.nvme.tenant_share:.4%} is too small: it must hold "
+                    f"{MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it or "
+                    "--tier-nvme-bytes, lower --tier-nvme-region-bytes, or drop it to go without."
+                )
             writes = self.nvme_writes_per_day_per_rank
             if writes is not None and writes < MIN_REGIONS_PER_DAY * region:
                 raise ConfigError(
@@ -136,6 +149,12 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nvme_bytes_per_rank(self) -> int:
         return 0 if self.nvme is None else self.nvme.capacity_bytes // self.num_ranks
+
+    @property
+    def max_tenant_bytes_per_rank(self) -> int | None:
+        if self.nvme is None or self.nvme.tenant_share is None:
+            return None
+        return int(self.nvme_bytes_per_rank * self.nvme.tenant_share)
 
     @property
     def nvme_writes_per_day_per_rank(self) -> int | None:
@@ -190,6 +209,24 @@ def parse_bytes(flag: str, text: str, *, otherwise: str = "use --tier-mode to go
     if value <= 0:
         raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
     return value
+
+
+def parse_share(text: str) -> float:
+    """``25%`` as 0.25; anything but 1% to 100% is a ``ConfigError``."""
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text.strip())
+    if match is None or not 1 <= float(match[1]) <= 100:
+        raise ConfigError(
+            f"--tier-tenant-share {text} is not a share; write a percentage from 1% to 100%, or "
+            "drop it to let one tenant take all."
+        )
+    return float(match[1]) / 100
+
+
+def parse_flush(text: str) -> bool:
+    """Whether ``all`` is flushed, and not ``memory``; anything else is a ``ConfigError``."""
+    if text not in ("memory", "all"):
+        raise ConfigError(f"--tier-flush {text} is unknown; choose one of memory, all.")
+    return text == "all"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -162,10 +162,12 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         run_server(server_args)
         return
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.entrypoints.http_server import get_global_state, launch_server
+    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
 
     from sglang_tiered.integration.model_support import check_model
+    from sglang_tiered.integration.tier_api import add_routes
 
+    add_routes(app)
     _complete(server_args)
     resolved = resolving_view(server_args)
     check_model(resolved, config)

@@ -14,7 +14,9 @@ from sglang_tiered.config import (
     default_region_bytes,
     format_bytes,
     parse_bytes,
+    parse_flush,
     parse_mode,
+    parse_share,
 )
 from sglang_tiered.errors import ConfigError
 
@@ -117,3 +119,30 @@ def test_sizes_print_as_people_write_them() -> None:
     assert format_bytes(64 * GiB) == "64GiB"
     assert format_bytes(3 * GiB // 2) == "1.5GiB"
     assert format_bytes(512) == "512B"
+
+
+@pytest.mark.parametrize(("text", "share"), [("25%", 0.25), ("1%", 0.01), ("100%", 1.0)])
+def test_a_tenants_share_is_a_percentage(text: str, share: float) -> None:
+    assert parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["25", "0.25", "0%", "0.5%", "101%", "-5%", "", "1e1%", "inf%"])
+def test_another_form_of_a_share_is_refused_with_the_right_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tier-tenant-share .* percentage from 1% to 100%"):
+        parse_share(text)
+
+
+def test_a_share_is_of_each_ranks_part_and_holds_two_regions() -> None:
+    nvme = NvmeConfig(
+        directory="d", capacity_bytes=GiB, region_bytes=64 * MiB, tenant_share=0.25
+    )  # fmt: skip
+    assert make_config(nvme=nvme, num_ranks=2).max_tenant_bytes_per_rank == 128 * MiB
+    assert make_config().max_tenant_bytes_per_rank is None
+    with pytest.raises(ConfigError, match="--tier-tenant-share 25.* 2 regions of 64MiB.*3 ranks"):
+        make_config(nvme=nvme, num_ranks=3)
+
+
+def test_flush_knows_two_words() -> None:
+    assert [parse_flush(word) for word in ("memory", "all")] == [False, True]
+    with pytest.raises(ConfigError, match="--tier-flush nvme is unknown; choose one of memory"):
+        parse_flush("nvme")

@@ -125,6 +125,15 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_set_v2": ("self", "transfers", "extra_info"),
     f"{_CACHE}.pool_host.base:HostKVCache.__init__": ("self", "host_size", "pin_memory"),
     "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
+    "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
+    "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (
+        "self",
+        "obj",
+    ),
+    "sglang.srt.managers.schedule_batch:Req.__init__": ("self", "extra_key", "cache_salt"),
+    f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")
         for method in (

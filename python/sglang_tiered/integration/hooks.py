@@ -6,6 +6,10 @@
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
 | Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics`` |
+| Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
+| Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
+| Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant |
+| Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -32,6 +36,8 @@ _WEIGHT_UPDATES = (
     "update_weights_from_ipc",
     "end_weight_update",
 )
+logger = logging.getLogger(__name__)
+
 _REPEATED_MESSAGES = ("Write page to storage:", "Prefetch operation ")
 REPEAT_INTERVAL_S = 60.0
 
@@ -52,6 +58,15 @@ def register() -> None:
         f"{_SCHEDULER}.get_internal_state",
         _after_internal_state,
         HookType.AFTER,
+    )
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(
+        f"{scheduler}.handle_dumper_control", _around_dumper_control, HookType.AROUND
+    )
+    HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req.__init__", _after_request, HookType.AFTER
     )
     target = logging.getLogger("sglang.srt.managers.cache_controller")
     if not any(isinstance(existing, RepeatFilter) for existing in target.filters):
@@ -96,6 +111,41 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
             state["nvme_unhealthy_because"] = stats.health_reason
     result.internal_state["sglang_tiered"] = state
     return result
+
+
+def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    from sglang_tiered.integration import purging
+
+    if not recv_req.method.startswith(purging.PREFIX):
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    try:
+        answer = purging.handle(scheduler, recv_req.method, recv_req.body)
+        reply = DumperControlReqOutput(success=True, response=[answer])
+    except Exception as error:
+        logger.exception("a control message of the tiers failed by our own fault")
+        reply = DumperControlReqOutput(success=False, response=[], error=str(error))
+    scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
+    return None
+
+
+def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    from sglang_tiered.integration import purging
+
+    purging.after_flush(scheduler, bool(result))
+
+
+def _after_on_idle(_: Any, scheduler: Any) -> None:
+    from sglang_tiered.integration import purging
+
+    purging.on_idle(scheduler)
+
+
+def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    from sglang_tiered.integration import purging
+
+    purging.key_of_new_request(request)
 
 
 class RepeatFilter(logging.Filter):

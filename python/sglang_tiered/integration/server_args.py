@@ -28,7 +28,9 @@ from sglang_tiered.config import (
     default_tier_directory,
     format_bytes,
     parse_bytes,
+    parse_flush,
     parse_mode,
+    parse_share,
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
@@ -66,6 +68,8 @@ _NVME_FLAGS = (
     "--tier-nvme-region-bytes",
     "--tier-nvme-writes-per-day",
     "--tier-warm-host",
+    "--tier-tenant-share",
+    "--tier-flush",
 )
 
 # SGLang flags that select another cache below or instead of the radix cache.
@@ -253,11 +257,13 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
                 f"--tier-nvme-bytes {text} is more than the {format_bytes(disk.free + held)} that "
                 f"{directory} can take now; the tier stops growing when the disk is full."
             )
+    share_text = explicit.get("tier_tenant_share")
+    share = None if share_text is None else parse_share(share_text)
     region_text = explicit.get("tier_nvme_region_bytes")
     # A region must also fit a disk that is smaller than the cap.
     room = min(capacity, disk.free + held)
     region = (
-        default_region_bytes(room // num_ranks)
+        default_region_bytes(int(room // num_ranks * (share or 1)))
         if region_text is None
         else parse_bytes("--tier-nvme-region-bytes", region_text)
     )
@@ -273,6 +279,8 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         region_bytes=region,
         writes_per_day=writes,
         warm_host=_resolve_warm_host(explicit, num_ranks),
+        tenant_share=share,
+        flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
     )
 
 

@@ -246,12 +246,15 @@ class Spiller:
         self._flying[operation] = node_id, dirty
         self._flying_nodes.add(node_id)
 
-    @staticmethod
     def _announce(
-        node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
+        self, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
     ) -> None:
-        num_tokens = node.path_end - node.path_start
-        storage.gate.announce(hashes, num_tokens=num_tokens, prefix_tokens=chain_tokens)
+        storage.gate.announce(
+            hashes,
+            num_tokens=node.path_end - node.path_start,
+            prefix_tokens=chain_tokens,
+            tenant=self._cache.tenant_of(node.node_id),
+        )
 
     # ---- What was dropped, and may be offered again ----
 

@@ -8,12 +8,13 @@ Every method runs on the scheduler thread and none waits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
 from sglang_tiered.integration.load_scheduling import LoadingRadixCache
 from sglang_tiered.integration.spiller import Spiller
+from sglang_tiered.integration.tenants import Fence
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class SpillingRadixCache(LoadingRadixCache):
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
+    fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
@@ -63,12 +65,19 @@ class SpillingRadixCache(LoadingRadixCache):
         """SGLang asks for the store of a node; the spiller decides when it is queued."""
         storage = self.storage
         if self._spiller is None or storage is None or not self.tree_core.is_backuped(node_id):
-            super().write_backup_storage(node_id)
+            if not self.fence or not self.fence.blocks(self.tenant_of(node_id)):
+                super().write_backup_storage(node_id)
             return
         self._spiller.offer(node_id, storage)
 
+    def tenant_of(self, node_id: int) -> bytes:
+        """Whose pages a node holds."""
+        return self.fence.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
+
     def queue_store(self, node_id: int) -> int | None:
         """Queue a store now, for the spiller; the operation, or None if SGLang declined it."""
+        if self.fence and self.fence.blocks(self.tenant_of(node_id)):
+            return None  # purged, and perhaps not out of the tree yet
         num_before = len(self.ongoing_backup)
         super().write_backup_storage(node_id)
         if len(self.ongoing_backup) == num_before:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -35,6 +34,7 @@ from sglang_tiered.integration.host_pages import engine_keys, page_segments, poo
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
+from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.load_planner import LoadPlanner
     from sglang_tiered.storage.base import Job, Page, TierEngine
+    from sglang_tiered.storage.region.forgetting import Forgetting
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["TieredStorage"]
@@ -53,7 +54,7 @@ MAX_PROBE_PAGES = 16
 logger = logging.getLogger(__name__)
 
 
-class TieredStorage(HiCacheStorage):  # type: ignore[misc]
+class TieredStorage(ZeroCopyStorage):
     """Pages of every registered host pool, in one engine, under one namespace."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         self._transfer_lock = threading.Lock()
         self.num_transfers = 0  # calls that have host pages in use; any thread may read it
         self.ledger: HostLedger  # from when the host pools are registered
+        self._was_updated = False
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -130,6 +132,7 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
                     namespace=self._namespace,
                     capacity_bytes=self._config.nvme_bytes_per_rank,
                     region_bytes=nvme.region_bytes,
+                    max_tenant_bytes=self._config.max_tenant_bytes_per_rank,
                 )
             except StoreLockedError:
                 if replica + 1 == self._config.num_ranks:
@@ -173,10 +176,21 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         """
         self._stores_suspended = not tree_was_flushed
         self._namespace = namespace.successor(self._namespace)
-        engine = self._require_engine()
-        assert isinstance(engine, RegionEngine)
-        engine.set_namespace(self._namespace)
+        # Nobody can name the namespace of an update again: its space is the first to be reused.
+        self.region_engine.set_namespace(self._namespace, keep=not self._was_updated)
+        self._was_updated = True
         logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
+
+    @property
+    def region_engine(self) -> RegionEngine:
+        assert isinstance(self._engine, RegionEngine), "SGLang has not registered its host pools"
+        return self._engine
+
+    def begin_purge(self, tenant: bytes | None) -> Forgetting:
+        """Hide the pages of a tenant, or all, and let none on its way land. Memory only."""
+        with self.gate.lock:
+            self.gate.purge(tenant)
+            return self.region_engine.begin_purge(tenant)
 
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
@@ -304,7 +318,8 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
         self, pool: PoolName, hashes: Sequence[str], pages: tuple[Page, ...]
     ) -> list[bool]:
         begun = time.monotonic()
-        served = self._transfer(self._require_engine().submit_load, pool, hashes, pages)
+        run = Run(tuple(engine_keys(pool, hashes)), pages)
+        served = self._finish(self._begin(self._require_engine().submit_load, run))
         if self._planner is not None and all(served):
             num_bytes = sum(segment.nbytes for page in pages for segment in page)
             self._planner.note_load(num_bytes, time.monotonic() - begun)
@@ -334,33 +349,30 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(hashes)
         is_kv = pool == PoolName.KV
         suspended, stored = self._stores_suspended, []
-        admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
-        if admitted:
-            pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
-            submit = self._require_engine().submit_store
-            stored = self._transfer(submit, pool, hashes[:admitted], pages)
+        job = None
+        with self.gate.lock:
+            admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
+            if admitted:
+                pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+                run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
+                job = self._begin(self._require_engine().submit_store, run)
+        if job is not None:
+            stored = self._finish(job)
         stored += [False] * (len(hashes) - admitted)
         if is_kv:
             why = None if suspended else self.gate.dropped_as
             self.ledger.stored(host_indices, stored, admitted, why)
         return stored
 
-    def _transfer(
-        self,
-        submit: Callable[[Run], Job],
-        pool: PoolName,
-        hashes: Sequence[str],
-        pages: tuple[Page, ...],
-    ) -> list[bool]:
-        run = Run(keys=tuple(engine_keys(pool, hashes)), pages=pages)
+    def _begin(self, submit: Callable[[Run], Job], run: Run) -> Job:
         with self._transfer_lock:
             self.num_transfers += 1
-        try:
-            job = submit(run)
-            job.wait()
-        finally:
-            with self._transfer_lock:
-                self.num_transfers -= 1
+        return submit(run)
+
+    def _finish(self, job: Job) -> list[bool]:
+        job.wait()
+        with self._transfer_lock:
+            self.num_transfers -= 1
         self._require_engine().poll()  # every caller waits for its own job: no reports needed
         return job.ok
 
@@ -370,27 +382,3 @@ class TieredStorage(HiCacheStorage):  # type: ignore[misc]
     def _require_engine(self) -> TierEngine:
         assert self._engine is not None, "SGLang registers the host pools before it transfers"
         return self._engine
-
-    # ---- SGLang's deprecated copying interface: abstract upstream, never called with v1 ----
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        return None
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
-        return [None] * len(keys)
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return False
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        return False

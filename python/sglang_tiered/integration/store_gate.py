@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.integration.tenants import UNKNOWN_TENANT
 from sglang_tiered.policy.admission import Admission, Level, WriteBudget, backlog_pressure
 from sglang_tiered.policy.offers import Offers
 from sglang_tiered.storage.base import Stop
@@ -37,7 +38,9 @@ class StoreGate:
     """``num_admitted`` and ``dropped_as`` run on the backup thread, the rest on the scheduler
     thread. Nothing here waits for I/O.
 
-    ``waited_s`` is how long the operation that began last had waited; any thread may read it."""
+    ``waited_s`` is how long the operation that began last had waited; any thread may read it.
+    ``lock`` is held by the backup thread from asking until what it stores is submitted, so that a
+    purge comes before or behind both."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class StoreGate:
         self._positions: dict[str, int] = {}  # of the pages of the operation under way
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
+        self.lock = threading.RLock()
+        self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
 
     @property
@@ -72,9 +77,25 @@ class StoreGate:
         """What the write budget leaves for now; None without one."""
         return self._admission.budget_bytes
 
-    def announce(self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int) -> None:
+    def announce(
+        self,
+        hashes: Sequence[str],
+        *,
+        num_tokens: int,
+        prefix_tokens: int,
+        tenant: bytes = UNKNOWN_TENANT,
+    ) -> None:
         """The store of a node's KV pages is about to be queued (scheduler thread)."""
-        self._offers.announce(hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens)
+        self._offers.announce(
+            hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
+        )
+
+    def purge(self, tenant: bytes | None) -> None:
+        """What a tenant (None: every one) has queued, or has not stored yet of the operation under
+        way, is dropped. The caller holds ``lock``."""
+        self._offers.purge(tenant)
+        if tenant is None or tenant == self.tenant:
+            self._num_admitted = 0
 
     @property
     def dropped_as(self) -> Outcome:
@@ -111,7 +132,10 @@ class StoreGate:
             return 0
         if not self._continues(hashes, is_kv=is_kv):
             offer = self._offers.take(hashes)
-            if offer is not None:
+            self.tenant = UNKNOWN_TENANT if offer is None else offer.tenant or UNKNOWN_TENANT
+            if offer is not None and offer.tenant is None:
+                self._begin(offer.hashes, 0)
+            elif offer is not None:
                 self.waited_s = offer.waited_s
                 pinned_share = offer.tokens_behind / self._host_tokens
                 backlog = backlog_pressure(offer.waited_s, pinned_share)
@@ -135,16 +159,20 @@ class StoreGate:
     def _decide(self, hashes: tuple[str, ...], prefix_tokens: int, backlog: float | None) -> None:
         keys = [bytes.fromhex(text) for text in hashes]
         self._charge()
-        self._num_admitted = self._admission.decide(
+        num_admitted = self._admission.decide(
             keys,
             prefix_tokens=prefix_tokens,
             page_bytes=self._page_bytes,
             num_held=lambda: self._engine.lookup(keys).num_hits,
             backlog=backlog,
         )
+        self._begin(hashes, num_admitted)
+        self._log_level()
+
+    def _begin(self, hashes: Sequence[str], num_admitted: int) -> None:
+        self._num_admitted = num_admitted
         self._positions = {text: position for position, text in enumerate(hashes)}
         self._next_kv = 0
-        self._log_level()
 
     def _charge(self) -> None:
         """Spend what the device was given since the last call, from whichever thread."""

@@ -45,6 +45,14 @@ TIER_FLAGS = {
         "After a restart, load the prefixes that came back last into host memory, in the "
         "background. Their tokens are kept beside the pages. Default: off.",
     ),
+    "--tier-tenant-share": (
+        "PERCENT",
+        "The most of the NVMe tier that one tenant may take, e.g. 25%%. Default: no limit.",
+    ),
+    "--tier-flush": (
+        "{memory,all}",
+        "What SGLang's /flush_cache empties: device and host memory, or NVMe too. Default: memory.",
+    ),
 }
 
 

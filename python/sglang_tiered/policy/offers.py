@@ -32,6 +32,7 @@ class Offer(NamedTuple):
     prefix_tokens: int
     waited_s: float
     tokens_behind: int  # of the operations still waiting
+    tenant: bytes | None  # None: purged since it was announced
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class _Waiting:
     prefix_tokens: int
     num_tokens: int
     since: float
+    tenant: bytes | None
 
 
 class Offers:
@@ -58,7 +60,9 @@ class Offers:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def announce(self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int) -> None:
+    def announce(
+        self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int, tenant: bytes
+    ) -> None:
         """The pages of ``hashes`` are about to be queued; they end a chain of that length."""
         if not hashes:
             return
@@ -66,7 +70,7 @@ class Offers:
             self._forget(hashes[0])
             while len(self._waiting) >= MAX_WAITING:
                 self._forget(next(iter(self._waiting)))
-            entry = _Waiting(tuple(hashes), prefix_tokens, num_tokens, self._clock())
+            entry = _Waiting(tuple(hashes), prefix_tokens, num_tokens, self._clock(), tenant)
             self._waiting[hashes[0]] = entry
             self._num_tokens += num_tokens
 
@@ -97,7 +101,16 @@ class Offers:
             entry = self._waiting[first]
             self._forget(first)
             waited_s = self._clock() - entry.since
-            return Offer(entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens)
+            return Offer(
+                entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens, entry.tenant
+            )
+
+    def purge(self, tenant: bytes | None) -> None:
+        """What waits of a tenant (None: of all) must not be stored when it arrives."""
+        with self._lock:
+            for entry in self._waiting.values():
+                if tenant is None or entry.tenant == tenant:
+                    entry.tenant = None
 
     def clear(self) -> None:
         """The queue was emptied."""

@@ -180,6 +180,8 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-nvme-region-bytes",
         "--tier-nvme-writes-per-day",
         "--tier-warm-host",
+        "--tier-tenant-share",
+        "--tier-flush",
     ]
 
 

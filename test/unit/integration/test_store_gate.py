@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglang_tiered.integration.store_gate import LOG_INTERVAL_S, StoreGate
+from sglang_tiered.integration.tenants import UNKNOWN_TENANT
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
@@ -242,3 +243,35 @@ def test_level_is_logged_when_it_changes_and_at_most_once_a_minute(
         tier.wait(LOG_INTERVAL_S)
         tier.make_busy(0.0)
     assert caplog.records[-1].getMessage() == "NVMe tier admission is open now"
+
+
+def test_an_operation_carries_its_tenant_and_one_nobody_announced_none() -> None:
+    tier = Tier()
+    pages = hashes(*"abc")
+    tier.gate.announce(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    assert tier.store(pages) == 3 and tier.gate.tenant == b"a" * 16
+    assert tier.store(hashes(*"xy")) == 2 and tier.gate.tenant == UNKNOWN_TENANT
+
+
+@pytest.mark.parametrize("tenant", [b"a" * 16, None])
+def test_what_a_purged_tenant_has_queued_is_not_stored(tenant: bytes | None) -> None:
+    tier = Tier()
+    mine, other = hashes(*"abc"), hashes(*"xyz")
+    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
+    tier.gate.purge(tenant)
+    assert tier.store(mine, is_kv=False) == tier.store(mine) == 0
+    assert tier.store(other) == (0 if tenant is None else 3)
+    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    assert tier.store(mine) == 3, "what comes after the purge is stored"
+
+
+def test_an_operation_under_way_ends_with_the_purge_of_its_tenant() -> None:
+    tier = Tier()
+    pages = hashes(*range(300))
+    tier.gate.announce(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
+    assert tier.store(pages[:128]) == 128
+    tier.gate.purge(b"b" * 16)
+    assert tier.store(pages[128:256]) == 128
+    tier.gate.purge(b"a" * 16)
+    assert tier.store(pages[256:]) == 0

@@ -17,21 +17,24 @@ class Clock:
         return self.now
 
 
+A, B = b"a" * 16, b"b" * 16
+
+
 def announced(*operations: str) -> Offers:
     """Operations of one-letter pages; one token a page, each chain as long as its pages."""
     table = Offers(Clock())
     for pages in operations:
-        table.announce(pages, num_tokens=len(pages), prefix_tokens=len(pages))
+        table.announce(pages, num_tokens=len(pages), prefix_tokens=len(pages), tenant=A)
     return table
 
 
 def test_operation_arrives_with_what_was_known_of_it() -> None:
     clock = Clock()
     table = Offers(clock)
-    table.announce("abc", num_tokens=192, prefix_tokens=900)
-    table.announce("de", num_tokens=128, prefix_tokens=128)
+    table.announce("abc", num_tokens=192, prefix_tokens=900, tenant=A)
+    table.announce("de", num_tokens=128, prefix_tokens=128, tenant=B)
     clock.now = 2.5
-    assert table.take("ab") == Offer(("a", "b", "c"), 900, 2.5, 128)
+    assert table.take("ab") == Offer(("a", "b", "c"), 900, 2.5, 128, A)
     assert table.take("ab") is None
     assert table.num_tokens == 128
 
@@ -67,10 +70,10 @@ def test_chain_that_grew_while_waiting_counts_as_long() -> None:
 
 def test_operation_announced_twice_waits_once_with_the_later_figures() -> None:
     table = announced("ab", "c")
-    table.announce("abd", num_tokens=30, prefix_tokens=7)
+    table.announce("abd", num_tokens=30, prefix_tokens=7, tenant=A)
     assert len(table) == 2 and table.num_tokens == 31
     assert table.take("c") is not None
-    assert table.take("ab") == Offer(("a", "b", "d"), 7, 0.0, 0)
+    assert table.take("ab") == Offer(("a", "b", "d"), 7, 0.0, 0, A)
 
 
 def test_node_without_pages_is_no_operation() -> None:
@@ -106,7 +109,17 @@ def test_two_threads_lose_nothing() -> None:
     thread = threading.Thread(target=store, daemon=True)
     thread.start()
     for number in range(count):
-        table.announce([f"{number}"], num_tokens=3, prefix_tokens=3)
+        table.announce([f"{number}"], num_tokens=3, prefix_tokens=3, tenant=A)
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert taken == list(range(count)) and table.num_tokens == 0
+
+
+def test_what_waits_of_a_purged_tenant_is_known_as_such_when_it_arrives() -> None:
+    for tenant, expected in ((A, [None, B]), (B, [A, None]), (None, [None, None])):
+        table = Offers(Clock())
+        table.announce("ab", num_tokens=2, prefix_tokens=2, tenant=A)
+        table.announce("cd", num_tokens=2, prefix_tokens=2, tenant=B)
+        table.purge(tenant)
+        offers = [table.take("ab"), table.take("cd")]
+        assert [offer.tenant for offer in offers if offer is not None] == expected

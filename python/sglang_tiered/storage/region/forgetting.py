@@ -1,7 +1,7 @@
-"""How the store forgets on order: one tenant, everything, or a namespace.
+"""How the store forgets on order (one tenant, everything, or a namespace), and who holds what.
 
-Each hides the pages at once, and lets nothing under way become visible; then the writer thread
-makes it so on disk. Any thread but the scheduler's, as all of them wait.
+Beginning hides the pages at once, in memory, and lets nothing under way become visible; then the
+writer thread makes it so on disk, which ``Forgetting.wait`` waits for.
 """
 
 from __future__ import annotations
@@ -9,46 +9,71 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.region.jobs import ClearOrder, PurgeOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["clear", "purge", "set_namespace"]
+__all__ = ["Forgetting", "begin", "set_namespace", "tenants"]
 
 
-def purge(state: StoreState, tenant: bytes, timeout_s: float) -> bool:
-    """See ``TierEngine.purge``."""
-    deadline = time.monotonic() + timeout_s
-    order = PurgeOrder(tenant)
+class Forgetting:
+    """A purge that was begun: its pages are hidden."""
+
+    def __init__(self, order: ClearOrder | PurgeOrder | None, jobs: Sequence[Job] = ()) -> None:
+        self._order = order
+        self._jobs = jobs
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._order is None or (
+            self._order.done.is_set() and all(job.done for job in self._jobs)
+        )
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it is durable and nothing submitted before is under way any more; false when
+        the time runs out. Not on the scheduler thread, unless it is done."""
+        order = self._order
+        if order is None:
+            return False
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left() -> float | None:
+            return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+        return all(job.wait(left()) for job in self._jobs) and (
+            order.done.wait(left()) and order.durable
+        )
+
+
+def begin(state: StoreState, tenant: bytes | None) -> Forgetting:
+    """Forget a tenant, or everything. Memory only."""
     with state.lock:
         if state.closed:
-            return False
-        state.forget_tenant(tenant)
-        jobs = state.jobs.inflight
-        state.stores.appendleft(order)
+            return Forgetting(None)
+        order: ClearOrder | PurgeOrder
+        if tenant is None:
+            state.num_pages_purged += len(state.index)
+            state.forget_all(keep=False)
+            state.stores.append(order := ClearOrder())
+        else:
+            state.forget_tenant(tenant)
+            state.stores.appendleft(order := PurgeOrder(tenant))
         state.store_ready.notify()
-    waited = _wait(jobs, deadline)
-    return order.done.wait(max(deadline - time.monotonic(), 0.0)) and order.durable and waited
+        return Forgetting(order, state.jobs.inflight)
 
 
-def clear(state: StoreState) -> bool:
-    """See ``TierEngine.clear``."""
-    order = ClearOrder()
+def tenants(state: StoreState, limit: int) -> list[TenantUsage]:
+    """See ``TierEngine.tenants``."""
     with state.lock:
-        if state.closed:
-            return False
-        state.num_pages_purged += len(state.index)
-        state.forget_all(keep=False)
-        jobs = state.jobs.inflight
-        state.stores.append(order)
-        state.store_ready.notify()
-    _wait(jobs, None)
-    order.done.wait()
-    return order.durable
+        held, taken = state.index.usage(), state.regions.tenant_bytes.copy()
+    names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
+    return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
 
 def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> None:
@@ -57,11 +82,5 @@ def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> None:
         state.forget_all(keep=keep)
         state.namespace = namespace
         jobs = state.jobs.inflight
-    _wait(jobs, None)
-
-
-def _wait(jobs: Iterable[Job], deadline: float | None) -> bool:
     for job in jobs:
-        if not job.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
-            return False
-    return True
+        job.wait()

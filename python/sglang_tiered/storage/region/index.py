@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.saving import most_loaded
 from sglang_tiered.storage.region.tenant_table import TenantTable
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "key_words", "most_loaded"]
+__all__ = ["PageIndex", "Places", "key_words"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
@@ -56,14 +57,6 @@ def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MULTIPLIERS[0]
     return mixed ^ (mixed >> np.uint64(29))
-
-
-def most_loaded(
-    hits: npt.NDArray[Any], sizes: npt.NDArray[np.int64], max_bytes: int
-) -> npt.NDArray[np.int64]:
-    """Positions of the pages to save: the most loaded first as far as ``max_bytes`` reach."""
-    order: npt.NDArray[np.int64] = np.argsort(hits, kind="stable")[::-1]
-    return order[np.cumsum(sizes[order]) <= max_bytes]
 
 
 class PageIndex:

@@ -6,6 +6,7 @@ says what is dead, then files go. What they held is hidden from lookups since th
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import purges as purges_file
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Purger"]
 
-_SWEPT_ROWS = 1 << 14  # at a time: a lookup may come between
+_SWEPT_ROWS = 1 << 12  # at a time, as a lookup waits for it
+_PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
 
 
 class Purger:
@@ -116,3 +118,4 @@ class Purger:
             with self._state.lock:
                 if self._state.index.sweep(_SWEPT_ROWS):
                     return
+            time.sleep(_PAUSE_S)

@@ -23,7 +23,6 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    TenantUsage,
     TierEngine,
 )
 from sglang_tiered.storage.region import forgetting
@@ -56,7 +55,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from sglang_tiered.storage.base import TenantUsage
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.forgetting import Forgetting
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
 __all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
@@ -77,8 +78,7 @@ class RegionEngine(TierEngine):
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
     holds at least one region; below four, each eviction forgets a large share of the store.
-    ``max_tenant_bytes`` bounds the payload, with padding, that one tenant has in them, dead pages
-    included; stores of no tenant are not bounded.
+    ``max_tenant_bytes`` bounds the padded payload that one tenant has in them, dead pages included.
     ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced. A
     stored page survives death of the process at once, and loss of power after ``sync_interval_s``
     and the time a flush takes.
@@ -281,11 +281,7 @@ class RegionEngine(TierEngine):
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
-        state = self._state
-        with state.lock:
-            held, taken = state.index.usage(), state.regions.tenant_bytes.copy()
-        names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
-        return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
+        return forgetting.tenants(self._state, limit)
 
     def sync(self, timeout_s: float) -> bool:
         """A barrier: true once every page stored before the call survives loss of power, as far
@@ -313,11 +309,15 @@ class RegionEngine(TierEngine):
         _check_namespace(namespace)
         forgetting.set_namespace(self._state, namespace, keep=keep)
 
+    def begin_purge(self, tenant: bytes | None) -> Forgetting:
+        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
+        return forgetting.begin(self._state, tenant)
+
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        return forgetting.purge(self._state, tenant, timeout_s)
+        return self.begin_purge(tenant).wait(timeout_s)
 
     def clear(self) -> bool:
-        return forgetting.clear(self._state)
+        return self.begin_purge(None).wait(None)
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,147 @@
+"""Purges in a scheduler process: what ``tier_api`` asks for, on the scheduler thread.
+
+SGLang's control channel carries a method name and a JSON body to the schedulers of every rank; it
+serves its own debugger under other names. A purge begins at once and in memory only. Whether it is
+durable on every rank is asked for afterwards, so the scheduler never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.radix_cache import TieredRadixCache
+from sglang_tiered.integration.tenants import UNKNOWN_TENANT, tenant_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.storage.region.forgetting import Forgetting
+
+__all__ = ["PREFIX", "after_flush", "handle", "key_of_new_request", "on_idle"]
+
+PREFIX = "sglang_tiered."
+_MAX_ANSWERS = 256
+
+logger = logging.getLogger(__name__)
+
+
+class _Desk:
+    """What was begun in this process, by the id its asker gave."""
+
+    def __init__(self) -> None:
+        self.purges: OrderedDict[str, list[Forgetting]] = OrderedDict()
+        self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
+        self.resetting = False  # the flush that comes is ours; nobody asked for it
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], list[dict[str, Any]]]) -> Future[list[dict[str, Any]]]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
+        return self._pool.submit(work)
+
+
+_desk = _Desk()
+
+
+def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer one message. Every rank gets the same ones in the same order."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, TieredRadixCache):
+        return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
+    number = str(body.get("id"))
+    if method == PREFIX + "tenants":
+        return _report(cache, number, int(body["limit"]))
+    if number not in _desk.purges:
+        tenant = None
+        if not body.get("all"):
+            tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
+        _remember(_desk.purges, number, begin(scheduler, cache, tenant))
+    purges = _desk.purges[number]
+    done = all(purge.done for purge in purges)
+    durable = done and all(purge.wait(0.0) for purge in purges)
+    done, durable = _on_every_rank(scheduler, done, durable)
+    return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
+
+
+def begin(scheduler: Any, cache: TieredRadixCache, tenant: bytes | None) -> list[Forgetting]:
+    """Put the pages of a tenant, or all, out of reach in every tier."""
+    # Before the tree is reset, or it would be asked to store what is purged.
+    cache.fence.raise_against(tenant)
+    purges = []
+    if cache.storage is not None:
+        # A page that nobody knows the tenant of may be this one's.
+        tenants = [None] if tenant is None else [tenant, UNKNOWN_TENANT]
+        purges = [cache.storage.begin_purge(each) for each in tenants]
+    for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
+        request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
+    on_idle(scheduler)
+    logger.info("purged %s", "everything" if tenant is None else f"tenant {tenant.hex()}")
+    return purges
+
+
+def on_idle(scheduler: Any) -> None:
+    """Reset a tree that holds purged nodes, once no request uses any."""
+    cache = scheduler.tree_cache
+    if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
+        cache.fence.lift()
+        _desk.resetting = True
+        try:
+            scheduler.flush_cache()
+        finally:
+            _desk.resetting = False
+
+
+def after_flush(scheduler: Any, flushed: bool) -> None:
+    """SGLang emptied device and host memory."""
+    cache = scheduler.tree_cache
+    if not flushed or not isinstance(cache, TieredRadixCache):
+        return
+    cache.fence.lift()
+    config = TieredConfig.from_environment()
+    wanted = config is not None and config.nvme is not None and config.nvme.flush_purges
+    if wanted and cache.storage is not None and not _desk.resetting:
+        cache.storage.begin_purge(None)
+
+
+def key_of_new_request(request: Any) -> None:
+    if TieredRadixCache.fence:
+        request.extra_key = TieredRadixCache.fence.key_of(request.extra_key, request.cache_salt)
+
+
+def _report(cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
+    """The tenants with most on NVMe; found on another thread, as there may be many."""
+    storage = cache.storage
+    if storage is None:
+        return {"done": True, "tenants": []}
+    if number not in _desk.reports:
+
+        def work() -> list[dict[str, Any]]:
+            found = storage.region_engine.tenants(limit)
+            return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
+
+        _remember(_desk.reports, number, _desk.submit(work))
+    report = _desk.reports[number]
+    return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
+
+
+def _remember(answers: OrderedDict[str, Any], number: str, answer: Any) -> None:
+    answers[number] = answer
+    if len(answers) > _MAX_ANSWERS:
+        answers.popitem(last=False)
+
+
+def _on_every_rank(scheduler: Any, done: bool, durable: bool) -> tuple[bool, bool]:
+    """Of all ranks that hold parts of the same pages; only the first one's answer is heard."""
+    if scheduler.tree_cache.tp_world_size == 1:
+        return done, durable
+    flags = torch.tensor([done, durable], dtype=torch.int32)
+    torch.distributed.all_reduce(
+        flags, op=torch.distributed.ReduceOp.MIN, group=scheduler.tree_cache.tp_group
+    )
+    return bool(flags[0]), bool(flags[1])

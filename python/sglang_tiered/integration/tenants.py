@@ -1,0 +1,82 @@
+"""Tenants: whom a page belongs to, and what keeps a purged one's nodes in the tree out of reach.
+
+A tenant is what SGLang seeds page hashes with: ``extra_key`` (to which it appends the id of a LoRA
+adapter) and ``cache_salt``. Its name on disk and in reports is a digest of both, which does not
+reveal them; but who can read it can confirm a guess, as with SGLang's page hashes, so a salt that
+is to be a secret must be long and random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
+
+__all__ = ["UNKNOWN_TENANT", "Fence", "tenant_digest"]
+
+UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
+"""Of pages that reached the storage thread by a way that names no tenant; they go with every
+purge, as they may be anybody's."""
+
+
+def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """The tenant of pages hashed under these; empty ones count as absent, as in SGLang."""
+    if not extra_key and not cache_salt:
+        return NO_TENANT
+    state = hashlib.blake2b(digest_size=TENANT_BYTES, person=b"sgltiered-tenant")
+    for part in (extra_key or "", cache_salt or ""):
+        data = part.encode(errors="surrogatepass")
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.digest()
+
+
+class Fence:
+    """Between a purge and the next reset of the tree, which needs an idle scheduler, purged tenants
+    go by another ``extra_key``: their requests match nothing of before, and what the tree still
+    holds of before matches nothing any more. Neither is stored meanwhile.
+
+    Nothing can remove the nodes of one tenant from SGLang's tree; a key that nobody uses again is
+    as good until the tree is reset. Owned by the scheduler thread.
+    """
+
+    def __init__(self) -> None:
+        self._purges: dict[bytes | None, str] = {}  # the mark of each tenant, of all under None
+        # Unguessable, so that no key of a user can be taken for one of ours.
+        self._token = secrets.token_hex(8)
+        self._num_purges = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._purges)
+
+    def raise_against(self, tenant: bytes | None) -> None:
+        """A tenant was purged, or all were."""
+        self._num_purges += 1
+        self._purges[tenant] = f"\x1f{self._token}-{self._num_purges}."
+
+    def lift(self) -> None:
+        """The tree was reset, with no request under way."""
+        self._purges.clear()
+
+    def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
+        """Of keys with and without marks."""
+        return tenant_digest(self._original(extra_key), cache_salt)
+
+    def blocks(self, tenant: bytes) -> bool:
+        """Whether pages of this tenant must not be stored now."""
+        return tenant in self._purges or None in self._purges
+
+    def key_of(self, extra_key: str | None, cache_salt: str | None) -> str | None:
+        """The ``extra_key`` that a request goes by from now on."""
+        if not self._purges:
+            return extra_key
+        original = self._original(extra_key)
+        marks = [self._purges.get(None), self._purges.get(tenant_digest(original, cache_salt))]
+        mark = "".join(mark for mark in marks if mark is not None)
+        return (original or "") + mark if mark else extra_key
+
+    def _original(self, extra_key: str | None) -> str | None:
+        if not extra_key or self._token not in extra_key:
+            return extra_key
+        head, *marked = extra_key.split("\x1f" + self._token)
+        return (head + "".join(part.partition(".")[2] for part in marked)) or None

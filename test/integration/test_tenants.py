@@ -1,0 +1,149 @@
+"""Tenants on a live server: apart, counted, capped, and purged for good in every tier."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conftest import SMALL, Launch, aligned, make_prompts
+from sglang_tiered.integration.tenants import tenant_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+NUM_PROMPTS, LENGTH = 6, 700
+PAGES = aligned(LENGTH) // 64 * NUM_PROMPTS
+PROMPTS = make_prompts(5, NUM_PROMPTS, LENGTH)
+TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
+OTHER = {"extra_key": "other", "cache_salt": "s3cret"}
+DIGEST = tenant_digest("acme", "s3cret").hex()
+
+
+def cached(server: Server, tenant: dict[str, str]) -> int:
+    answers = server.generate_all(PROMPTS, **tenant)
+    return sum(sum(answer.cached.values()) for answer in answers)
+
+
+def stored(server: Server) -> dict[str, int]:
+    return {entry["tenant"]: entry["num_pages"] for entry in server.request("/tier/tenants")[0]}
+
+
+def status(server: Server, path: str, body: Any) -> int:
+    headers = {"Content-Type": "application/json"}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def tier_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tier") / "kv"
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch, tier_dir: Path) -> Server:
+    server = launch(*SMALL, "--tier-nvme-region-bytes", "4MiB", "--tier-dir", str(tier_dir))
+    for tenant in (TENANT, OTHER):
+        assert cached(server, tenant) == 0, "a tenant hit another's pages"
+    server.wait_for_state("nvme_pages", 2 * PAGES)
+    return server
+
+
+class TestLife:
+    """One store, in this order."""
+
+    def test_pages_are_counted_under_their_tenants(self, server: Server) -> None:
+        counted = stored(server)
+        assert counted[DIGEST] >= PAGES
+        assert counted[tenant_digest("other", "s3cret").hex()] >= PAGES
+        assert server.tier_state()["nvme_tenants"] >= 2
+        assert "s3cret" not in json.dumps(server.request("/tier/tenants"))
+
+    @pytest.mark.parametrize(
+        "body", [{}, [], {"all": False}, {"all": True, "extra_key": "x"}, {"extra_key": ""}, b"{"]
+    )
+    def test_a_purge_of_nothing_clear_is_refused(self, server: Server, body: Any) -> None:
+        before = stored(server)
+        assert status(server, "/tier/purge", body) == 400
+        assert stored(server) == before
+
+    def test_a_purged_tenant_is_gone_from_every_tier_and_others_are_not(
+        self, server: Server
+    ) -> None:
+        report = server.request("/tier/purge", TENANT)
+        assert report["durable"] is True
+        assert DIGEST not in stored(server)
+        assert cached(server, TENANT) == 0
+        assert cached(server, OTHER) >= 0.97 * aligned(LENGTH) * NUM_PROMPTS
+        assert server.tier_state()["nvme_pages_purged"] >= PAGES
+
+    def test_a_purge_holds_while_requests_of_the_tenant_run(self, server: Server) -> None:
+        server.wait_for_state("nvme_pages", 2 * PAGES)
+        body = PROMPTS[0]
+        running = threading.Thread(
+            target=lambda: server.generate(body, num_new=400, **TENANT), daemon=True
+        )
+        running.start()
+        reports = [server.request("/tier/purge", TENANT) for _ in range(3)]
+        assert all(report["durable"] for report in reports)
+        first = server.generate(PROMPTS[1], **TENANT)
+        assert sum(first.cached.values()) == 0, "a copy in memory was found after the purge"
+        running.join(120)
+        assert not running.is_alive()
+        assert server.request("/tier/purge", TENANT)["durable"]
+        assert DIGEST not in stored(server)
+
+    def test_a_purge_outlives_kill_and_restart(
+        self, launch: Launch, server: Server, tier_dir: Path
+    ) -> None:
+        assert cached(server, TENANT) == 0
+        server.wait_for_state("nvme_pages", 2 * PAGES)
+        assert server.request("/tier/purge", TENANT)["durable"]
+        server.kill()
+        again = launch(
+            *SMALL,
+            "--tier-nvme-region-bytes",
+            "4MiB",
+            "--tier-dir",
+            str(tier_dir),
+            "--tier-flush",
+            "all",
+        )
+        assert DIGEST not in stored(again)
+        assert cached(again, TENANT) == 0
+        assert cached(again, OTHER) >= 0.97 * aligned(LENGTH) * NUM_PROMPTS
+        again.wait_for_state("nvme_pages", 2 * PAGES)
+        again.flush()  # --tier-flush all
+        assert again.tier_state()["nvme_pages"] == 0
+        assert cached(again, OTHER) == 0
+        again.kill()
+
+
+def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> None:
+    server = launch(
+        *SMALL, "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "64MiB",
+        "--tier-tenant-share", "25%", "--tier-nvme-region-bytes", "4MiB",
+    )  # fmt: skip
+    prompts = make_prompts(9, 40, LENGTH)
+    server.generate_all(prompts, **TENANT)
+    server.generate_all(PROMPTS, **OTHER)
+    server.wait_for_state("nvme_pages", PAGES)
+    taken = {e["tenant"]: e["physical_bytes"] for e in server.request("/tier/tenants")[0]}
+    assert 0 < taken[DIGEST] <= 16 << 20
+    assert server.request("/tier/purge", {"all": True})["durable"]
+    assert server.tier_state()["nvme_pages"] == 0
+    assert cached(server, OTHER) == 0
+    server.kill()

@@ -1,0 +1,157 @@
+"""Purges on the scheduler thread: begun once, asked about later, and never waiting for a disk."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_tiered.integration import hooks, purging
+from sglang_tiered.integration.radix_cache import TieredRadixCache
+from sglang_tiered.integration.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+
+A = tenant_digest("a", None)
+
+
+class Purge:
+    """Stands for a purge on its way to the disk."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.durable = False
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s == 0.0
+        return self.durable
+
+
+class Scheduler:
+    def __init__(self, *, idle: bool) -> None:
+        self.idle = idle
+        self.purges: dict[bytes | None, Purge] = {}
+        self.num_flushes = 0
+        self.waiting_queue = [request("a"), request("b")]
+        self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
+        self.tree_cache = TieredRadixCache.__new__(TieredRadixCache)
+        self.tree_cache.tp_world_size = 1
+        storage = SimpleNamespace(begin_purge=self.begin_purge)
+        self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
+
+    def begin_purge(self, tenant: bytes | None) -> Purge:
+        return self.purges.setdefault(tenant, Purge())
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
+
+    def flush_cache(self) -> None:
+        self.num_flushes += 1
+        purging.after_flush(self, flushed=True)
+
+
+def request(extra_key: str | None) -> Any:
+    return SimpleNamespace(extra_key=extra_key, cache_salt=None)
+
+
+@pytest.fixture(autouse=True)
+def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
+    fence = Fence()
+    monkeypatch.setattr(TieredRadixCache, "fence", fence)
+    monkeypatch.setattr(
+        TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
+    )
+    return fence
+
+
+def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
+    return purging.handle(scheduler, purging.PREFIX + "purge", {"id": number, **body})
+
+
+def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
+    scheduler = Scheduler(idle=True)
+    assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
+    assert scheduler.num_flushes == 1
+    assert not fence
+    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+
+
+def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> None:
+    scheduler = Scheduler(idle=False)
+    assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
+    waiting, other = scheduler.waiting_queue
+    (compiling,) = scheduler.grammar_manager.grammar_queue
+    assert waiting.extra_key == compiling.extra_key != "a"
+    assert other.extra_key == "b"
+    new = request("a")
+    hooks._after_request(None, new, "rid")
+    assert new.extra_key == waiting.extra_key
+    assert fence.blocks(A)
+    hooks._after_on_idle(None, scheduler)
+    assert scheduler.num_flushes == 0
+    scheduler.idle = True
+    hooks._after_on_idle(None, scheduler)
+    hooks._after_on_idle(None, scheduler)
+    assert scheduler.num_flushes == 1
+    assert not fence
+    assert ask(scheduler, "busy")["in_memory"] == "gone"
+
+
+def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
+    scheduler = Scheduler(idle=True)
+    number = "again"
+    assert ask(scheduler, number, extra_key="a") == {
+        "done": False, "durable": False, "in_memory": "gone",
+    }  # fmt: skip
+    for purge in scheduler.purges.values():
+        purge.done = True
+    assert ask(scheduler, number, extra_key="a")["durable"] is False
+    for purge in scheduler.purges.values():
+        purge.durable = True
+    assert ask(scheduler, number, extra_key="a")["durable"] is True
+    assert scheduler.num_flushes == 1
+
+
+def test_everything_is_one_purge_of_all() -> None:
+    scheduler = Scheduler(idle=True)
+    ask(scheduler, "all", all=True)
+    assert set(scheduler.purges) == {None}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_flush_empties_nvme_only_where_the_flag_says_so(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=wanted))
+    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+    scheduler = Scheduler(idle=True)
+    hooks._after_flush_cache(False, scheduler)
+    assert not scheduler.purges
+    hooks._after_flush_cache(True, scheduler)
+    assert set(scheduler.purges) == ({None} if wanted else set())
+
+
+def test_a_reset_for_a_purge_does_not_empty_nvme(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=True))
+    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+    scheduler = Scheduler(idle=True)
+    ask(scheduler, "one tenant", extra_key="a")
+    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+
+
+def test_messages_of_sglang_pass_and_an_error_of_ours_is_answered() -> None:
+    sent: list[Any] = []
+    channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
+    scheduler = SimpleNamespace(
+        ipc_channels=SimpleNamespace(send_to_tokenizer=channel), tree_cache=object()
+    )
+    passed: list[Any] = []
+    message = SimpleNamespace(method="reset", body={})
+    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, message)
+    assert passed == [(scheduler, message)]
+    ours = SimpleNamespace(method=purging.PREFIX + "purge", body={"id": "x"})
+    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, ours)
+    assert "has no tiers" in sent[0].response[0]["error"]
+    scheduler.tree_cache = Scheduler(idle=True).tree_cache
+    scheduler.tree_cache.cache_controller = None
+    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, ours)
+    assert sent[1].success is False and len(passed) == 1
