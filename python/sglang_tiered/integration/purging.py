@@ -73,6 +73,7 @@ def begin(scheduler: Any, cache: TieredRadixCache, tenant: bytes | None) -> list
     """Put the pages of a tenant, or all, out of reach in every tier."""
     # Before the tree is reset, or it would be asked to store what is purged.
     cache.fence.raise_against(tenant)
+    cache.purge_warm_list(tenant)
     purges = []
     if cache.storage is not None:
         # A page that nobody knows the tenant of may be this one's.
@@ -107,6 +108,7 @@ def after_flush(scheduler: Any, flushed: bool) -> None:
     wanted = config is not None and config.nvme is not None and config.nvme.flush_purges
     if wanted and cache.storage is not None and not _desk.resetting:
         cache.storage.begin_purge(None)
+        cache.purge_warm_list(None)
 
 
 def key_of_new_request(request: Any) -> None:

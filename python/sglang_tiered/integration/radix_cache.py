@@ -130,7 +130,8 @@ class TieredRadixCache(SpillingRadixCache):
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._residents is not None:
             path = self.tree_core.collect_path_info([params.best_match_node])[0]
-            if self._warm_host is not None and params.req is not None and path:
+            # Between a purge and the next reset, keys carry marks that mean nothing later.
+            if self._warm_host is not None and params.req is not None and path and not self.fence:
                 hashes = [self.tree_core.get_last_hash_value(node.node_id) for node in path]
                 self._warm_host.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
             for node in path:
@@ -203,6 +204,11 @@ class TieredRadixCache(SpillingRadixCache):
         """The model's weights were replaced: nothing stored so far may be read again."""
         if self.storage is not None:
             self.storage.change_weights(tree_was_flushed=tree_was_flushed)
+
+    def purge_warm_list(self, tenant: bytes | None) -> None:
+        """A tenant was purged, or all were: its prompts are forgotten too."""
+        if self._warm_host is not None:
+            self._warm_host.purge(tenant)
 
     def release_host_resources(self) -> None:
         if self._warm_host is not None:

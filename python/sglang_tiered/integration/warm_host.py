@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+from sglang_tiered.integration.tenants import tenant_digest
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
 
 if TYPE_CHECKING:
@@ -59,18 +60,14 @@ class WarmHost:
         content = WarmChain(tokens.tobytes(), req.extra_key, req.cache_salt)
         self._list.used(chain, content, prefixes=prefixes)
 
-    def forget_tenant(self, extra_key: str | None, cache_salt: str | None) -> None:
-        """A purge: neither loaded nor written from now on."""
-        self._list.forget_tenant(extra_key, cache_salt)
-        tenant = (extra_key, cache_salt)
-        kept = [c for c in self._waiting if (c.extra_key, c.cache_salt) != tenant]
-        self._waiting = deque(kept)
-        self._offer()
+    def purge(self, tenant: bytes | None) -> None:
+        """A tenant, or None for all: neither loaded nor kept from now on."""
 
-    def forget_all(self) -> None:
-        """Everything was purged."""
-        self._list.clear()
-        self._waiting.clear()
+        def belongs(chain: WarmChain) -> bool:
+            return tenant in (None, tenant_digest(chain.extra_key, chain.cache_salt))
+
+        self._list.forget(belongs)
+        self._waiting = deque(chain for chain in self._waiting if not belongs(chain))
         self._offer()
 
     # ---- Loading ----

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["WarmChain", "WarmList", "decode", "encode"]
 
@@ -75,17 +75,11 @@ class WarmList:
             _, oldest = self._chains.popitem(last=False)
             self.num_tokens -= oldest.num_tokens
 
-    def forget_tenant(self, extra_key: str | None, cache_salt: str | None) -> None:
-        """A tenant's chains shall not be written again."""
-        tenant = (extra_key, cache_salt)
+    def forget(self, belongs: Callable[[WarmChain], bool]) -> None:
+        """Chains of a tenant that was purged shall not be written again."""
         for chain, content in list(self._chains.items()):
-            if (content.extra_key, content.cache_salt) == tenant:
+            if belongs(content):
                 self.num_tokens -= self._chains.pop(chain).num_tokens
-                self.num_changes += 1
-
-    def clear(self) -> None:
-        self._chains.clear()
-        self.num_tokens = 0
         self.num_changes += 1
 
     def snapshot(self) -> list[WarmChain]:
