@@ -112,9 +112,11 @@ METRICS = (
         Kind.COUNTER,
         "load_decisions",
         ("decision",),
-        "Prompt tokens the tier held: loaded, declined because computing was expected to be "
-        "cheaper, or given up while waiting for them.",
+        "Prompt tokens that host memory did not hold: absent here, loaded, declined because "
+        "computing was expected to be cheaper, or given up while waiting for them.",
     ),
+    Metric("nvme_loads", Kind.COUNTER, "num_loads", (), "Reads for requests, and probes."),
+    Metric("nvme_load_seconds", Kind.COUNTER, "load_s", (), "Time those took."),
     Metric(
         "prefill_tokens_per_s",
         Kind.GAUGE,

@@ -32,8 +32,9 @@ MAX_WAITING = 100_000
 
 
 class LoadDecision(enum.Enum):
-    """What was decided about tokens that the tier holds of a request."""
+    """What became of a prompt's tokens that neither device nor host held, as the request came."""
 
+    ABSENT = "absent"  # the tier does not hold them
     LOAD = "load"
     DECLINED = "declined"  # computing them was expected to be cheaper
     GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing
@@ -54,6 +55,8 @@ class LoadPlanner(Generic[Request]):
     def __init__(self, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
         self.costs = costs
         self.tokens = dict.fromkeys(LoadDecision, 0)
+        self.num_loads = 0
+        self.load_s = 0.0
         self._clock = clock
         self._finished: deque[tuple[int, float]] = deque(maxlen=MAX_FINISHED)
         self._measured_at = clock()
@@ -83,6 +86,8 @@ class LoadPlanner(Generic[Request]):
         while self._finished:
             num_bytes, seconds = self._finished.popleft()
             self.costs.transfer.observe(num_bytes, seconds)
+            self.num_loads += 1
+            self.load_s += seconds
             self._measured_at = self._clock()
 
     # ---- A request's way ----
@@ -102,6 +107,7 @@ class LoadPlanner(Generic[Request]):
         """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
         the tier holds the first ``num_held`` of them. Returns how many to load."""
         self._learn()
+        is_new = not self.knows(request)
         self.leaves(request)
         plan = self.costs.plan(
             num_held=num_held,
@@ -112,7 +118,9 @@ class LoadPlanner(Generic[Request]):
         )
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
-        self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
+        if is_new:
+            self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
+            self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
         if len(self._waiting) < MAX_WAITING:
             rest, before = num_new - plan.num_tokens, num_before + plan.num_tokens
             self._waiting[request] = self.costs.prefill.seconds(rest, before)

@@ -27,6 +27,8 @@ class TierStats(EngineStats):
     load_decisions: dict[LoadDecision, int]  # tokens
     prefill_tokens_per_s: float | None  # of a cold prompt of 2,048 tokens; None before a batch
     load_bytes_per_s: float | None  # of a load of 16 MiB; None before one
+    num_loads: int
+    load_s: float
     host_pages_left: dict[Fate, int]
     num_dirty_host_pages: int
     spill_waiting_tokens: int
@@ -48,6 +50,8 @@ def tier_stats(
         admission=gate.outcomes,
         write_budget_bytes=gate.budget_bytes,
         load_decisions={} if planner is None else dict(planner.tokens),
+        num_loads=0 if planner is None else planner.num_loads,
+        load_s=0.0 if planner is None else planner.load_s,
         prefill_tokens_per_s=prefill.tokens_per_s if prefill and prefill.num_observed else None,
         load_bytes_per_s=transfer.bytes_per_s if transfer and transfer.num_observed else None,
     )

@@ -49,6 +49,7 @@ def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not()
     slow, _ = make_planner(load_token_s=2 * TOKEN_S)
     assert arrive(slow, "r", 6400, 6500) == 0
     assert slow.tokens == {
+        LoadDecision.ABSENT: 100,
         LoadDecision.LOAD: 0,
         LoadDecision.DECLINED: 6400,
         LoadDecision.GAVE_UP: 0,
@@ -67,6 +68,15 @@ def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() ->
     for _ in range(8):
         planner.note_load(1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
+    assert planner.num_loads == 14
+    assert planner.load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+
+
+def test_a_request_that_is_attempted_again_is_counted_once() -> None:
+    planner, _ = make_planner()
+    for _ in range(3):
+        arrive(planner, "r", 64, 6500)
+    assert planner.tokens[LoadDecision.ABSENT] == 6500 - 64
 
 
 def test_a_slow_load_is_taken_behind_a_queue_that_hides_it() -> None:
