@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MOONCAKE_FILE = Path("mooncake/conversation.jsonl")  # below $SGLANG_TIERED_DATA
+INTERRUPTED = "Interrupted; servers are stopped and what was written is removed."
 REFUSALS = (
     NoThrottleError,
     RequestFailedError,
@@ -182,6 +183,9 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
         except RequestFailedError as error:
             # What was measured before it stands; servers that fail requests measure nothing more.
             bench.failures.append(str(error))
+        except KeyboardInterrupt:
+            bench.failures.append(INTERRUPTED)
+            bench.exit_code = 130
         finally:
             bench.close_main_fleet()
     return bench
@@ -265,7 +269,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted; servers are stopped and what was written is removed.", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 130
     report = bench.report
     console = Console(width=170)
@@ -279,7 +283,7 @@ def main() -> int:
     if options.plots:
         for path in draw_plots(options.plots, bench.outcomes, bench.occupancy):
             print(path, file=sys.stderr)
-    return 1 if bench.failures else 0
+    return bench.exit_code or (1 if bench.failures else 0)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Bench:
     extra: Sequence[str] = ()  # flags for every server
     occupancy: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    exit_code: int = 0
     failures: list[str] = field(default_factory=list)  # why the exit code will not be 0
     _num_fresh: int = 0
     _main: Fleet | None = None

@@ -27,6 +27,7 @@ __all__ = [
     "System",
     "UnequalSystemsError",
     "launch_arguments",
+    "restart",
     "start_fleet",
 ]
 
@@ -100,14 +101,6 @@ class System:
         found = _HOST_POOL.findall(self.server.log)
         return int(found[-1]) if found else 0
 
-    def restart(self) -> None:
-        """``kill -9`` and a new process on the same store."""
-        self.server.kill()
-        self.server = Server.spawn(
-            self.model, self.server.log_path, *self.server.arguments, environment=ENVIRONMENT
-        )
-        self.server.wait_until_it_generates(START_DEADLINE_S)
-
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes its processes read from and sent to the storage layer, as the kernel counts them:
         alike for buffered and direct I/O, and without what the page cache served."""
@@ -141,6 +134,21 @@ class System:
             "host": int(metrics.get("sglang:hicache_host_used_tokens", 0.0)),
             "storage": self.stored_bytes(),
         }
+
+
+def restart(fleet: Fleet) -> None:
+    """``kill -9`` of every system once all it has is stored, and new processes on the same stores,
+    started side by side."""
+    for system in fleet.systems.values():
+        system.server.flush()  # refused until everything is stored
+        system.server.kill()
+    for system in fleet.systems.values():
+        old = system.server
+        system.server = Server.spawn(
+            system.model, old.log_path, *old.arguments, environment=old.environment
+        )
+    for system in fleet.systems.values():
+        system.server.wait_until_it_generates(START_DEADLINE_S)
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -21,7 +21,7 @@ from serving_bench.client import (
     make_sample,
 )
 from serving_bench.conversations import make_conversations
-from serving_bench.disk_added import share_from
+from serving_bench.disk_added import _Pairs, _report, share_from
 from serving_bench.measures import (
     Outcome,
     hit_rate,
@@ -88,6 +88,32 @@ def test_a_side_that_did_not_hit_where_it_should_is_seen() -> None:
     taken = [sample(reusable=150, storage=128), sample(reusable=150, host=128)]
     assert share_from(taken, "host", "device") == 0.5
     assert share_from(taken, "storage") == 0.5
+
+
+def test_one_turn_that_was_held_up_does_not_decide_what_a_disk_adds() -> None:
+    pairs = _Pairs(
+        disk=[{"tiered": [sample(ttft_s=0.5), sample(ttft_s=9.0), sample(ttft_s=0.6)]}],
+        host=[{"tiered": [sample(ttft_s=0.4), sample(ttft_s=0.2), sample(ttft_s=0.4)]}],
+    )
+    assert pairs.added_s("tiered") == pytest.approx([0.2])
+
+
+def test_noise_larger_than_the_figure_leaves_no_ratio(tmp_path: Path) -> None:
+    def pairs(ours_s: float, host: int = 128) -> dict[str, _Pairs]:
+        cold = [sample(ttft_s=0.5, reusable=150, storage=128)]
+        warm = [sample(ttft_s=0.4, reusable=150, host=host)]
+        ours = [sample(ttft_s=0.4 + ours_s, reusable=150, storage=128)]
+        taken = _Pairs(
+            disk=[{"hicache-file": cold, "tiered": ours}],
+            host=[{"hicache-file": warm, "tiered": warm}],
+        )
+        return dict.fromkeys(("one", "many", "restart"), taken)
+
+    for taken, ratios in ((pairs(0.05), 3), (pairs(-0.01), 0), (pairs(0.05, host=64), 0)):
+        bench = make_bench(tmp_path)
+        _report(bench, taken)
+        assert len(bench.report.ratios) == ratios
+        assert len(bench.report.notes) == 3 - ratios
 
 
 def test_ratios_are_tiered_over_the_other_round_by_round() -> None:
