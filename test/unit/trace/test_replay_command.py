@@ -50,6 +50,10 @@ def test_every_policy_is_in_the_table_and_in_the_json(
     ratio = report["ratios"]["hit_rate_over_lru"]
     assert ratio["value"] == runs["tiered"]["hit_rate"] / runs["lru"]["hit_rate"]
     assert set(ratio) == {"value", "min", "max", "n"}
+    ids = [json.loads(line)["hash_ids"] for line in LINES.splitlines()]
+    unique_tokens = 512 * len(set().union(*ids))
+    assert runs["lru"]["sizes"]["nvme_tokens"] == int(0.6 * unique_tokens)
+    assert runs["lru"]["sizes"]["device_tokens"] == 4000
     assert runs["infinite"]["units_hit"]["device"] == 64 * 3 + sum(range(8)) * 8 - (8 * 3 - 7) - 56
     for run in runs.values():
         assert sum(run["units_hit"].values()) + run["units_missed"] == run["num_units"]

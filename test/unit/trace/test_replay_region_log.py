@@ -11,6 +11,14 @@ import pytest
 
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    MAX_EXTENT_PAGES,
+    extent_header_bytes,
+    fits_region,
+    padded,
+)
+from sglang_tiered.storage.region.writer import MAX_EXTENT_BYTES
 from sglang_tiered.trace.replay.region_log import RegionLog
 
 if TYPE_CHECKING:
@@ -81,19 +89,57 @@ def test_model_of_the_log_serves_what_the_store_on_a_disk_serves(
     # used again in an order that the model does not keep.
     assert hits[1] == pytest.approx(hits[0], rel=0.05)
     assert log.bytes_written == pytest.approx(stats.bytes_written, rel=0.01)
-    assert log.num_reinserted == pytest.approx(stats.num_pages_reinserted, rel=0.03)
+    assert log.num_reinserted == pytest.approx(stats.num_pages_reinserted, rel=0.05)
 
 
-def test_a_chain_is_placed_as_if_page_by_page() -> None:
-    """Whole extents by arithmetic come to the same log as their pages one run after another."""
-    together, apart = RegionLog(8 << 20, 1 << 20), RegionLog(8 << 20, 1 << 20)
-    for start in range(0, 3000, 300):
-        units = list(range(start, start + 300))
-        together.store(units, [9 << 20 >> 10] * 300)
-        apart.store(units[:150], [9 << 20 >> 10] * 150)
-        apart.store(units[150:], [9 << 20 >> 10] * 150)
-    assert abs(len(together) - len(apart)) <= 2
-    together.check_integrity()
+def by_the_page(runs: list[int], page_bytes: int, region_bytes: int) -> list[tuple[int, int, int]]:
+    """Extents, pages and tail of each region, a page at a time as the store's writer takes them."""
+    size = padded(page_bytes)
+    regions = [(0, 0, BLOCK_BYTES)]
+    for run in runs:
+        left = run
+        while left:
+            extents, pages, tail = regions[-1]
+            count = 0
+            while count < min(left, MAX_EXTENT_PAGES):
+                payload = (count + 1) * size
+                end = tail + extent_header_bytes(count + 1) + payload
+                too_large = count and payload > MAX_EXTENT_BYTES
+                if too_large or not fits_region(region_bytes, end, extents + 1, pages + count + 1):
+                    break
+                count += 1
+            if count:
+                end = tail + extent_header_bytes(count) + count * size
+                regions[-1] = (extents + 1, pages + count, end)
+            else:
+                regions.append((0, 0, BLOCK_BYTES))
+            left -= count
+    return regions
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "region_bytes"),
+    [
+        (100, 1 << 20),
+        (9000, 1 << 20),
+        (1 << 20, 64 << 20),
+        (8 << 20, 256 << 20),
+        (3 << 20, 1 << 25),
+    ],
+)
+def test_a_run_is_placed_as_if_page_by_page(page_bytes: int, region_bytes: int) -> None:
+    choose = random.Random(page_bytes)
+    runs = [choose.randint(1, 1400) for _ in range(12)]
+    log = RegionLog(4000 * region_bytes, region_bytes)
+    unit = 0
+    for count in runs:
+        log.store(list(range(unit, unit + count)), [page_bytes] * count)
+        unit += count
+    assert log.num_evicted == 0
+    assert by_the_page(runs, page_bytes, region_bytes) == [
+        (region.num_extents, len(region.units), region.tail) for region in log._regions
+    ]
+    log.check_integrity()
 
 
 def test_pages_of_several_sizes_are_all_placed() -> None:
