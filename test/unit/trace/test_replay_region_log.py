@@ -151,6 +151,34 @@ def test_pages_of_several_sizes_are_all_placed() -> None:
     log.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "lengths", [[9000] * 9 + [100], [100, 9000, 9000], [9000, 100, 100, 100], [5000, 100, 5000]]
+)
+def test_each_page_takes_its_own_bytes(lengths: list[int]) -> None:
+    """Written bytes are those of the extents: a header and whole blocks for every page."""
+    log = RegionLog(1 << 22, 1 << 20)
+    log.store(list(range(len(lengths))), lengths)
+    (region,) = log._regions
+    payload = sum(map(padded, lengths))
+    headers = region.tail - BLOCK_BYTES - payload
+    assert log.bytes_written == region.tail
+    assert headers == region.num_extents * extent_header_bytes(1)
+    assert sum(region.lengths) == sum(lengths)
+
+
+def test_of_hot_pages_the_most_loaded_is_saved() -> None:
+    """The credit of the first victim, a tenth of its region, reaches for one page of two."""
+    region_bytes = 16 * 4096 + 65536
+    log = RegionLog(2 * region_bytes, region_bytes)
+    log.store([0, 1], [9000, 9000])
+    for unit in (0, 0, 0, 1):
+        log.loaded([unit])
+    log.store(list(range(10, 60)), [4096] * 50)
+    assert log.num_reinserted == 1
+    assert 0 in log
+    assert 1 not in log
+
+
 def test_the_cap_is_never_exceeded_and_what_was_loaded_outlives_the_rest() -> None:
     log = RegionLog(1 << 20, 1 << 18)
     log.store([0, 1, 2], [4096] * 3)
