@@ -38,8 +38,11 @@ __all__ = ["SpillQueue"]
 Node = TypeVar("Node")
 
 TARGET_WAIT_S = 0.5
+MIN_FLIGHTS = 2
+"""One that is written and one that follows, or the disk idles until the scheduler's next step."""
+
 MIN_SHARE, MAX_SHARE = 1 / 64, 1 / 8
-LOW_SHARE, HIGH_SHARE = 1 / 16, 1 / 4
+LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 8
 MAX_HOLD_S = 1.0
 
 MAX_WAITING = 16_384
@@ -151,7 +154,9 @@ class SpillQueue(Generic[Node]):
             if self._flights:
                 return False
             return dirty > self._host_tokens * LOW_SHARE or self._oldest_wait_s() >= MAX_HOLD_S
-        return not self._flights or self._flight_tokens + num_tokens <= self._limit
+        if len(self._flights) < MIN_FLIGHTS:
+            return True
+        return self._flight_tokens + num_tokens <= self._limit
 
     def _oldest_wait_s(self) -> float:
         heads = (next(iter(waiting.values())) for waiting in self._waiting if waiting)
@@ -165,7 +170,7 @@ class SpillQueue(Generic[Node]):
 
     @property
     def limit_tokens(self) -> float:
-        """What may be in flight; a single store larger than it may be, too."""
+        """What may be in flight; ``MIN_FLIGHTS`` stores larger than it may be, too."""
         return self._limit
 
     @property

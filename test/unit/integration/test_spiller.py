@@ -234,6 +234,20 @@ def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
     assert tier.ledger.fates.left[Fate.CLEAN] == 13
 
 
+def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> None:
+    tier = Tier(writes_per_day=100_000)
+    exhaust(tier)
+    tier.is_healthy = False
+    node = tier.insert(chain(1, 8, shared=4))
+    prefix_of = tier.insert(chain(2, 4, shared=2))  # splits it at page 2
+    prefix = tier.tree_core.collect_path_info([prefix_of])[0][0].node_id
+    tier.is_healthy = True
+    tier.gate._admission.level = Level.SELECTIVE
+    num_before = len(tier.num_queued)
+    tier.step()
+    assert tier.num_queued[num_before:] == [prefix, node, prefix_of]
+
+
 def test_waiting_node_outlives_clean_ones() -> None:
     tier = Tier()
     tier.insert(chain(1, 4))
@@ -348,6 +362,7 @@ def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
     node = tier.insert(chain(1, 4))
     tier.engine.close()  # refuses every store
     tier.run()
+    assert tier.num_queued == [node]
     for _ in range(100):
         tier.clock.now += 1000
         tier.run(2)

@@ -154,6 +154,13 @@ def test_page_that_is_stored_already_passes_a_closed_tier() -> None:
     assert tier.gate.outcomes[Outcome.DROPPED_BACKLOG] == 1 + 1  # and the one that made it busy
 
 
+def test_wait_of_the_operation_that_began_last_is_known() -> None:
+    tier = Tier()
+    tier.announce(hashes("a"), waits_s=1.5)
+    tier.store(hashes("a"))
+    assert tier.gate.waited_s == 1.5
+
+
 def test_drained_queue_opens_the_tier_again() -> None:
     tier = Tier()
     tier.make_busy(EXHAUSTED_S)

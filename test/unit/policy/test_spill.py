@@ -68,16 +68,25 @@ def test_node_added_again_keeps_its_place_or_gets_a_better_one(queue: SpillQueue
 
 
 def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
-    for node in "abc":
-        queue.add(node, FLOOR // 2, returned=False)
-    for number, node in enumerate("ab"):
+    for node in "abcd":
+        queue.add(node, FLOOR // 3, returned=False)
+    for number, node in enumerate("abc"):
         assert queue.take(loads_wait=False) == node
-        queue.began(number, FLOOR // 2)
+        queue.began(number, FLOOR // 3)
     assert queue.take(loads_wait=False) is None
     assert queue.oldest_operation == 0
     queue.finished()
-    assert queue.take(loads_wait=False) == "c"
-    assert queue.flight_tokens == FLOOR // 2
+    assert queue.take(loads_wait=False) == "d"
+    assert queue.flight_tokens == FLOOR // 3 * 2
+
+
+def test_slow_disk_always_has_a_store_to_follow_the_one_it_writes(queue: SpillQueue[str]) -> None:
+    for node in "abc":
+        queue.add(node, HOST // 2, returned=False)
+    for number, node in enumerate("ab"):
+        assert queue.take(loads_wait=False) == node
+        queue.began(number, HOST // 2)
+    assert queue.take(loads_wait=False) is None
 
 
 def test_limit_doubles_while_the_disk_runs_dry_and_halves_when_stores_wait(

@@ -1,0 +1,176 @@
+"""Tiny models of other architectures, with random weights and the demo model's tokenizer.
+
+Like the demo model's, their outputs depend on the whole prompt: a wrong page shows in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["write_gemma3", "write_sliding_window", "write_short_conv"]
+
+WINDOW = 128  # tokens; two pages
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+EMBEDDING_STD = 0.02  # small beside what the layers add, or a tied head repeats the last token
+COMMON = {
+    "bos_token_id": 256,
+    "dtype": "float32",
+    "eos_token_id": 257,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "pad_token_id": 261,
+    "tie_word_embeddings": True,
+    "vocab_size": VOCABULARY,
+}
+
+
+def write_sliding_window(demo: Path, out: Path) -> Path:
+    """GraniteSWA, which SGLang serves from two pools (hybrid SWA): the demo model's own weights,
+    two of its layers with a window and every layer with attention sinks."""
+    weights = load_file(demo / "model.safetensors")
+    config = json.loads((demo / "config.json").read_text())
+    for layer in range(3):
+        sinks = np.full(config["num_attention_heads"], 0.5 * layer, dtype=np.float32)
+        weights[f"model.layers.{layer}.self_attn.sinks"] = sinks
+    config |= {
+        "architectures": ["GraniteSWAForCausalLM"],
+        "model_type": "granite_swa",
+        "attention_multiplier": config["head_dim"] ** -0.5,
+        "embedding_multiplier": 1.0,
+        "layer_rope_theta": [config["rope_theta"]] * 3,
+        "layer_types": LAYER_TYPES,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "sliding_window": WINDOW,
+    }
+    return _write(demo, out, config, weights)
+
+
+def write_gemma3(demo: Path, out: Path) -> Path:
+    """Gemma 3, whose sliding-window layers SGLang serves from one pool with the others."""
+    config = {
+        **COMMON,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": HEAD_DIM,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": LAYER_TYPES,
+        "num_hidden_layers": len(LAYER_TYPES),
+        "query_pre_attn_scalar": HEAD_DIM,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            kind: {"rope_theta": theta, "rope_type": "default"}
+            for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
+        },
+        "sliding_window": WINDOW,
+    }
+    matrix = _Matrices(seed=3)
+    norm = np.zeros(HIDDEN, dtype=np.float32)  # Gemma multiplies by one plus the weight
+    weights = {"model.embed_tokens.weight": matrix.embedding(), "model.norm.weight": norm}
+    for number in range(len(LAYER_TYPES)):
+        layer = f"model.layers.{number}"
+        weights |= _attention(matrix, f"{layer}.self_attn", "o_proj")
+        for name in ("q_norm", "k_norm"):
+            # Sharp enough that single tokens far back matter.
+            weights[f"{layer}.self_attn.{name}.weight"] = np.full(HEAD_DIM, 1.5, dtype=np.float32)
+        weights |= {
+            f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": norm,
+            f"{layer}.post_attention_layernorm.weight": norm,
+            f"{layer}.pre_feedforward_layernorm.weight": norm,
+            f"{layer}.post_feedforward_layernorm.weight": norm,
+        }
+    return _write(demo, out, config, weights)
+
+
+def write_short_conv(demo: Path, out: Path) -> Path:
+    """LFM2: convolutions with a state per sequence (SGLang's Mamba pool) between attention."""
+    layer_types = ["conv", "full_attention", "conv"]
+    config = {
+        **COMMON,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "layer_types": layer_types,
+        "norm_eps": 1e-5,
+        "num_hidden_layers": len(layer_types),
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }
+    matrix = _Matrices(seed=4)
+    ones = np.ones(HIDDEN, dtype=np.float32)
+    weights = {
+        "model.embed_tokens.weight": matrix.embedding(),
+        "model.embedding_norm.weight": ones,
+    }
+    for number, kind in enumerate(layer_types):
+        layer = f"model.layers.{number}"
+        if kind == "conv":
+            weights |= {
+                f"{layer}.conv.conv.weight": matrix(HIDDEN, 3)[:, None],
+                f"{layer}.conv.in_proj.weight": matrix(3 * HIDDEN, HIDDEN),
+                f"{layer}.conv.out_proj.weight": matrix(HIDDEN, HIDDEN),
+            }
+        else:
+            weights |= _attention(matrix, f"{layer}.self_attn", "out_proj")
+            for name in ("q_layernorm", "k_layernorm"):
+                weights[f"{layer}.self_attn.{name}.weight"] = np.full(
+                    HEAD_DIM, 2.5, dtype=np.float32
+                )
+        weights |= {
+            f"{layer}.feed_forward.w1.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.feed_forward.w3.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.feed_forward.w2.weight": matrix(HIDDEN, INTERMEDIATE),
+            f"{layer}.operator_norm.weight": ones,
+            f"{layer}.ffn_norm.weight": ones,
+        }
+    return _write(demo, out, config, weights)
+
+
+class _Matrices:
+    """Random matrices that keep the size of what they multiply."""
+
+    def __init__(self, seed: int) -> None:
+        self._source = np.random.default_rng(seed)
+
+    def __call__(self, rows: int, columns: int) -> np.ndarray:
+        values = self._source.standard_normal((rows, columns), dtype=np.float32)
+        return values / np.float32(columns**0.5)
+
+    def embedding(self) -> np.ndarray:
+        size = (VOCABULARY, HIDDEN)
+        values = self._source.standard_normal(size, dtype=np.float32)
+        return values * np.float32(EMBEDDING_STD)
+
+
+def _attention(matrix: _Matrices, prefix: str, output: str) -> dict[str, np.ndarray]:
+    return {
+        f"{prefix}.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.{output}.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
+    }
+
+
+def _write(demo: Path, out: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
+    out.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo / name, out)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out

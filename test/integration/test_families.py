@@ -1,0 +1,88 @@
+"""Model families with other KV: every tier gives back what was computed, also after a restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from family_models import write_gemma3, write_short_conv, write_sliding_window
+
+from conftest import Launch, make_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server_process import Answer
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+LENGTH = 700
+PROMPTS = make_prompts(7, 6, LENGTH)
+
+
+@dataclass(frozen=True)
+class Family:
+    """``write`` makes the model; ``pools`` is what SGLang must say it attached."""
+
+    write: Callable[[Path, Path], Path]
+    pools: str
+    arguments: tuple[str, ...] = ()
+    page: int = 64
+
+
+FAMILIES = {
+    "sliding-window-in-one-pool": Family(write_gemma3, "pools=KV,"),
+    "sliding-window-in-its-own-pool": Family(write_sliding_window, "pools=Full + SWA,"),
+    "state-per-sequence": Family(
+        write_short_conv,
+        "pools=KV + MAMBA,",
+        # SGLang would fill a share of all memory with states, touching every byte of it.
+        ("--page-size", "1", "--disable-overlap-schedule", "--max-mamba-cache-size", "48"),
+        page=1,
+    ),
+    "eight-bit-cache": Family(lambda demo, _: demo, "pools=KV,", ("--kv-cache-dtype", "fp8_e4m3")),
+}
+
+
+def outputs(answers: list[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
+
+
+def tokens_from(answers: list[Answer], tier: str) -> int:
+    return sum(answer.cached[tier] for answer in answers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_comes_back_from_every_tier(
+    name: str, launch: Launch, model: Path, tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    path = family.write(model, tmp_path / "model")
+    # Device memory holds two of the prompts, the host tier all of them.
+    arguments = (
+        *("--max-total-tokens", "2048", "--tier-host-bytes", "64MiB"),
+        *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB", *family.arguments),
+    )
+    whole = (LENGTH - 1) // family.page * family.page * len(PROMPTS)
+    server = launch(*arguments, model_path=path)
+    assert family.pools in server.log
+    computed = server.generate_all(PROMPTS, concurrency=2)
+    assert all(answer.num_cached == 0 for answer in computed)
+    assert len({tuple(answer.output_ids) for answer in computed}) == len(PROMPTS)
+
+    loaded = server.generate_all(PROMPTS, concurrency=2)
+    assert outputs(loaded) == outputs(computed)
+    assert tokens_from(loaded, "host") >= 0.6 * whole
+    server.flush()
+    from_storage = server.generate_all(PROMPTS, concurrency=2)
+    assert outputs(from_storage) == outputs(computed)
+    assert tokens_from(from_storage, "storage") == whole
+    server.kill()
+
+    restarted = launch(*arguments, model_path=path)
+    after = restarted.generate_all(PROMPTS, concurrency=2)
+    assert outputs(after) == outputs(computed)
+    assert tokens_from(after, "storage") == whole
+    restarted.kill()
