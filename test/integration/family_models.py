@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["write_gemma3", "write_sliding_window", "write_short_conv"]
+__all__ = ["write_gemma3", "write_sliding_window"]
 
 WINDOW = 128  # tokens; two pages
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320
@@ -93,51 +93,6 @@ def write_gemma3(demo: Path, out: Path) -> Path:
             f"{layer}.post_attention_layernorm.weight": norm,
             f"{layer}.pre_feedforward_layernorm.weight": norm,
             f"{layer}.post_feedforward_layernorm.weight": norm,
-        }
-    return _write(demo, out, config, weights)
-
-
-def write_short_conv(demo: Path, out: Path) -> Path:
-    """LFM2: convolutions with a state per sequence (SGLang's Mamba pool) between attention."""
-    layer_types = ["conv", "full_attention", "conv"]
-    config = {
-        **COMMON,
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "layer_types": layer_types,
-        "norm_eps": 1e-5,
-        "num_hidden_layers": len(layer_types),
-        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    }
-    matrix = _Matrices(seed=4)
-    ones = np.ones(HIDDEN, dtype=np.float32)
-    weights = {
-        "model.embed_tokens.weight": matrix.embedding(),
-        "model.embedding_norm.weight": ones,
-    }
-    for number, kind in enumerate(layer_types):
-        layer = f"model.layers.{number}"
-        if kind == "conv":
-            weights |= {
-                f"{layer}.conv.conv.weight": matrix(HIDDEN, 3)[:, None],
-                f"{layer}.conv.in_proj.weight": matrix(3 * HIDDEN, HIDDEN),
-                f"{layer}.conv.out_proj.weight": matrix(HIDDEN, HIDDEN),
-            }
-        else:
-            weights |= _attention(matrix, f"{layer}.self_attn", "out_proj")
-            for name in ("q_layernorm", "k_layernorm"):
-                weights[f"{layer}.self_attn.{name}.weight"] = np.full(
-                    HEAD_DIM, 2.5, dtype=np.float32
-                )
-        weights |= {
-            f"{layer}.feed_forward.w1.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.feed_forward.w3.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.feed_forward.w2.weight": matrix(HIDDEN, INTERMEDIATE),
-            f"{layer}.operator_norm.weight": ones,
-            f"{layer}.ffn_norm.weight": ones,
         }
     return _write(demo, out, config, weights)
 

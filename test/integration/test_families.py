@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from family_models import write_gemma3, write_short_conv, write_sliding_window
+from family_models import write_gemma3, write_sliding_window
 
-from conftest import Launch, make_prompts
+from conftest import Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,21 +28,11 @@ class Family:
 
     write: Callable[[Path, Path], Path]
     pools: str
-    arguments: tuple[str, ...] = ()
-    page: int = 64
 
 
 FAMILIES = {
     "sliding-window-in-one-pool": Family(write_gemma3, "pools=KV,"),
     "sliding-window-in-its-own-pool": Family(write_sliding_window, "pools=Full + SWA,"),
-    "state-per-sequence": Family(
-        write_short_conv,
-        "pools=KV + MAMBA,",
-        # SGLang would fill a share of all memory with states, touching every byte of it.
-        ("--page-size", "1", "--disable-overlap-schedule", "--max-mamba-cache-size", "48"),
-        page=1,
-    ),
-    "eight-bit-cache": Family(lambda demo, _: demo, "pools=KV,", ("--kv-cache-dtype", "fp8_e4m3")),
 }
 
 
@@ -63,9 +53,9 @@ def test_family_comes_back_from_every_tier(
     # Device memory holds two of the prompts, the host tier all of them.
     arguments = (
         *("--max-total-tokens", "2048", "--tier-host-bytes", "64MiB"),
-        *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB", *family.arguments),
+        *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB"),
     )
-    whole = (LENGTH - 1) // family.page * family.page * len(PROMPTS)
+    whole = aligned(LENGTH) * len(PROMPTS)
     server = launch(*arguments, model_path=path)
     assert family.pools in server.log
     computed = server.generate_all(PROMPTS, concurrency=2)

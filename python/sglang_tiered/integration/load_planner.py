@@ -9,6 +9,7 @@ there; everything else runs on the scheduler thread.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import CostModel, LoadPlan
 
-__all__ = ["LoadDecision", "LoadPlanner"]
+__all__ = ["LoadDecision", "LoadPlanner", "Reading"]
 
 Request = TypeVar("Request")
 
-STALE_AFTER_S = 5.0
+STALE_AFTER_S = 3.0
 """A tier that no load has measured for this long is measured by a probe before it is declined for
 ever: disks recover."""
 
@@ -40,6 +41,15 @@ class LoadDecision(enum.Enum):
     GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Reads under way."""
+
+    num_bytes: int
+    begun_at: float
+    told_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Load:
     """A load under way. Times are of the planner's clock."""
@@ -50,7 +60,7 @@ class _Load:
 
 
 class LoadPlanner(Generic[Request]):
-    """One per scheduler; scheduler thread only, ``note_load`` excepted."""
+    """One per scheduler; scheduler thread only, ``begin_read`` and ``end_read`` excepted."""
 
     def __init__(self, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
         self.costs = costs
@@ -58,6 +68,8 @@ class LoadPlanner(Generic[Request]):
         self.num_loads = 0
         self.load_s = 0.0
         self._clock = clock
+        self._lock = threading.Lock()
+        self._readings: list[Reading] = []
         self._finished: deque[tuple[int, float]] = deque(maxlen=MAX_FINISHED)
         self._measured_at = clock()
         self._loads: dict[Request, _Load] = {}
@@ -66,9 +78,19 @@ class LoadPlanner(Generic[Request]):
 
     # ---- What things take ----
 
-    def note_load(self, num_bytes: int, seconds: float) -> None:
-        """A load (or a probe) finished, from its first read to its last byte. Any thread."""
-        self._finished.append((num_bytes, seconds))
+    def begin_read(self, num_bytes: int) -> Reading:
+        """A load (or a probe) begins to read. Any thread; give the result to ``end_read``."""
+        reading = Reading(num_bytes, self._clock())
+        with self._lock:
+            self._readings.append(reading)
+        return reading
+
+    def end_read(self, reading: Reading, *, is_complete: bool) -> None:
+        """Its last byte arrived, or some never will. Any thread."""
+        with self._lock:
+            self._readings.remove(reading)
+        if is_complete:
+            self._finished.append((reading.num_bytes, self._clock() - reading.begun_at))
 
     def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
@@ -88,6 +110,20 @@ class LoadPlanner(Generic[Request]):
             self.costs.transfer.observe(num_bytes, seconds)
             self.num_loads += 1
             self.load_s += seconds
+            self._measured_at = self._clock()
+        with self._lock:
+            for reading in self._readings:
+                self._learn_from(reading)
+
+    def _learn_from(self, reading: Reading) -> None:
+        """A read that goes on for twice as long as expected has told something already, and again
+        each time that doubles: requests must not wait one after the other for a disk that hangs
+        until it has answered once."""
+        elapsed_s = self._clock() - reading.begun_at
+        expected_s = self.costs.transfer.seconds(reading.num_bytes)
+        if elapsed_s > 2 * max(expected_s, reading.told_s):
+            reading.told_s = elapsed_s
+            self.costs.transfer.observe(reading.num_bytes, elapsed_s)
             self._measured_at = self._clock()
 
     # ---- A request's way ----

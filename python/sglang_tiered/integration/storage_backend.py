@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TieredStorage"]
 
-MAX_PROBE_PAGES = 16
+MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
+MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -317,18 +318,17 @@ class TieredStorage(ZeroCopyStorage):
     def _timed_load(
         self, pool: PoolName, hashes: Sequence[str], pages: tuple[Page, ...]
     ) -> list[bool]:
-        begun = time.monotonic()
         run = Run(tuple(engine_keys(pool, hashes)), pages)
+        reading = None if self._planner is None else self._planner.begin_read(run.num_bytes)
         served = self._finish(self._begin(self._require_engine().submit_load, run))
-        if self._planner is not None and all(served):
-            num_bytes = sum(segment.nbytes for page in pages for segment in page)
-            self._planner.note_load(num_bytes, time.monotonic() - begun)
+        if self._planner is not None and reading is not None:
+            self._planner.end_read(reading, is_complete=all(served))
         return served
 
     def probe(self, hashes: Sequence[str]) -> None:
         """Measure the tier with pages it holds, into memory of their own, on a thread of its own:
-        a single page, then all of them (at most ``MAX_PROBE_PAGES``)."""
-        hashes = hashes[:MAX_PROBE_PAGES]
+        a single page, then several, more than once while that is quick."""
+        hashes = hashes[: max(1, min(MAX_PROBE_PAGES, MAX_PROBE_BYTES // self.page_bytes()))]
         if hashes:
             threading.Thread(
                 target=self._probe, args=(hashes,), name="tier-probe", daemon=True
@@ -337,8 +337,11 @@ class TieredStorage(ZeroCopyStorage):
     def _probe(self, hashes: Sequence[str]) -> None:
         page_bytes = self.page_bytes()
         pages = tuple((memoryview(bytearray(page_bytes)),) for _ in hashes)
-        for count in (1, len(hashes)):
+        begun = time.monotonic()
+        for count in (1, *[len(hashes)] * MAX_PROBE_READS):
             self._timed_load(PoolName.KV, hashes[:count], pages[:count])
+            if time.monotonic() - begun > MAX_PROBE_S:
+                return
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None

@@ -37,6 +37,12 @@ def make_planner(*, load_token_s: float = LOAD_TOKEN_S) -> tuple[LoadPlanner[str
     return LoadPlanner(costs, now), now
 
 
+def load(planner: LoadPlanner[str], now: Now, num_bytes: int, seconds: float) -> None:
+    reading = planner.begin_read(num_bytes)
+    now.seconds += seconds
+    planner.end_read(reading, is_complete=True)
+
+
 def arrive(planner: LoadPlanner[str], request: str, num_held: int, num_new: int) -> int:
     return planner.arrives(request, num_held=num_held, num_new=num_new, num_before=0, num_ahead=0)
 
@@ -59,17 +65,31 @@ def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not()
 def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() -> None:
     planner, now = make_planner()
     for _ in range(6):
-        planner.note_load(1 << 20, 30.0)
+        load(planner, now, 1 << 20, 30.0)
     assert arrive(planner, "r", 6400, 6500) == 0
     assert not planner.wants_probe()  # just measured
     now.seconds += STALE_AFTER_S
     assert planner.wants_probe()
     assert not planner.wants_probe()  # one at a time
     for _ in range(8):
-        planner.note_load(1 << 20, 1e-2)
+        load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
     assert planner.num_loads == 14
     assert planner.load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+
+
+def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:
+    planner, now = make_planner()
+    assert arrive(planner, "first", 6400, 6500) == 6400
+    reading = planner.begin_read(6400 * BYTES_PER_TOKEN)
+    num_loaded = 0
+    for number in range(12):
+        now.seconds += 1.0
+        num_loaded += arrive(planner, f"r{number}", 6400, 6500) > 0
+        planner.leaves(f"r{number}")
+    assert num_loaded <= 4
+    assert arrive(planner, "last", 6400, 6500) == 0
+    planner.end_read(reading, is_complete=False)
 
 
 def test_a_request_that_is_attempted_again_is_counted_once() -> None:
