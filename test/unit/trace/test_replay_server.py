@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from pathlib import Path
 
@@ -170,6 +171,30 @@ def test_a_full_host_tier_loses_what_the_device_evicts_and_counts_it() -> None:
     prompts = [request(20 * i, *range(10 * i, 10 * i + 9)) for i in range(20)]
     totals, _ = serve(HiCacheStack, sizes(10, 20, 4000), prompts, stuck)
     assert totals.units_lost_unspilled > 0
+
+
+@pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
+def test_the_host_tier_never_keeps_an_end_without_its_beginning(
+    kind: type[HiCacheStack | TieredStack],
+) -> None:
+    """In a tree only leaves go. Here single units do, in an order that must come to the same, also
+    for chains that were kept out of the order for a while."""
+    choose = random.Random(3)
+    chains: list[list[int]] = [[0]]
+    totals = Totals()
+    stack = kind(sizes(40, 120, 4000), HARDWARE, totals, unit_tokens=UNIT)
+    server = Server(stack, HARDWARE, totals, unit_tokens=UNIT)
+    for i in range(1, 500):
+        above = choose.choice(chains[-30:])
+        chains.append([*above[: choose.randint(1, 25)], *range(10 * i, 10 * i + 8)])
+        server.submit(request(100.0 * i, *chains[-1]))
+        kept = stack._host.units.keys() | stack._parked.keys() | stack._device.units.keys()
+        for chain in chains:
+            held = [unit in kept for unit in chain]
+            assert held == sorted(held, reverse=True), (i, chain)
+    server.close()
+    assert totals.units_hit["host"] > 0
+    assert totals.units_hit["nvme"] > 0
 
 
 def test_loads_and_stores_share_the_device_and_no_time_is_lost() -> None:

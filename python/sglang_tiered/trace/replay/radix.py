@@ -10,7 +10,7 @@ whole nodes of its tree; here single units go.)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.trace.replay.disk import Disk
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["RadixStack", "Store"]
 
 
-_MAX_PASSED = 64
-"""Units on the device that one eviction looks beyond, before it takes the host tier for full."""
+_MAX_PASSED_TOKENS = 1 << 15
+"""On the device, that one eviction looks beyond, before it takes the host tier for full."""
 
 
 class Store(NamedTuple):
@@ -56,8 +56,9 @@ class RadixStack(ABC):
         self._unit_tokens = unit_tokens
         self._bytes_per_token = hardware.kv_bytes_per_token
         self._loading_tokens = 0  # host memory of loads in flight or not yet consumed
-        self._pinned: dict[int, list[int]] = {}  # host units out of the order: pins, tokens
-        self._pinned_tokens = 0
+        self._pins: dict[int, int] = {}  # host units that must stay, to their pins
+        # Pinned units that have become the oldest, oldest first, to their tokens: out of the way.
+        self._parked: OrderedDict[int, int] = OrderedDict()
         self._stores: deque[Store] = deque()
         self._storing: Store | None = None
         self._store_tokens = 0  # waiting or being written: their host copies must stay
@@ -122,10 +123,10 @@ class RadixStack(ABC):
                 self._plan(job, start, num_held, now_s)
 
     def _num_in_memory(self, units: Sequence[int]) -> int:
-        device, host, pinned = self._device.units, self._host.units, self._pinned
+        device, host, parked = self._device.units, self._host.units, self._parked
         count = 0
         for unit in units:
-            if unit not in device and unit not in host and unit not in pinned:
+            if unit not in device and unit not in host and unit not in parked:
                 break
             count += 1
         return count
@@ -138,6 +139,7 @@ class RadixStack(ABC):
         job.load_begin_s, job.load_end_s = self._disk.load(now_s, num_bytes)
         job.ready_s = job.load_end_s
         self._loading_tokens += tokens
+        self._touch_host(job.request.units[:start])  # what the load goes on from must stay
         self._make_room(0)
         self._totals.loads_begun += 1
         self._totals.nvme_bytes_loaded += num_bytes
@@ -152,12 +154,12 @@ class RadixStack(ABC):
         loaded_stop = job.load_start
         if job.load_stop > job.load_start:
             loaded_stop = self._consume(job, now_s)
-        device, host, pinned = self._device.units, self._host.units, self._pinned
+        device, host, parked = self._device.units, self._host.units, self._parked
         served = [0, 0, 0]
         for position, unit in enumerate(units):
             if unit in device:
                 served[0] += 1
-            elif unit in host or unit in pinned:
+            elif unit in host or unit in parked:
                 loaded = job.load_start <= position < loaded_stop
                 served[2 if loaded else 1] += 1
             else:
@@ -200,10 +202,10 @@ class RadixStack(ABC):
         units = request.units
         lengths = lengths_of(len(units), request.input_tokens, self._unit_tokens)
         self._device.touch(reversed(units), reversed(lengths))
-        host, pinned = self._host.units, self._pinned
+        host, parked = self._host.units, self._parked
         first_new = len(units)
         for position, unit in enumerate(units):
-            if unit not in host and unit not in pinned:
+            if unit not in host and unit not in parked:
                 first_new = position
                 break
         new_tokens = self._enter_host(units, lengths)
@@ -236,24 +238,22 @@ class RadixStack(ABC):
         self._store_tokens += store.num_tokens
 
     def _evict_device(self) -> None:
-        host, pinned, below = self._host.units, self._pinned, self._below
+        host, parked, below = self._host.units, self._parked, self._below
         for unit in self._device.trim():
-            if unit not in host and unit not in pinned and unit not in below:
+            if unit not in host and unit not in parked and unit not in below:
                 self._totals.units_lost_unspilled += 1
 
     def _enter_host(self, units: Sequence[int], lengths: Sequence[int]) -> int:
         """Touch the units in the host tier and enter those it lacks, if there is room for them;
         returns the new tokens, -1 if there was none."""
-        host, pinned = self._host.units, self._pinned
+        host, parked = self._host.units, self._parked
         new = [
             (unit, tokens)
             for unit, tokens in zip(units, lengths, strict=True)
-            if unit not in host and unit not in pinned
+            if unit not in host and unit not in parked
         ]
         # What is here already first, so that making room cannot take it.
-        for unit in reversed(units):
-            if unit in host:
-                host.move_to_end(unit)
+        self._touch_host(units)
         if not new:
             return 0
         new_tokens = sum(tokens for _, tokens in new)
@@ -265,27 +265,38 @@ class RadixStack(ABC):
             self._host.tokens += new_tokens
             self._host.tokens_in += new_tokens
             host.update(new)
-            for unit in reversed(units):
-                if unit in host:
-                    host.move_to_end(unit)
+            self._touch_host(units)
         return new_tokens
+
+    def _touch_host(self, units: Sequence[int]) -> None:
+        """Make those of a chain that are in the host tier the most recent, its end before its
+        beginning."""
+        host, parked = self._host.units, self._parked
+        for unit in reversed(units):
+            if unit in host:
+                host.move_to_end(unit)
+            elif unit in parked:
+                host[unit] = parked.pop(unit)
 
     def _make_room(self, num_tokens: int) -> bool:
         """Evict from the host tier until so much fits beside all else; false when it cannot."""
         tier, device, below = self._host, self._device.units, self._below
-        units = tier.units
+        units, pins = tier.units, self._pins
         wanted = self._loading_tokens + num_tokens
-        evicted = num_passed = num_lost = 0
-        while tier.tokens + self._pinned_tokens + wanted > self._host_capacity:
+        evicted = passed_tokens = num_lost = 0
+        while tier.tokens + wanted > self._host_capacity:
             unit = next(iter(units), None)
-            if unit is not None and unit in device and num_passed < _MAX_PASSED:
+            if unit is not None and unit in pins:
+                self._parked[unit] = units.pop(unit)
+                continue
+            if unit is not None and unit in device and passed_tokens < _MAX_PASSED_TOKENS:
                 units.move_to_end(unit)  # in use, so it is not as old as it looks
-                num_passed += 1
+                passed_tokens += units[unit]
                 continue
             if unit is None or unit in device or tier.tokens <= self._store_tokens:
                 if not self._make_more_room():
                     break
-                num_passed = 0
+                passed_tokens = 0
                 continue
             tokens = units.pop(unit)
             tier.tokens -= tokens
@@ -296,39 +307,27 @@ class RadixStack(ABC):
         if evicted:
             self._totals.units_lost_unstored += num_lost
             self._note_host_evicted(evicted)
-        return tier.tokens + self._pinned_tokens + wanted <= self._host_capacity
+        return tier.tokens + wanted <= self._host_capacity
 
     def _pin(self, units: Sequence[int]) -> bool:
-        """Take a chain out of the host tier's order; false if a part of it is not there."""
-        host, pinned = self._host.units, self._pinned
-        if any(unit not in host and unit not in pinned for unit in units):
+        """Keep a chain in the host tier; false if a part of it is not there."""
+        host, parked, pins = self._host.units, self._parked, self._pins
+        if any(unit not in host and unit not in parked for unit in units):
             return False
         for unit in units:
-            entry = pinned.get(unit)
-            if entry is None:
-                tokens = host.pop(unit)
-                self._host.tokens -= tokens
-                self._host.tokens_out += tokens
-                self._pinned_tokens += tokens
-                pinned[unit] = [1, tokens]
-            else:
-                entry[0] += 1
+            pins[unit] = pins.get(unit, 0) + 1
         return True
 
     def _unpin(self, units: Sequence[int]) -> None:
-        """Undo one ``_pin``: what nothing else pins is the next to go, its end first."""
-        host, pinned = self._host.units, self._pinned
+        """Undo one ``_pin``. What nothing else pins goes in its turn, which is as old as it was."""
+        host, parked, pins = self._host.units, self._parked, self._pins
         for unit in units:
-            entry = pinned[unit]
-            entry[0] -= 1
-            if entry[0] == 0:
-                del pinned[unit]
-                tokens = entry[1]
-                self._pinned_tokens -= tokens
-                self._host.tokens += tokens
-                self._host.tokens_in += tokens
-                host[unit] = tokens
-                host.move_to_end(unit, last=False)
+            pins[unit] -= 1
+            if not pins[unit]:
+                del pins[unit]
+                if unit in parked:  # older than all that is in the order
+                    host[unit] = parked.pop(unit)
+                    host.move_to_end(unit, last=False)
 
     def _drain(self, now_s: float) -> None:
         """Carry out the stores that began or ended by now, one at a time."""
@@ -366,12 +365,14 @@ class RadixStack(ABC):
 
     def check_integrity(self) -> None:
         self._device.check_integrity()
-        pinned = sum(tokens for _, tokens in self._pinned.values())
-        assert pinned == self._pinned_tokens, (pinned, self._pinned_tokens)
-        assert not self._pinned.keys() & self._host.units.keys()
-        assert self._host.tokens == sum(self._host.units.values())
+        held = self._host.units.keys() | self._parked.keys()
+        assert len(held) == len(self._host.units) + len(self._parked)
+        assert self._pins.keys() <= held
+        assert self._parked.keys() <= self._pins.keys()
+        tokens = sum(self._host.units.values()) + sum(self._parked.values())
+        assert self._host.tokens == tokens, (self._host.tokens, tokens)
         assert self._host.tokens_in == self._host.tokens + self._host.tokens_out
-        used = self._host.tokens + pinned + self._loading_tokens
+        used = self._host.tokens + self._loading_tokens
         assert used <= self._host_capacity, (used, self._host_capacity)
         assert self._loading_tokens >= 0
         assert self._store_tokens >= 0
