@@ -56,6 +56,7 @@ def test_every_policy_is_in_the_table_and_in_the_json(
     assert runs["lru"]["sizes"]["device_tokens"] == 4000
     assert runs["infinite"]["units_hit"]["device"] == 64 * 3 + sum(range(8)) * 8 - (8 * 3 - 7) - 56
     for run in runs.values():
+        assert run["ttft_returning"]["num"] == 7 * 8  # all turns but the first of each of 8 talks
         assert sum(run["units_hit"].values()) + run["units_missed"] == run["num_units"]
 
 
