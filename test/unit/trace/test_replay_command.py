@@ -80,6 +80,20 @@ def test_small_units_and_servers_and_copies(
     assert "3 servers" in shown
 
 
+def test_parts_of_a_fleet_add_up_to_it(trace: Path, tmp_path: Path) -> None:
+    found = []
+    for name, words in (("all", ()), ("a", ("0-1",)), ("b", ("2-4",))):
+        only = ("--only-servers", *words) if words else ()
+        file = tmp_path / f"{name}.json"
+        fleet = ("--servers", "5", "--replicate", "3", "--policy", "tiered,infinite", *only)
+        assert main(["replay", str(trace), *SIZES, *fleet, "--json", str(file)]) == 0
+        found.append(json.loads(file.read_text())["raw"]["runs"])
+    for whole, *parts in zip(*found, strict=True):
+        assert all(part["num_requests"] for part in parts)
+        for count in ("num_requests", "num_tokens", "units_missed", "nvme_bytes_loaded"):
+            assert whole[count] == sum(part[count] for part in parts), count
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -89,6 +103,8 @@ def test_small_units_and_servers_and_copies(
         (("--nvme", "1MiB"), "less than two regions"),
         (("--policy", "lru,best"), "--policy best is unknown"),
         (("--policy", "lru,lru"), "must name each policy once"),
+        (("--only-servers", "3-1"), "'3-1' is not a part of the servers"),
+        (("--servers", "4", "--only-servers", "2-4"), "not within the 4 of --servers"),
         (("--page-tokens", "100"), "does not fit the trace's blocks of 512"),
         (("--page-tokens", "0"), "is not a number from 1"),
         (("--host", "4ktok"), "must be larger than --device"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import resource
 import time
 from pathlib import Path
@@ -71,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--servers", metavar="N", type=_count, default=1)
     load.add_argument(
+        "--only-servers",
+        metavar="A-B",
+        type=_part,
+        help="simulate a part of them, numbered from 0: they share nothing",
+    )
+    load.add_argument(
         "--route",
         choices=ROUTES,
         default="prefix",
@@ -118,6 +125,12 @@ def run(options: argparse.Namespace) -> int:
     from sglang_tiered.trace.replay.stream import TraceStream
 
     policies = _policies(options.policy)
+    only = options.only_servers
+    if only is not None and only.stop > options.servers:
+        raise ConfigError(
+            f"--only-servers {only.start}-{only.stop - 1} is not within the {options.servers} of "
+            "--servers, which are numbered from 0; name some of those."
+        )
     hardware = _hardware(options)
     _sizes(options, hardware, None)  # a bad size is refused before a long trace is read
     for path in (options.json, options.plot):
@@ -139,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = _sizes(options, hardware, stream)
     for one in sizes:
         check_sizes(policies, one)
-    plan = Replay(stream, hardware, policies, sizes, options.servers)
+    plan = Replay(stream, hardware, policies, sizes, options.servers, only)
     start = time.perf_counter()
     runs = _with_progress(options, plan)
     wall_s = time.perf_counter() - start
@@ -160,6 +173,8 @@ def run(options: argparse.Namespace) -> int:
 def _plain(value: object) -> str | int | float | None:
     if value is None or isinstance(value, (str, int, float)):
         return value
+    if isinstance(value, range):
+        return f"{value.start}-{value.stop - 1}"
     # Results are published: a file's name, not where it lies.
     return value.name if isinstance(value, Path) else None
 
@@ -255,6 +270,13 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= _MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_MAX_COUNT:,}")
     return int(text)
+
+
+def _part(text: str) -> range:
+    match = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part of the servers, such as 0-99")
+    return range(int(match[1]), int(match[2]) + 1)
 
 
 def _figure(text: str) -> float:

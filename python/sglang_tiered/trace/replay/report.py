@@ -29,11 +29,12 @@ _REFERENCES = ("lru", "hicache", "belady", "infinite")
 
 def print_runs(plan: Replay, runs: Sequence[Run], *, wall_s: float, peak_bytes: int) -> None:
     survey = plan.stream.survey
+    part = f", of which {len(plan.only):,} were simulated" if plan.only is not None else ""
     header = (
         f"{plan.stream.name}: {survey.num_requests:,} requests, {survey.num_tokens:,} tokens in "
         f"{survey.num_units:,} units of {survey.unit_tokens}, {survey.num_unique_units:,} of them "
         f"different, over {survey.duration_s:,.0f} s; {plan.num_servers} "
-        f"{'server' if plan.num_servers == 1 else 'servers'}"
+        f"{'server' if plan.num_servers == 1 else 'servers'}{part}"
     )
     print_lines([header, ""])
     _print_hits(runs)

@@ -40,13 +40,19 @@ _STEP = 2000  # requests between two looks at the clock
 
 @dataclass(frozen=True)
 class Replay:
-    """What to run: every policy at every size."""
+    """What to run: every policy at every size. ``only`` is a part of the servers to simulate: they
+    share nothing, so parts of a fleet may run one by one or on several machines."""
 
     stream: TraceStream
     hardware: Hardware
     policies: Sequence[str]
     sizes: Sequence[TierSizes]
     num_servers: int = 1
+    only: range | None = None
+
+    @property
+    def servers(self) -> range:
+        return range(self.num_servers) if self.only is None else self.only
 
 
 @dataclass
@@ -80,9 +86,9 @@ def replay(plan: Replay, step: Callable[[int], None] = lambda _: None) -> list[R
 
 def num_steps(plan: Replay) -> int:
     passes = len(plan.sizes) * len(plan.policies)
-    return plan.stream.survey.num_requests * (
-        passes + any(policy in FORESEEING for policy in plan.policies)
-    )
+    passes += any(policy in FORESEEING for policy in plan.policies)
+    # Of a part of the servers, about as many: nobody has routed the requests yet.
+    return plan.stream.survey.num_requests * len(plan.servers) // plan.num_servers * passes
 
 
 def _groups(plan: Replay) -> list[range]:
@@ -93,9 +99,10 @@ def _groups(plan: Replay) -> list[range]:
     # No server holds more than comes to it.
     share = plan.stream.survey.num_unique_units // plan.num_servers + 1
     per_server = max(1, min(largest // unit_tokens, 3 * share))
-    size = max(1, min(plan.num_servers, MAX_UNITS_AT_ONCE // per_server))
-    starts = range(0, plan.num_servers, size)
-    return [range(start, min(start + size, plan.num_servers)) for start in starts]
+    servers = plan.servers
+    size = max(1, min(len(servers), MAX_UNITS_AT_ONCE // per_server))
+    starts = range(servers.start, servers.stop, size)
+    return [range(start, min(start + size, servers.stop)) for start in starts]
 
 
 def _look_ahead(plan: Replay, group: range, future: NextUse, step: Callable[[int], None]) -> None:
