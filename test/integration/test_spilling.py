@@ -83,23 +83,6 @@ def test_pages_a_crawling_disk_could_not_take_are_counted(server: Server, disk: 
     assert missed <= lost, (missed, lost)
 
 
-def test_returning_turns_survive_a_burst_the_host_tier_can_hold(server: Server, disk: Disk) -> None:
-    """Clean pages go first, so a burst that fits the pins loses nothing however slow the disk."""
-    server.flush()
-    old, burst = make_prompts(3, 12, LENGTH), make_prompts(4, 6, LENGTH)
-    server.generate_all(old)
-    wait_until_clean(server)
-    lost = lost_pages(server)
-    disk.set_speed(CRAWL)
-    server.generate_all(burst)
-    server.generate_all(old)  # loads that compete for the host tier
-    disk.set_speed("0")
-    wait_until_clean(server)
-    assert lost_pages(server) == lost
-    answers = server.generate_all(burst)
-    assert sum(answer.num_cached for answer in answers) >= 0.97 * len(burst) * aligned(LENGTH)
-
-
 def test_prompts_that_split_and_evict_waiting_nodes_break_nothing(
     server: Server, disk: Disk
 ) -> None:
@@ -127,14 +110,3 @@ def test_prompts_that_split_and_evict_waiting_nodes_break_nothing(
     again = prompt()
     assert server.generate(again).output_ids == server.generate(again).output_ids
     assert "Traceback" not in server.log
-
-
-def test_pages_beyond_the_write_budget_are_counted_as_such(launch: Launch, tmp_path: Path) -> None:
-    server = launch(
-        *SMALL, "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-writes-per-day", "64MiB"
-    )
-    server.generate_all(make_prompts(7, 30, LENGTH))
-    state = server.tier_state()
-    assert state["host_pages_left:lost_budget"] + state["host_pages_left:lost_first_touch"] > 0
-    assert state["host_pages_left:lost_waiting"] == 0
-    server.kill()
