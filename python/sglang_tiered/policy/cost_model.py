@@ -28,6 +28,10 @@ PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 
 TYPICAL_PREFILL_TOKENS = 2048
 
+MIN_OBSERVED_TOKENS = 64
+"""Smaller batches (warm-up, the last tokens of a hit) speak of the fixed part alone, and would move
+all prices with it."""
+
 PRIOR_TRANSFER = (1e-3, 1e-9)
 """Seconds per load and per byte, before any: 1 GB/s."""
 
@@ -67,6 +71,8 @@ class PrefillCost:
     def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """A batch of ``(new tokens, tokens before them)`` per request took so long."""
         num_tokens = sum(new for new, _ in spans)
+        if num_tokens < MIN_OBSERVED_TOKENS:
+            return
         num_pairs = sum(_pairs(new, before) for new, before in spans)
         self._cost.observe((1.0, num_tokens, num_pairs), seconds)
 
