@@ -60,6 +60,7 @@ class StoreState:
         self.regions = RegionTable()
         self.jobs = JobBook()
         self.stores: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
+        self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.batches: deque[Batch] = deque()  # of extents to hash
         self.chunks: deque[Chunk] = deque()  # of extents to write
@@ -94,6 +95,7 @@ class StoreState:
         self.num_pages_purged += self.index.purge(tenant)
         queued = [o for o in self.stores if isinstance(o, StoreTicket) and o.tenant == tenant]
         placed = [part.ticket for write in self.writes for part in write.parts]
+        placed += [part.ticket for part in self.placing]
         for ticket in {*queued, *(ticket for ticket in placed if ticket.tenant == tenant)}:
             for index in range(len(ticket.positions)):
                 self._forget_pending(ticket, index)
@@ -128,6 +130,7 @@ class StoreState:
     def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
         """Hand a placed extent to the hashers, who hand it on to the chunk writers."""
         write.num_left = len(batches)
+        self.placing = []
         self.writes.append(write)
         self.batches.extend(batches)
         self.batch_ready.notify(len(batches))

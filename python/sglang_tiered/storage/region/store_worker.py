@@ -141,6 +141,7 @@ class StoreWorker:
             self._writer.place(parts)
         except Exception:
             with state.lock:
+                state.placing = []
                 state.give_up(parts, Reason.IO_ERROR)
             raise
 
@@ -181,7 +182,8 @@ class StoreWorker:
     def _take(self) -> list[Part]:
         """Pages for the next extent; none when the open region has no room for the first."""
         with self._state.lock:
-            return self._writer.take()
+            self._state.placing = self._writer.take()
+            return self._state.placing
 
     def _settle(self, write: ExtentWrite) -> None:
         """The oldest extent under way has been handled by the chunk writers."""

@@ -80,7 +80,7 @@ def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
     ],
 )
 def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"region_bytes|namespace|num_readers"):
+    with pytest.raises(ValueError, match=r"region_bytes|namespace|readers"):
         RegionEngine(tmp_path / "s", **options(**wrong))
     assert not (tmp_path / "s").exists()
 
