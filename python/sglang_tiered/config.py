@@ -77,7 +77,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together,
     ``writes_per_day`` what they write in any 24 hours (None: no limit), and ``tenant_share`` how
     much of the capacity one tenant may take (None: all). ``warm_host``: prefixes in use before a
-    restart are loaded into host memory after it. ``flush_purges``: SGLang's ``/flush_cache``
+    restart are loaded into host memory after it. ``always_load``: whatever the tier holds is
+    loaded, what it costs aside. ``flush_purges``: SGLang's ``/flush_cache``
     empties this tier too."""
 
     directory: str
@@ -85,6 +86,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     region_bytes: int
     writes_per_day: int | None = None
     warm_host: bool = False
+    always_load: bool = False
     tenant_share: float | None = None
     flush_purges: bool = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from family_models import write_gemma3, write_sliding_window
 
-from conftest import Launch, aligned, make_prompts
+from conftest import ALWAYS, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_family_comes_back_from_every_tier(
     path = family.write(model, tmp_path / "model")
     # Device memory holds two of the prompts, the host tier all of them.
     arguments = (
-        *("--max-total-tokens", "2048", "--tier-host-bytes", "64MiB"),
+        *("--max-total-tokens", "2048", "--tier-host-bytes", "64MiB", *ALWAYS),
         *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB"),
     )
     whole = aligned(LENGTH) * len(PROMPTS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import ROOT, SMALL, Launch, aligned, make_prompts
+from conftest import ALWAYS, ROOT, SMALL, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +79,7 @@ def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path:
         shutil.copy(model / name, latent)
     (latent / "config.json").write_text(json.dumps(LATENT_ATTENTION))
     arguments = ("--load-format", "dummy", "--max-total-tokens", "2048")
-    tiers = ("--tier-host-bytes", "6MiB", "--tier-dir", str(tmp_path / "kv"))
+    tiers = ("--tier-host-bytes", "6MiB", "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     server = launch(*arguments, *tiers, model_path=latent)
     first, second = (server.generate_all(PROMPTS, concurrency=2) for _ in range(2))
     assert [a.output_ids for a in first] == [a.output_ids for a in second]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import Launch, aligned, make_prompts
+from conftest import ALWAYS, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def test_rank_with_an_older_shard_costs_hits_and_nothing_else(
     tier_dir = tmp_path / "kv"
     arguments = (
         *("--tp", "2", "--max-total-tokens", "4096"),
-        *("--tier-host-bytes", "40MiB", "--tier-dir", str(tier_dir)),
+        *("--tier-host-bytes", "40MiB", "--tier-dir", str(tier_dir), *ALWAYS),
     )
     server = launch(*arguments)
     assert "Rank consensus checker is enabled" in server.log

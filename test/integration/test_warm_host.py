@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import Launch, aligned, make_prompts
+from conftest import ALWAYS, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,15 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 NUM_PROMPTS, LENGTH = 6, 700
 PROMPTS = make_prompts(11, NUM_PROMPTS, LENGTH)
-FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB", "--tier-warm-host", "on")
+FLAGS = (
+    "--max-total-tokens",
+    "4096",
+    "--tier-host-bytes",
+    "64MiB",
+    "--tier-warm-host",
+    "on",
+    *ALWAYS,
+)
 DEADLINE_S = 60.0
 
 

@@ -15,10 +15,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sglang_tiered.policy.cost_model import LoadPlan
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.policy.cost_model import CostModel, LoadPlan
+    from sglang_tiered.policy.cost_model import CostModel
 
 __all__ = ["LoadDecision", "LoadPlanner", "Reading"]
 
@@ -62,8 +64,15 @@ class _Load:
 class LoadPlanner(Generic[Request]):
     """One per scheduler; scheduler thread only, ``begin_read`` and ``end_read`` excepted."""
 
-    def __init__(self, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        always: bool = False,
+    ) -> None:
         self.costs = costs
+        self._always = always  # load everything, what it costs aside
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.num_loads = 0
         self.load_s = 0.0
@@ -145,13 +154,15 @@ class LoadPlanner(Generic[Request]):
         self._learn()
         is_new = not self.knows(request)
         self.leaves(request)
-        plan = self.costs.plan(
-            num_held=num_held,
-            num_new=num_new,
-            num_before=num_before,
-            num_ahead=num_ahead,
-            queue_wait_s=self._waiting_s,
-        )
+        plan = LoadPlan(num_held, 0.0, 0.0)
+        if not self._always:
+            plan = self.costs.plan(
+                num_held=num_held,
+                num_new=num_new,
+                num_before=num_before,
+                num_ahead=num_ahead,
+                queue_wait_s=self._waiting_s,
+            )
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
         if is_new:
@@ -180,8 +191,8 @@ class LoadPlanner(Generic[Request]):
         """Whether a request whose load was put off, and which could start now, should go on
         waiting for it, behind ``num_ahead`` tokens of other loads."""
         load = self._loads.get(request)
-        if load is None:
-            return False
+        if load is None or self._always:
+            return load is not None
         self._learn()
         plan = load.plan
         return self.costs.load_seconds(plan.num_tokens, num_ahead=num_ahead) < plan.saved_s
@@ -196,6 +207,8 @@ class LoadPlanner(Generic[Request]):
         disk that hangs is given up after what computing costs.
         """
         self._learn()
+        if self._always:
+            return True
         now = self._clock()
         left_s = self.costs.load_seconds(num_missing, num_ahead=num_ahead)
         load = self._loads.get(request)

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
+from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.compute_probe import probe_prefill
 from sglang_tiered.integration.immediate_query import answer_at_once
 from sglang_tiered.integration.load_planner import LoadPlanner
@@ -70,7 +71,9 @@ class LoadingRadixCache(AgreeingRadixCache):
             num_ranks=int(self.tp_world_size * self.pp_size),
         )
         costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
-        planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(costs)
+        config = TieredConfig.from_environment()
+        always = config is not None and config.nvme is not None and config.nvme.always_load
+        planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(costs, always=always)
         self.storage.use_planner(planner)
         return planner
 

@@ -67,6 +67,7 @@ _NVME_FLAGS = (
     "--tier-nvme-bytes",
     "--tier-nvme-region-bytes",
     "--tier-nvme-writes-per-day",
+    "--tier-load",
     "--tier-warm-host",
     "--tier-tenant-share",
     "--tier-flush",
@@ -279,9 +280,17 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         region_bytes=region,
         writes_per_day=writes,
         warm_host=_resolve_warm_host(explicit, num_ranks),
+        always_load=_resolve_load(explicit),
         tenant_share=share,
         flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
     )
+
+
+def _resolve_load(explicit: Mapping[str, Any]) -> bool:
+    value = explicit.get("tier_load")
+    if value not in (None, "measured", "always"):
+        raise ConfigError(f"--tier-load {value} must be measured or always.")
+    return value == "always"
 
 
 def _resolve_warm_host(explicit: Mapping[str, Any], num_ranks: int) -> bool:

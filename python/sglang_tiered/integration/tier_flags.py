@@ -40,6 +40,11 @@ TIER_FLAGS = {
         "What all ranks together may write to the NVMe device in any 24 hours, e.g. 500GiB; below "
         "it, prefixes seen twice and long ones go first. Default: no limit.",
     ),
+    "--tier-load": (
+        "{measured,always}",
+        "What to load of what NVMe holds: what is measured to be cheaper than computing, or "
+        "everything. Default: measured.",
+    ),
     "--tier-warm-host": (
         "{on,off}",
         "After a restart, load the prefixes that came back last into host memory, in the "

@@ -168,3 +168,16 @@ def test_nothing_is_left_after_clear() -> None:
     planner.clear()
     assert not planner.knows("r")
     assert planner.queue_wait_s == 0.0
+
+
+def test_when_told_to_load_always_no_price_counts() -> None:
+    now = Now()
+    costs = CostModel(
+        page_tokens=64, bytes_per_token=BYTES_PER_TOKEN, transfer=TransferCost((1e9, 1.0))
+    )
+    planner: LoadPlanner[str] = LoadPlanner(costs, now, always=True)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    assert planner.gains_by_its_turn("r", num_ahead=10**9)
+    now.seconds += 1000
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=True)

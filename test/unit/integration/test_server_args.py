@@ -179,6 +179,7 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-nvme-bytes",
         "--tier-nvme-region-bytes",
         "--tier-nvme-writes-per-day",
+        "--tier-load",
         "--tier-warm-host",
         "--tier-tenant-share",
         "--tier-flush",
