@@ -62,6 +62,7 @@ def test_a_quick_disk_is_read(server: Server, expected: list[list[int]]) -> None
     assert state["nvme_load_bytes_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_disk_slower_than_computing_is_given_up_then_declined_then_used_again(
     server: Server, expected: list[list[int]], slowness: Path
 ) -> None:

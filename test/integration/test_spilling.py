@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 700
 CRAWL = "300e3"  # bytes per second: a second and a half for the pages of a prompt
