@@ -63,11 +63,15 @@ def test_first_round_finds_nothing(rounds: list[list[Answer]]) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_later_rounds_hit_host_and_storage(rounds: list[list[Answer]], number: int) -> None:
+def test_later_rounds_hit_everything(rounds: list[list[Answer]], number: int) -> None:
     answers = rounds[number]
     assert tokens_from(answers, "device", "host", "storage") >= 0.97 * PAGE_TOKENS
-    assert tokens_from(answers, "host") > 0
     assert tokens_from(answers, "storage") > 0
+
+
+def test_part_of_what_rotates_stays_in_host_memory(rounds: list[list[Answer]]) -> None:
+    """Not yet in the second round: the burst of the first took the residents' room."""
+    assert tokens_from(rounds[2], "host") > 0
 
 
 @pytest.mark.parametrize("namespace", [{"extra_key": "tenant-b"}, {"cache_salt": "salt-b"}])
