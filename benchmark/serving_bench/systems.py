@@ -33,8 +33,8 @@ __all__ = [
 
 SYSTEMS = ("stock", "hicache-host", "hicache-file", "tiered")
 # With as many OpenMP threads as cores, GNU OpenMP spins at every barrier, which costs whole time
-# slices where anything else wants a core; it stops doing so once a second thread of the process
-# computes, as HiCache's storage thread does and stock SGLang has none to do. Equal for all.
+# slices where anything else wants a core; it seems to stop doing so once a second thread of the
+# process computes, as HiCache's storage thread does and stock SGLang has none to do. Equal for all.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 START_DEADLINE_S = 420.0  # four at once on two busy cores
 
