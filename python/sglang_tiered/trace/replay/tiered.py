@@ -39,7 +39,7 @@ __all__ = ["LOADING_SHARE", "PAGE_TOKENS", "RESIDENT_SHARE", "TieredStack", "pag
 # As in ``integration``, which cannot be imported without SGLang; a test compares them.
 LOADING_SHARE = 1 / 2
 RESIDENT_SHARE = 1 / 3
-STALE_AFTER_S = 5.0
+STALE_AFTER_S = 3.0
 PAGE_TOKENS = 64
 
 # Costs that never change need not be learnt from every request: learning takes as long as the rest.
