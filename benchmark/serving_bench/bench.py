@@ -156,7 +156,7 @@ class Bench:
         self.report.raw[scenario] = {
             "conditions": outcome.conditions,
             "systems": {name: self._describe(outcome, name) for name in outcome.systems if name},
-            "unequal": unequal,
+            "unequal": {label: _answers(outcome.all_rounds, label) for label in unequal},
             "samples": _plain(outcome.rounds),
             "beside": {name: _plain(taken) for name, taken in outcome.beside.items()},
         }
@@ -180,6 +180,19 @@ class Bench:
             if new_bytes and name in ("tiered", "hicache-file"):
                 figures["write_amplification"] = written / new_bytes
         return figures
+
+
+def _answers(rounds: Sequence[Round], label: str) -> dict[str, list[dict[str, Any]]]:
+    """What each system answered to this, and how much of the prompt it took from where."""
+    return {
+        name: [
+            {"output_ids": sample.output_ids, "cached": sample.cached}
+            for one in rounds
+            for sample in one.get(name, ())
+            if sample.label == label
+        ]
+        for name in dict.fromkeys(name for one in rounds for name in one)
+    }
 
 
 def _plain(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -47,11 +47,16 @@ def run(bench: Bench) -> None:
     bytes_per_s = int(bench.kv_bytes_per_token / (FETCH_OVER_PREFILL * prefill_s))
     systems = [fleet[name] for name in names]
     pids = [pid for system in systems for pid in process_tree(system.server.process.pid)]
-    with bench.steps("slow_disk", LEARNING_ROUNDS + setting.rounds) as step:
+    # The disk is slow between rounds as well: a system that looks whether it has recovered shall
+    # not see another disk than its requests do.
+    with (
+        throttle.limit(pids, bytes_per_s),
+        bench.steps("slow_disk", LEARNING_ROUNDS + setting.rounds) as step,
+    ):
         for number in range(LEARNING_ROUNDS + setting.rounds):
             bench.make_cold(systems)
-            with throttle.limit(pids, bytes_per_s), bench.counting_bytes(fleet, outcome):
-                one: Round = {}
+            one: Round = {}
+            with bench.counting_bytes(fleet, outcome):
                 for place, conversation in enumerate(conversations):
                     request = conversation.turn(setting.num_new, setting.num_output)
                     sample = bench.ask_in_turn(fleet, names, request, number + place, one)

@@ -28,11 +28,17 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+    Rows = npt.NDArray[np.uint8]
 
 __all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
 
 HOST_MEMORY_RESERVE_BYTES = 1 << 30
+# Below it, picking rows one by one costs more than the rows; above, less than a gathered copy.
+LARGE_ROW_BYTES = 4096
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -132,9 +138,31 @@ def _never_pin(host_pool_class: Any) -> None:
     host_pool_class.__init__ = without_pinning
 
 
-def _page_ids(token_indices: torch.Tensor, page_size: int) -> torch.Tensor:
+def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
     """Page numbers of page-aligned token indices. token_indices: [pages * page_size] int64."""
-    return token_indices.view(-1, page_size)[:, 0] // page_size
+    ids: list[int] = (token_indices.view(-1, page_size)[:, 0] // page_size).tolist()
+    return ids
+
+
+def _bytes(tensor: torch.Tensor, *shape: int) -> Rows:
+    """The memory of a tensor as [*shape, bytes]. Raises where that would need a copy."""
+    import torch
+
+    rows: Rows = tensor.view(*shape, -1).view(torch.uint8).numpy()
+    return rows
+
+
+def _copy_rows(target: Rows, to: list[int], source: Rows, of: list[int]) -> None:
+    """``target[to] = source[of]`` on the calling thread.
+
+    PyTorch shares such a copy out among the threads of a forward pass, and waiting for them takes
+    several times as long as the copy: 10 ms instead of 2 for 12 MB on two busy cores.
+    """
+    if source.shape[1] >= LARGE_ROW_BYTES:
+        for to_row, of_row in zip(to, of, strict=True):
+            target[to_row] = source[of_row]
+    else:
+        target[to] = source[of]
 
 
 def transfer_kv_direct(
@@ -164,10 +192,11 @@ def transfer_kv_all_layer_direct_lf_pf(
     num_layers = len(src_ptrs) // len(dst_ptrs)
     src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
     for half, target in enumerate(dst_ptrs):
+        pages = _bytes(target, target.shape[0], num_layers)  # [pages, layers, bytes]
         for layer in range(num_layers):
             source = src_ptrs[half * num_layers + layer]
-            pages = source.view(-1, page_size, *source.shape[1:])
-            target[dst_pages, layer] = pages[src_pages].view(-1, *target.shape[2:])
+            rows = _bytes(source, source.shape[0] // page_size)
+            _copy_rows(pages[:, layer], dst_pages, rows, src_pages)
 
 
 def transfer_kv_per_layer_direct_pf_lf(
@@ -181,5 +210,6 @@ def transfer_kv_per_layer_direct_pf_lf(
     """Host (page first) to device (layer first), one layer; the halves as above."""
     src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
-        pages = target.view(-1, page_size, *target.shape[1:])
-        pages[dst_pages] = source[src_pages, layer_id].view(-1, *pages.shape[1:])
+        pages = _bytes(source, source.shape[0], source.shape[1])  # [pages, layers, bytes]
+        rows = _bytes(target, target.shape[0] // page_size)
+        _copy_rows(rows, dst_pages, pages[:, layer_id], src_pages)

@@ -9,6 +9,7 @@ there; everything else runs on the scheduler thread.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
@@ -29,6 +30,10 @@ Request = TypeVar("Request")
 STALE_AFTER_S = 3.0
 """A tier that no load has measured for this long is measured by a probe before it is declined for
 ever: disks recover."""
+
+YIELD_SHARE = 0.05
+"""Of its own prefill, what a request gives up so that a load that is nearly there gets into the
+same batch: without it, one that arrives a moment too late waits for a whole prefill of others."""
 
 MAX_FINISHED = 1024
 MAX_WAITING = 100_000
@@ -57,6 +62,7 @@ class _Load:
     """A load under way. Times are of the planner's clock."""
 
     plan: LoadPlan
+    queued_at: float | None = None
     begun_at: float | None = None  # when its reads were first seen under way
     left_to_begin_s: float = 0.0
 
@@ -84,6 +90,7 @@ class LoadPlanner(Generic[Request]):
         self._loads: dict[Request, _Load] = {}
         self._waiting: dict[Request, float] = {}
         self._waiting_s = 0.0
+        self._yielding: dict[Request, float] = {}  # since when
 
     # ---- What things take ----
 
@@ -177,6 +184,7 @@ class LoadPlanner(Generic[Request]):
     def leaves(self, request: Request) -> None:
         """The request was admitted or has gone. Unknown ones are fine."""
         self._loads.pop(request, None)
+        self._yielding.pop(request, None)
         self._waiting_s -= self._waiting.pop(request, 0.0)
         if not self._waiting:
             self._waiting_s = 0.0  # no rounding is left over
@@ -186,6 +194,24 @@ class LoadPlanner(Generic[Request]):
         load = self._loads.get(request)
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+            load.queued_at = self._clock()
+
+    def left_s(self, request: Request) -> float:
+        """Until its load is expected to have arrived; infinite if it is far too late, or none."""
+        load = self._loads.get(request)
+        if load is None or load.queued_at is None:
+            return math.inf
+        left_s = load.plan.load_s - (self._clock() - load.queued_at)
+        return max(left_s, 0.0) if left_s > -load.plan.load_s else math.inf
+
+    def yields(self, request: Request, left_s: float) -> bool:
+        """Whether a request that could start now lets a load of another, expected in ``left_s``,
+        arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
+        patience_s = YIELD_SHARE * self._waiting.get(request, 0.0)
+        if left_s > patience_s:
+            return False
+        now = self._clock()
+        return now - self._yielding.setdefault(request, now) < patience_s
 
     def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
         """Whether a request whose load was put off, and which could start now, should go on
@@ -225,4 +251,5 @@ class LoadPlanner(Generic[Request]):
         """No request is left."""
         self._loads.clear()
         self._waiting.clear()
+        self._yielding.clear()
         self._waiting_s = 0.0

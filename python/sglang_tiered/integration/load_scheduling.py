@@ -12,6 +12,7 @@ SGLang; with pipeline parallelism SGLang's own path runs unchanged.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
     _num_asks_left = 0  # in this step
+    _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
 
     def begin_loading(self, window_tokens: int) -> None:
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
@@ -202,6 +204,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         self._num_asks_left = MAX_ASKS_PER_STEP
+        self._soonest_load_s = None
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
@@ -211,7 +214,20 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._num_asks_left -= 1
             return not self._awaits_its_turn(request)
         ready: bool = super().check_prefetch_progress(request)
-        return ready
+        return ready and not self._yields(request)
+
+    def _yields(self, request: CacheRequestHandle) -> bool:
+        """Whether a request waits a moment for loads of others that are nearly there."""
+        if self._planner is None or not self.ongoing_prefetch or not self._decides_alone():
+            return False
+        if self._soonest_load_s is None:
+            under_way = [
+                self._planner.left_s(handle)
+                for handle, info in self.ongoing_prefetch.items()
+                if info.operation.completed_tokens < info.operation.storage_hit_count
+            ]
+            self._soonest_load_s = min(under_way, default=math.inf)
+        return self._planner.yields(request, self._soonest_load_s)
 
     def _awaits_its_turn(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting; begins it when it has room."""

@@ -28,8 +28,9 @@ def register() -> None:
     compat.check_version()
     reference_backend.register()
     if not _has_accelerator():
-        from sglang_tiered.integration import cpu_platform, short_conv
+        from sglang_tiered.integration import cpu_platform, malloc, short_conv
 
+        malloc.keep_freed_memory()
         cpu_platform.patch_host_pools()
         short_conv.register()
     compat.check_signatures()

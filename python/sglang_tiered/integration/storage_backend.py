@@ -33,6 +33,11 @@ from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.integration.store_gate import StoreGate
+from sglang_tiered.integration.tier_probe import (
+    MAX_PROBE_BYTES,
+    MAX_PROBE_PAGES,
+    read_in_steps,
+)
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
 from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
@@ -48,9 +53,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["TieredStorage"]
-
-MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
-MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -316,18 +318,24 @@ class TieredStorage(ZeroCopyStorage):
         return self._timed_load(pool, hashes, pages)
 
     def _timed_load(
-        self, pool: PoolName, hashes: Sequence[str], pages: tuple[Page, ...]
+        self,
+        pool: PoolName,
+        hashes: Sequence[str],
+        pages: tuple[Page, ...],
+        taught_after_s: float = 0.0,
     ) -> list[bool]:
+        """Read pages; the planner learns from it if it takes ``taught_after_s`` or longer."""
+        begun = time.monotonic()
         run = Run(tuple(engine_keys(pool, hashes)), pages)
         reading = None if self._planner is None else self._planner.begin_read(run.num_bytes)
         served = self._finish(self._begin(self._require_engine().submit_load, run))
         if self._planner is not None and reading is not None:
-            self._planner.end_read(reading, is_complete=all(served))
+            is_lesson = time.monotonic() - begun >= taught_after_s
+            self._planner.end_read(reading, is_complete=all(served) and is_lesson)
         return served
 
     def probe(self, hashes: Sequence[str]) -> None:
-        """Measure the tier with pages it holds, into memory of their own, on a thread of its own:
-        a single page, then several, more than once while that is quick."""
+        """Measure the tier with pages it holds, into other memory, on a thread of its own."""
         hashes = hashes[: max(1, min(MAX_PROBE_PAGES, MAX_PROBE_BYTES // self.page_bytes()))]
         if hashes:
             threading.Thread(
@@ -337,11 +345,12 @@ class TieredStorage(ZeroCopyStorage):
     def _probe(self, hashes: Sequence[str]) -> None:
         page_bytes = self.page_bytes()
         pages = tuple((memoryview(bytearray(page_bytes)),) for _ in hashes)
-        begun = time.monotonic()
-        for count in (1, *[len(hashes)] * MAX_PROBE_READS):
-            self._timed_load(PoolName.KV, hashes[:count], pages[:count])
-            if time.monotonic() - begun > MAX_PROBE_S:
-                return
+
+        def read(num_pages: int, taught_after_s: float) -> None:
+            taken = slice(num_pages)
+            self._timed_load(PoolName.KV, hashes[taken], pages[taken], taught_after_s)
+
+        read_in_steps(read, len(hashes))
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None

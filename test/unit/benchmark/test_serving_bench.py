@@ -284,7 +284,8 @@ def test_different_answers_leave_no_ratio_and_an_exit_code(tmp_path: Path) -> No
     wrong = {"stock": [sample("c")], "tiered": [sample("c", output=(1, 3))]}
     assert not bench.conclude("x", Outcome(rounds=[wrong]))
     assert "1 of 2 answers are not the same" in bench.failures[0]
-    assert bench.report.raw["x"]["unequal"] == ["c"]
+    unequal = bench.report.raw["x"]["unequal"]["c"]
+    assert [unequal[name][0]["output_ids"] for name in unequal] == [(1, 2), (1, 3)]
     # Answers beside the measured ones count as well.
     right = {"stock": [sample("a")], "tiered": [sample("a")]}
     assert bench.conclude("y", Outcome(rounds=[right]))

@@ -21,8 +21,8 @@ def make_layers(width: tuple[int, ...], seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("halves", "device_width", "host_width"),
-    [(2, (2, 8), (2, 8)), (1, (1, 24), (1, 24)), (1, (1, 24), (24,))],
-    ids=["mha", "mla", "mla-host-without-head-axis"],
+    [(2, (2, 8), (2, 8)), (1, (1, 24), (1, 24)), (1, (1, 24), (24,)), (2, (2, 128), (2, 128))],
+    ids=["mha", "mla", "mla-host-without-head-axis", "rows-of-a-memory-page"],
 )
 def test_device_to_host_and_back_keeps_every_byte(
     halves: int, device_width: tuple[int, ...], host_width: tuple[int, ...]
@@ -60,6 +60,27 @@ def test_device_to_host_and_back_keeps_every_byte(
     kept = token_indices(source)
     for before, after in zip(original, restored, strict=True):
         assert torch.equal(after[kept], before[kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_types_that_numpy_lacks_are_copied_too(dtype: torch.dtype) -> None:
+    device = [layer.to(dtype) for half in range(2) for layer in make_layers((2, 8), half)]
+    host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8, dtype=dtype) for _ in range(2)]
+    cpu_platform.transfer_kv_all_layer_direct_lf_pf(
+        device, host, token_indices([4]), token_indices([1]), page_size=PAGE
+    )
+    assert torch.equal(
+        host[1][1, 2].view(torch.uint8), device[5][4 * PAGE : 5 * PAGE].view(torch.uint8)
+    )
+
+
+def test_a_layer_that_is_not_packed_is_refused_instead_of_copied_to_nowhere() -> None:
+    device = [torch.zeros(NUM_PAGES * PAGE, 2, 16)[:, :, :8] for _ in range(2 * LAYERS)]
+    host = [torch.ones(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
+    with pytest.raises(RuntimeError):
+        cpu_platform.transfer_kv_per_layer_direct_pf_lf(
+            host, device[:2], token_indices([4]), token_indices([1]), 0, page_size=PAGE
+        )
 
 
 def test_layer_first_copy_moves_tokens() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.integration.load_planner import STALE_AFTER_S, LoadDecision, LoadPlanner
+from sglang_tiered.integration.load_planner import (
+    STALE_AFTER_S,
+    YIELD_SHARE,
+    LoadDecision,
+    LoadPlanner,
+)
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 
 TOKEN_S = 1e-4
@@ -181,3 +187,36 @@ def test_when_told_to_load_always_no_price_counts() -> None:
     now.seconds += 1000
     asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
     assert planner.should_wait("r", **asked, is_read=True)
+
+
+def test_a_long_prefill_lets_a_load_that_is_nearly_there_into_its_batch() -> None:
+    planner, now = make_planner()
+    arrive(planner, "returning", 6400, 6500)
+    planner.begins("returning")
+    arrive(planner, "new", 0, 64_000)
+    left_s = planner.left_s("returning")
+    assert 0 < left_s <= YIELD_SHARE * 64_000 * TOKEN_S
+    assert planner.yields("new", left_s)
+    assert not planner.yields("returning", left_s)  # its own prefill is short
+
+
+def test_nobody_yields_for_longer_than_a_share_of_its_own_prefill() -> None:
+    planner, now = make_planner()
+    arrive(planner, "new", 0, 64_000)
+    assert planner.yields("new", 0.0)
+    now.seconds += YIELD_SHARE * 64_000 * TOKEN_S + 1e-6
+    assert not planner.yields("new", 0.0)
+    # Loads of others that follow change nothing.
+    assert not planner.yields("new", 0.01)
+
+
+def test_nobody_yields_to_a_load_that_hangs_or_was_never_begun() -> None:
+    planner, now = make_planner()
+    arrive(planner, "returning", 6400, 6500)
+    arrive(planner, "new", 0, 64_000)
+    assert not planner.yields("new", planner.left_s("returning"))  # put off
+    planner.begins("returning")
+    now.seconds += 3 * 6400 * LOAD_TOKEN_S
+    assert planner.left_s("returning") == math.inf
+    assert not planner.yields("new", planner.left_s("returning"))
+    assert planner.left_s("unknown") == math.inf
