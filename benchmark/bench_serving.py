@@ -89,9 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--systems",
         type=lambda text: text.split(","),
-        default=list(SYSTEMS),
         metavar="NAME,...",
-        help=f"compare some systems only: {', '.join(SYSTEMS)}; tiered is always one",
+        help=f"compare these: {', '.join(SYSTEMS)}; tiered is always one (default: all of them, "
+        "without hicache-host with --quick)",
     )
     parser.add_argument("--shape", help="another model of scripts/make_demo_model.py: 8m to 85m")
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
@@ -109,6 +109,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.only) - SCENARIOS.keys():
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    setting = TINY if options.tiny else QUICK if options.quick else FULL
+    options.systems = list(setting.systems) if options.systems is None else options.systems
     if unknown := set(options.systems) - set(SYSTEMS):
         parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
     if options.plots and importlib.util.find_spec("matplotlib") is None:

@@ -34,12 +34,14 @@ from machine import describe_machine, describe_versions
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.spiller import Spiller
 from sglang_tiered.integration.store_gate import StoreGate
+from sglang_tiered.integration.tenants import tenant_digest
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
 
 PAGE = 64
 PAGES_PER_NODE = 16
 LIMIT_MS = 0.5
+STATES = ("disk idle", "stores backed up", "loads waiting")
 
 
 class Tier:
@@ -86,6 +88,9 @@ class Tier:
 
     def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
         pass
+
+    def tenant_of(self, node_id: int) -> bytes:
+        return tenant_digest(*self.tree_core.prefetch_anchor_info(node_id))
 
     def queue_store(self, node_id: int) -> int:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
@@ -164,7 +169,7 @@ def main() -> None:
     num_steps = 500 if arguments.quick else 2000
     table = Table("state", "offers p50", "p99", "step p50", "p99", "both p99", "wanted")
     raw: dict[str, dict[str, float]] = {}
-    for state in ("disk idle", "stores backed up", "loads waiting"):
+    for state in STATES:
         samples = measure(state, arguments.dirty, num_steps, arguments.offers)
         both = np.add(samples["offer"], samples["step"])
         figures = {

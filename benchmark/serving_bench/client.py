@@ -26,7 +26,6 @@ __all__ = [
     "Sample",
     "ask",
     "ask_each",
-    "ask_sessions",
     "ask_timed",
 ]
 
@@ -47,6 +46,7 @@ class Request:
     num_output: int
     num_reusable: int = 0  # leading prompt tokens that were part of an earlier request or answer
     at_s: float = 0.0  # when to send it, from the start of an open-loop run
+    conversation: str | None = None  # whose turns follow one another, where known
 
 
 @dataclass(frozen=True)
@@ -172,33 +172,25 @@ def ask_each(url: str, requests: Sequence[Request], concurrency: int = 1) -> lis
 
 
 def ask_timed(url: str, requests: Iterable[Request]) -> list[Sample]:
-    """Each request at its ``at_s``, however many are still under way (open loop). The time a
-    request waits counts from when it was due."""
+    """Each request at its ``at_s``, however many are still under way (open loop), but none before
+    the last turn of its conversation was answered: a trace played faster than it was recorded
+    would have users who type while they wait."""
 
     async def run() -> list[Sample]:
         start_s = time.perf_counter()
 
-        async def one(request: Request) -> Sample:
+        async def one(request: Request, last_turn: asyncio.Task[Sample] | None) -> Sample:
             await asyncio.sleep(max(start_s + request.at_s - time.perf_counter(), 0))
+            if last_turn is not None:
+                await asyncio.wait([last_turn])
             return await ask(url, request)
 
-        return list(await asyncio.gather(*map(one, requests)))
-
-    return asyncio.run(run())
-
-
-def ask_sessions(url: str, sessions: Sequence[Sequence[Request]], concurrency: int) -> list[Sample]:
-    """Each session's requests one after the other, ``concurrency`` sessions at a time (closed
-    loop), sessions in order of their beginning."""
-
-    async def run() -> list[Sample]:
-        gate = asyncio.Semaphore(concurrency)
-
-        async def one(session: Sequence[Request]) -> list[Sample]:
-            async with gate:
-                return [await ask(url, request) for request in session]
-
-        taken = await asyncio.gather(*map(one, sessions))
-        return [sample for session in taken for sample in session]
+        last: dict[str, asyncio.Task[Sample]] = {}
+        tasks: list[asyncio.Task[Sample]] = []
+        for index, request in enumerate(requests):
+            name = request.conversation or f"unknown {index}"
+            last[name] = asyncio.create_task(one(request, last.get(name)))
+            tasks.append(last[name])
+        return list(await asyncio.gather(*tasks))
 
     return asyncio.run(run())

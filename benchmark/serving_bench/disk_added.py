@@ -69,7 +69,7 @@ def _measure(bench: Bench, fleet: Fleet, names: list[str]) -> None:
     source = random.Random(SEED)
     number = max(AT_ONCE, setting.rounds * SINGLES)
     conversations = make_conversations("disk_added", SEED, number)
-    length = setting.contexts[1]
+    length = setting.disk_contexts[1]
     num_fillers = math.ceil(1.1 * setting.disk.device_tokens / length)
     fillers = [
         Request(f"disk_added/filler/{index}", tuple(random_tokens(source, length)), 1)
@@ -78,7 +78,7 @@ def _measure(bench: Bench, fleet: Fleet, names: list[str]) -> None:
     first: Round = {}
     with bench.steps("disk_added, first turns", number + num_fillers) as step:
         for index, conversation in enumerate(conversations):
-            size = source.randint(*setting.contexts)
+            size = source.randint(*setting.disk_contexts)
             request = conversation.turn(size, setting.num_output)
             sample = bench.ask_in_turn(fleet, names, request, index, first)
             conversation.answered(request, sample)
@@ -121,7 +121,8 @@ def _measure(bench: Bench, fleet: Fleet, names: list[str]) -> None:
         },
     )
     outcome.conditions = (
-        f"{number} conversations of {setting.contexts[0]:,} to {setting.contexts[1]:,} tokens; "
+        f"{number} conversations of {setting.disk_contexts[0]:,} to {setting.disk_contexts[1]:,} "
+        "tokens; "
         f"device {setting.disk.device_tokens:,} and host {setting.disk.host_tokens:,} tokens; "
         "each return with device and host memory and the page cache emptied before it (after the "
         "restart: empty as it left them), and again once other prompts had pushed it off the "
@@ -189,7 +190,8 @@ def _report(bench: Bench, pairs: dict[str, _Pairs]) -> None:
             )
             is_sound &= from_host >= MIN_SHARE
         ours, theirs = taken.added_s("tiered"), taken.added_s("hicache-file")
-        if not is_sound or min(*ours, *theirs) <= 0:
+        # Ours may be nothing or, by noise, less; what they are divided by may not.
+        if not is_sound or min(theirs) <= 0:
             why = "noise is larger than what it measures" if is_sound else "not from host memory"
             report.note(f"{figure}: no ratio ({why}): {'; '.join(beside)}.")
             continue

@@ -16,7 +16,6 @@ from serving_bench.measures import (
     ttft_percentile,
 )
 from serving_bench.returning import ttft_line
-from serving_bench.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from serving_bench.bench import Bench
@@ -29,13 +28,13 @@ CONCURRENCY = 4
 
 def run(bench: Bench) -> None:
     setting, fleet = bench.setting, bench.main_fleet()
-    names = bench.choose(*SYSTEMS)
+    names = bench.choose("stock", "hicache-file", "tiered")
     source = random.Random(SEED)
-    low, high = setting.contexts
+    length = setting.prompt_tokens
 
     def fresh(label: str) -> Request:
         # One length for all, so that a percentile compares systems and not prompts.
-        tokens = tuple(random_tokens(source, (low + high) // 2))
+        tokens = tuple(random_tokens(source, length))
         return Request(f"noreuse/{label}", tokens, setting.num_output)
 
     singles: list[Round] = []
@@ -60,9 +59,9 @@ def run(bench: Bench) -> None:
             step()
     outcome.rounds = [*singles, *batches]
     asked = 2 * setting.rounds * setting.per_round
-    outcome.new_tokens = asked * ((low + high) // 2 + setting.num_output)
+    outcome.new_tokens = asked * (length + setting.num_output)
     outcome.conditions = (
-        f"{asked} prompts of {(low + high) // 2:,} tokens, none seen before; TTFT one at a time, "
+        f"{asked} prompts of {length:,} tokens, none seen before; TTFT one at a time, "
         f"throughput {CONCURRENCY} at a time; stores go on all the while."
     )
     if bench.conclude("noreuse", outcome):
@@ -72,8 +71,8 @@ def run(bench: Bench) -> None:
 def run_device(bench: Bench) -> None:
     """A few conversations that device memory holds, over and over."""
     setting, fleet = bench.setting, bench.main_fleet()
-    names = bench.choose(*SYSTEMS)
-    length = setting.contexts[0]
+    names = bench.choose("stock", "hicache-file", "tiered")
+    length = setting.prompt_tokens
     returns = setting.rounds * setting.per_round * 2 + 2
     growth = returns * (setting.num_new + setting.num_output)
     number_that_fit = max(1, int(setting.main.device_tokens * 0.8 - growth) // length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from serving_bench.client import Request, Sample, ask_sessions, ask_timed
+from serving_bench.client import Request, Sample, ask_each, ask_timed
 from serving_bench.measures import (
     Outcome,
     Round,
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from sglang_tiered.trace.request import TraceRequest
 
-__all__ = ["load_mooncake", "load_sharegpt", "run_mooncake", "run_sharegpt", "trace_requests"]
+__all__ = [
+    "in_turns",
+    "load_mooncake",
+    "load_sharegpt",
+    "run_mooncake",
+    "run_sharegpt",
+    "trace_requests",
+]
 
 SEED = 6
-NUM_SESSIONS = 4  # at a time, in closed loop
+NUM_AT_ONCE = 4  # requests, in closed loop
 LOAD = 0.7  # share of the time stock SGLang would be prefilling
 MOONCAKE_BLOCK_TOKENS = PAGE_SIZE  # of 512: lengths are an eighth of the trace's
 
@@ -81,6 +88,7 @@ def trace_requests(
             num_output=max(1, min(num_output, request.output_length)),
             num_reusable=int(hits[index]) * request.block_tokens,
             at_s=(arrivals[index] - arrivals[0]) / span * duration_s,
+            conversation=request.conversation,
         )
         for index, request in enumerate(trace)
     ]
@@ -95,8 +103,8 @@ def run_mooncake(bench: Bench) -> None:
         "mooncake", trace, duration_s=duration_s, num_output=setting.num_output
     )
     how = (
-        f"over {duration_s:.0f} s (open loop, spaced as recorded, {LOAD:.0%} of stock SGLang's "
-        "prefill)"
+        f"over {duration_s:.0f} s (open loop, spaced as recorded, no turn before the last one's "
+        f"answer, {LOAD:.0%} of stock SGLang's prefill)"
     )
     _replay(bench, "mooncake", requests, how, lambda url: ask_timed(url, requests))
 
@@ -105,12 +113,25 @@ def run_sharegpt(bench: Bench) -> None:
     setting = bench.setting
     trace = load_sharegpt(_tokens_max(bench), setting.trace_requests)
     requests = trace_requests("sharegpt", trace, duration_s=0, num_output=setting.num_output)
-    sessions: dict[str | None, list[Request]] = {}
+    ordered, num_sessions = in_turns(trace, requests)
+    how = (
+        f"{num_sessions} conversations taking turns, {NUM_AT_ONCE} requests at a time (closed loop)"
+    )
+    _replay(bench, "sharegpt", ordered, how, lambda url: ask_each(url, ordered, NUM_AT_ONCE))
+
+
+def in_turns(
+    trace: Sequence[TraceRequest], requests: Sequence[Request]
+) -> tuple[list[Request], int]:
+    """The first turn of every conversation, then the second of every one, and so on: between two
+    turns a user reads, types and comes back while the others are served. With it their number."""
+    num_turns: dict[str | None, int] = {}
+    keyed = []
     for entry, request in zip(trace, requests, strict=True):
-        sessions.setdefault(entry.conversation, []).append(request)
-    how = f"{len(sessions)} conversations, {NUM_SESSIONS} at a time (closed loop)"
-    taken = list(sessions.values())
-    _replay(bench, "sharegpt", requests, how, lambda url: ask_sessions(url, taken, NUM_SESSIONS))
+        turn = num_turns.get(entry.conversation, 0)
+        num_turns[entry.conversation] = turn + 1
+        keyed.append((turn, request))
+    return [request for _, request in sorted(keyed, key=lambda pair: pair[0])], len(num_turns)
 
 
 def _tokens_max(bench: Bench) -> int:

@@ -41,8 +41,11 @@ class Setting:
     shape: str  # of scripts/make_demo_model.py
     main: Geometry
     disk: Geometry  # of the disk scenario: its host tier holds whatever was just loaded
-    contexts: tuple[int, int]  # tokens of a conversation when it first appears
-    num_new: int  # tokens a returning turn adds
+    systems: tuple[str, ...]  # unless asked for otherwise
+    contexts: tuple[int, int]  # tokens of a conversation of `returning` when it first appears
+    disk_contexts: tuple[int, int]  # of `disk_added`
+    prompt_tokens: int  # of a prompt or conversation of the other scenarios
+    num_new: int  # tokens a returning turn adds; users of ShareGPT send 94.5 on average
     num_output: int
     rounds: int
     per_round: int  # returning turns in a round
@@ -63,14 +66,17 @@ class Setting:
 
 FULL = Setting(
     name="full",
-    shape="44m",
-    main=Geometry(device_tokens=8192, host_ratio=2),
-    disk=Geometry(device_tokens=16384, host_ratio=3),
-    contexts=(1024, 2560),
+    shape="24m",
+    main=Geometry(device_tokens=6144, host_ratio=2),
+    disk=Geometry(device_tokens=12288, host_ratio=3),
+    systems=("stock", "hicache-host", "hicache-file", "tiered"),
+    contexts=(2048, 3072),
+    disk_contexts=(1024, 2048),
+    prompt_tokens=1024,
     num_new=96,
-    num_output=8,
+    num_output=4,
     rounds=5,
-    per_round=8,
+    per_round=4,
     working_set=4.0,
     nvme_over_working_set=1.5,
     trace_requests=64,
@@ -79,13 +85,13 @@ FULL = Setting(
 QUICK = replace(
     FULL,
     name="quick",
-    shape="24m",
-    main=Geometry(device_tokens=4096, host_ratio=2),
-    disk=Geometry(device_tokens=12288, host_ratio=3),
-    contexts=(1024, 2048),
-    num_output=4,
+    main=Geometry(device_tokens=2560, host_ratio=2),
+    disk=Geometry(device_tokens=8192, host_ratio=3),
+    systems=("stock", "hicache-file", "tiered"),
+    contexts=(768, 1280),
+    disk_contexts=(768, 1024),
+    prompt_tokens=768,
     rounds=3,
-    per_round=6,
     trace_requests=32,
 )
 
@@ -97,6 +103,8 @@ TINY = replace(
     main=Geometry(device_tokens=1024, host_ratio=2),
     disk=Geometry(device_tokens=2048, host_ratio=3),
     contexts=(256, 400),
+    disk_contexts=(256, 400),
+    prompt_tokens=320,
     num_new=32,
     rounds=2,
     per_round=3,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from typing import TYPE_CHECKING
 
@@ -32,13 +31,12 @@ def run(bench: Bench) -> None:
     setting, fleet = bench.setting, bench.main_fleet()
     names = bench.choose(*SYSTEMS)
     throttle = find_throttle(bench.workspace.root)
-    source = random.Random(SEED)
     conversations = make_conversations("slow_disk", SEED, setting.per_round)
     first: Round = {}
     rounds: list[Round] = []
     outcome = Outcome(beside={"first": [first]})
     for number, conversation in enumerate(conversations):
-        request = conversation.turn(source.randint(*setting.contexts), setting.num_output)
+        request = conversation.turn(setting.prompt_tokens, setting.num_output)
         sample = bench.ask_in_turn(fleet, names, request, number, first)
         conversation.answered(request, sample)
 

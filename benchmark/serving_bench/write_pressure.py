@@ -34,14 +34,13 @@ NUM_CLIENTS = 2  # that send new prompts, one after the other
 def run(bench: Bench) -> None:
     setting, fleet = bench.setting, bench.main_fleet()
     names = bench.choose(*SYSTEMS)
-    source = random.Random(SEED)
     conversations = make_conversations("write_pressure", SEED, setting.per_round)
     first: Round = {}
     idle: list[Round] = []
     busy: list[Round] = []
     written: list[float] = []
     for number, conversation in enumerate(conversations):
-        request = conversation.turn(source.randint(*setting.contexts), setting.num_output)
+        request = conversation.turn(setting.prompt_tokens, setting.num_output)
         sample = bench.ask_in_turn(fleet, names, request, number, first)
         conversation.answered(request, sample)
 
@@ -98,7 +97,7 @@ def _report(bench: Bench, names: list[str], idle: list[Round], busy: list[Round]
 def _new_prompts(bench: Bench, system: System, number: int) -> Iterator[None]:
     """Clients that ask for what nobody asked before, each waiting for its answer."""
     ended = threading.Event()
-    length = sum(bench.setting.contexts) // 2
+    length = bench.setting.prompt_tokens
 
     def client(index: int) -> None:
         source = random.Random(f"{SEED}/{system.name}/{number}/{index}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from serving_bench.replays import load_sharegpt, trace_requests
+from serving_bench import client
+from serving_bench.client import Request
+from serving_bench.replays import in_turns, load_sharegpt, trace_requests
 from serving_bench.throttle import NoThrottleError, ReadThrottle, disk_of
 from sglang_tiered.trace.request import TraceRequest
 
@@ -43,6 +46,46 @@ def test_generated_conversations_grow_turn_by_turn_and_fit() -> None:
     assert later, "no conversation returns"
     asked = trace_requests("s", trace, duration_s=0.0, num_output=4)
     assert sum(one.num_reusable for one in asked) > 0
+
+
+def test_conversations_take_turns_and_none_overtakes_itself() -> None:
+    trace = load_sharegpt(tokens_max=2048, num_requests=40)
+    asked = trace_requests("s", trace, duration_s=0.0, num_output=4)
+    ordered, number = in_turns(trace, asked)
+    assert sorted(one.label for one in ordered) == sorted(one.label for one in asked)
+    conversation = {one.label: entry.conversation for one, entry in zip(asked, trace, strict=True)}
+    assert number == len(set(conversation.values()))
+    # The first turns of all come before any second turn, and each conversation keeps its order.
+    assert len({conversation[one.label] for one in ordered[:number]}) == number
+    for name in set(conversation.values()):
+        own = [one.label for one in asked if conversation[one.label] == name]
+        assert [one.label for one in ordered if conversation[one.label] == name] == own
+
+
+def test_a_turn_is_sent_when_due_but_never_before_the_last_one_was_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    answered = asyncio.Event()
+
+    async def answer(url: str, request: Request) -> str:
+        events.append(f"sent {request.label}")
+        if request.label == "a1":
+            await answered.wait()  # until the stranger, due later, was served
+        if request.label == "stranger":
+            answered.set()
+        events.append(f"answered {request.label}")
+        return request.label
+
+    monkeypatch.setattr(client, "ask", answer)
+    asked = [
+        Request("a1", (1,), 1, at_s=0.0, conversation="a"),
+        Request("a2", (1,), 1, at_s=0.0, conversation="a"),
+        Request("stranger", (1,), 1, at_s=0.01),
+    ]
+    assert client.ask_timed("url", asked) == ["a1", "a2", "stranger"]  # type: ignore[comparison-overlap]
+    assert events.index("answered a1") < events.index("sent a2")
+    assert events.index("sent stranger") < events.index("answered a1")
 
 
 def fake_hierarchy(root: Path, version: int) -> ReadThrottle:
