@@ -5,8 +5,8 @@ No ratio is printed for a scenario unless all systems gave the same answers. ``R
 folder says what each scenario and figure means, and has the commands for a GPU.
 
     python benchmark/bench_serving.py [--quick] [--only SCENARIO,...] [--systems NAME,...]
-                                      [--shape SHAPE] [--directory DIR] [--json FILE]
-                                      [--plots DIR] [--trace FILE]
+                                      [--shape SHAPE] [--new-tokens NUMBER]
+                                      [--directory DIR] [--json FILE] [--plots DIR] [--trace FILE]
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ def parse_arguments() -> argparse.Namespace:
         "without hicache-host with --quick)",
     )
     parser.add_argument("--shape", help="another model of scripts/make_demo_model.py: 8m to 85m")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        metavar="NUMBER",
+        help=f"tokens a returning turn adds (default: {FULL.num_new})",
+    )
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -115,6 +121,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
     if options.plots and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'sglang-tiered[plot]'")
+    if options.new_tokens is not None and not 1 <= options.new_tokens <= setting.num_new:
+        parser.error(
+            f"--new-tokens {options.new_tokens} is not between 1 and {setting.num_new}; with more "
+            "the conversations of `device` would outgrow the device"
+        )
     if "tiered" not in options.systems or len(options.systems) < 2:
         parser.error("--systems must name tiered and at least one other to compare it with")
     return options
@@ -146,6 +157,8 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
     setting = TINY if options.tiny else QUICK if options.quick else FULL
     if options.shape:
         setting = dataclasses.replace(setting, shape=options.shape)
+    if options.new_tokens:
+        setting = dataclasses.replace(setting, num_new=options.new_tokens)
     report = Report()
     scenarios = check_scenarios(options, setting, report)
     with workspace:
