@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.only) - SCENARIOS.keys():
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
-    setting = TINY if options.tiny else QUICK if options.quick else FULL
+    setting = chosen_setting(options)
     options.systems = list(setting.systems) if options.systems is None else options.systems
     if unknown := set(options.systems) - set(SYSTEMS):
         parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
@@ -129,6 +129,11 @@ def parse_arguments() -> argparse.Namespace:
     if "tiered" not in options.systems or len(options.systems) < 2:
         parser.error("--systems must name tiered and at least one other to compare it with")
     return options
+
+
+def chosen_setting(options: argparse.Namespace) -> Setting:
+    """The sizes asked for, before single ones are changed."""
+    return TINY if options.tiny else QUICK if options.quick else FULL
 
 
 def make_model(shape: str, folder: Path) -> Path:
@@ -154,7 +159,7 @@ def kv_bytes_per_token(model: Path) -> int:
 
 
 def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
-    setting = TINY if options.tiny else QUICK if options.quick else FULL
+    setting = chosen_setting(options)
     if options.shape:
         setting = dataclasses.replace(setting, shape=options.shape)
     if options.new_tokens:
