@@ -3,6 +3,7 @@
     TieredError
     +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
     +-- TraceError              a recorded workload that cannot be read
+    +-- TransferError           a KV handoff that cannot work, or a peer that breaks the protocol
     +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
     +-- StoreError              a store directory that must not be used
         +-- StoreLockedError    another process holds it
@@ -22,6 +23,7 @@ __all__ = [
     "StoreLockedError",
     "TieredError",
     "TraceError",
+    "TransferError",
     "UnsupportedSGLangError",
 ]
 
@@ -36,6 +38,10 @@ class ConfigError(TieredError, ValueError):
 
 class TraceError(TieredError, ValueError):
     """A recorded workload that cannot be read."""
+
+
+class TransferError(TieredError):
+    """A KV handoff that cannot work, or a peer that breaks the protocol."""
 
 
 class UnsupportedSGLangError(TieredError):

@@ -1,0 +1,218 @@
+"""The decode ranks a prefill endpoint has admitted, and the two sockets they connect to.
+
+A peer is admitted by Hello and Welcome on the control socket and joins with each of its data
+connections. Who answers to a routing id is known from then on, and only then. The endpoint's
+thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.same_host import Nonce, boot_id, may_be_read_by
+from sglang_tiered.transfer.security import Tagger, new_session_key
+from sglang_tiered.transfer.sending import SendQueue, SlabBuffers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.security import Keys
+    from sglang_tiered.transfer.sending import Memories
+    from sglang_tiered.transfer.settings import TransferSettings
+
+__all__ = ["DecodePeer", "DecodePeers", "received"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class DecodePeer:
+    """One decode rank. ``links`` are the routing ids of its data connections, by index."""
+
+    identity: bytes
+    instance: bytes
+    token: bytes
+    tagger: Tagger
+    sending: SendQueue
+    last_seen: float
+    links: list[bytes | None] = field(default_factory=list)
+
+    @property
+    def is_joined(self) -> bool:
+        return all(link is not None for link in self.links)
+
+    def link_of(self, seq: int) -> bytes:
+        """The connection a slab goes over: they take turns."""
+        return self.links[seq % len(self.links)] or b""
+
+
+class DecodePeers:
+    """Binds on construction: ``host`` as it is, free ports. Raises ``TransferError`` when the
+    address cannot be bound."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        layout: KVLayout,
+        memories: Memories,
+        rank: int,
+        settings: TransferSettings,
+        keys: Keys | None,
+    ) -> None:
+        self._layout = layout
+        self._memories = memories
+        self._rank = rank
+        self._settings = settings
+        self._keys = keys
+        self._instance = secrets.token_bytes(16)
+        self._nonce = Nonce()
+        self._buffers = SlabBuffers()
+        self._by_identity: dict[bytes, DecodePeer] = {}
+        self._by_token: dict[bytes, DecodePeer] = {}
+        self._by_link: dict[bytes, DecodePeer] = {}
+        self._turns: deque[DecodePeer] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
+            io_threads=max(1, settings.num_connections)
+        )
+        self._guard = keys.guard_server(self._context) if keys is not None else None
+        try:
+            self.control, self.control_port = self._bind(host, keys)
+            self.data, self.data_port = self._bind(host, keys if settings.encrypt_data else None)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransferError(
+                f"cannot listen for decode instances on {host} ({error}); pass another --host."
+            ) from error
+
+    def __iter__(self) -> Iterator[DecodePeer]:
+        return iter(list(self._by_identity.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def get(self, identity: bytes) -> DecodePeer | None:
+        return self._by_identity.get(identity)
+
+    def behind(self, link: bytes) -> DecodePeer | None:
+        """Whose data connection this is."""
+        return self._by_link.get(link)
+
+    def of_instance(self, instance: bytes) -> list[DecodePeer]:
+        return [peer for peer in self if peer.instance == instance]
+
+    def in_turn(self) -> Iterator[DecodePeer]:
+        """Those that can be sent to, each once; who was first is last the next time."""
+        for _ in range(len(self._turns)):
+            peer = self._turns[0]
+            self._turns.rotate(-1)
+            if peer.is_joined:
+                yield peer
+
+    def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
+        """Open a session and say so. Raises ``TransferError`` for a layout that cannot be served;
+        nothing is kept then."""
+        tagger = Tagger(key := new_session_key(self._keys))
+        sending = SendQueue(
+            self._memories,
+            pair_buffers(self._layout, hello.layout),
+            self._layout.page_size,
+            tagger,
+            self._buffers,
+            min(hello.window_bytes, self._settings.window_bytes),
+        )
+        token = secrets.token_bytes(16)
+        links: list[bytes | None] = [None] * self._settings.num_connections
+        peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, links)
+        offer = None
+        if self._settings.same_host and self._memories.kv.is_host and hello.boot_id == boot_id():
+            may_be_read_by(hello.pid)
+            offer = self._nonce.offer(self._memories.kv.buffers)
+        self._by_identity[identity] = self._by_token[token] = peer
+        self._turns.append(peer)
+        self.tell(
+            identity,
+            messages.Welcome(
+                self._instance,
+                token,
+                self._rank,
+                self._layout,
+                self.data_port,
+                self._settings.num_connections,
+                key,
+                offer,
+            ),
+        )
+        return peer
+
+    def join(self, link: bytes, message: messages.Join) -> bool:
+        """A data connection says whose it is. False unless it proves that it may."""
+        peer = self._by_token.get(message.session)
+        if (
+            peer is None
+            or not 0 <= message.index < len(peer.links)
+            or peer.links[message.index] is not None
+            or not peer.tagger.is_right(message.proof, message.session, bytes([message.index]))
+        ):
+            return False
+        peer.links[message.index] = link
+        peer.sending.reads_same_host = message.reads_same_host
+        self._by_link[link] = peer
+        return True
+
+    def remove(self, peer: DecodePeer) -> bool:
+        """Forget a peer. False when it was forgotten already."""
+        if self._by_identity.pop(peer.identity, None) is None:
+            return False
+        self._by_token.pop(peer.token, None)
+        for link in peer.links:
+            self._by_link.pop(link or b"", None)
+        with contextlib.suppress(ValueError):
+            self._turns.remove(peer)
+        return True
+
+    def tell(self, identity: bytes, message: Any) -> None:
+        """On the control channel. A peer that is gone is noticed by its silence."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.control.send_multipart([identity, VERSION_FRAME, encode(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """After the sockets' last use."""
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.destroy(linger=0)
+
+    def _bind(self, host: str, keys: Keys | None) -> tuple[zmq.Socket[bytes], int]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True  # an unknown peer is an error, not silence
+        socket.sndhwm = socket.rcvhwm = 4096  # a backstop: credits bound what is under way
+        socket.maxmsgsize = messages.MAX_FRAME_BYTES
+        socket.ipv6 = ":" in host
+        if keys is not None:
+            keys.secure_server(socket)
+        port = socket.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
+        return socket, port
+
+
+def received(socket: zmq.Socket[bytes], limit: int = 64) -> Iterator[list[bytes]]:
+    """The messages that are there, at most ``limit``, so that nothing else waits long."""
+    for _ in range(limit):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(frames) > 1:
+            yield frames

@@ -1,0 +1,179 @@
+"""Which bytes of a prefill rank's page are which bytes of a decode rank's page.
+
+Buffers pair by layer; where the ranks split heads differently (prefill TP is not decode TP), each
+pair carries the byte range of the heads that both hold. Both sides compute the pairs from the two
+layouts exchanged in Hello and Welcome, so no header needs to say where bytes belong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.transfer.memory import Buffer
+    from sglang_tiered.transfer.messages import KVLayout
+
+__all__ = ["Pair", "TokenSlice", "heads_of_rank", "pair_buffers", "whole_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlice:
+    """Bytes [low, high) of each token of a page whose tokens have ``token_bytes``."""
+
+    token_bytes: int
+    low: int
+    high: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One buffer of each side. ``page_bytes`` of a page travel; a slice of None is all of it."""
+
+    source: int
+    destination: int
+    page_bytes: int
+    source_slice: TokenSlice | None = None
+    destination_slice: TokenSlice | None = None
+
+
+def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> range:
+    """The KV heads a tensor-parallel rank holds; with fewer heads than ranks they repeat."""
+    if num_ranks <= num_heads:
+        per_rank = num_heads // num_ranks
+        return range(rank * per_rank, (rank + 1) * per_rank)
+    head = rank * num_heads // num_ranks
+    return range(head, head + 1)
+
+
+def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
+    """The pairs of a prefill rank (source) and a decode rank, in source order.
+
+    Empty where another prefill rank sends the same heads. Raises ``TransferError`` with one
+    sentence for layouts that cannot be paired.
+    """
+    if source.page_size != destination.page_size:
+        raise TransferError(
+            f"prefill has --page-size {source.page_size} and decode --page-size "
+            f"{destination.page_size}; start both with the same."
+        )
+    if source.dtype != destination.dtype:
+        raise TransferError(
+            f"prefill has --kv-cache-dtype {source.dtype} and decode {destination.dtype}; start "
+            "both with the same."
+        )
+    if [state.kind for state in source.states] != [state.kind for state in destination.states]:
+        raise TransferError(
+            f"prefill keeps the states {_kinds(source)} and decode {_kinds(destination)}; serve "
+            "the same model with the same flags on both."
+        )
+    if source.states and source.states != destination.states:
+        raise TransferError(
+            "prefill and decode split the model's states differently; give both the same --tp-size."
+        )
+    if source.aux_bytes != destination.aux_bytes:
+        raise TransferError(
+            f"prefill has {len(source.aux_bytes)} metadata buffers and decode "
+            f"{len(destination.aux_bytes)}, or of other sizes; give both the same flags."
+        )
+    by_layer = _by_layer(source, destination)
+    total_heads = source.total_heads or destination.total_heads
+    if not total_heads or _tp(source) == _tp(destination):
+        return [_whole(source, destination, a, b) for a, b in by_layer]
+    theirs = heads_of_rank(source.tp_rank, source.tp_size, total_heads)
+    ours = heads_of_rank(destination.tp_rank, destination.tp_size, total_heads)
+    shared = range(max(theirs.start, ours.start), min(theirs.stop, ours.stop))
+    repeated = source.tp_rank * total_heads % source.tp_size if source.tp_size > total_heads else 0
+    if not shared or (repeated and source.tp_size > destination.tp_size):
+        return []
+    return [
+        _sliced(source, destination, (a, b), (theirs, ours, shared), source.page_size)
+        for a, b in by_layer
+    ]
+
+
+def whole_pairs(buffers: Sequence[Buffer]) -> list[Pair]:
+    """Each buffer with itself, whole rows: how state components travel."""
+    return [Pair(index, index, buffer.page_bytes) for index, buffer in enumerate(buffers)]
+
+
+def _tp(layout: KVLayout) -> tuple[int, int]:
+    return layout.tp_rank, layout.tp_size
+
+
+def _kinds(layout: KVLayout) -> str:
+    return ", ".join(state.kind for state in layout.states) or "none"
+
+
+def _by_layer(source: KVLayout, destination: KVLayout) -> list[tuple[int, int]]:
+    """Buffers of the same layer, the n-th of a layer with the n-th (K with K, V with V)."""
+    wanted: dict[tuple[int, int], int] = {}
+    seen: Counter[int] = Counter()
+    for index, layer in enumerate(destination.layer_ids):
+        wanted[layer, seen[layer]] = index
+        seen[layer] += 1
+    pairs = []
+    seen.clear()
+    for index, layer in enumerate(source.layer_ids):
+        match = wanted.get((layer, seen[layer]))
+        if match is None:
+            raise TransferError(
+                f"prefill holds KV of layer {layer} that decode does not; serve the same model "
+                "with the same --pp-size or --pp-size 1 on decode."
+            )
+        pairs.append((index, match))
+        seen[layer] += 1
+    return pairs
+
+
+def _whole(source: KVLayout, destination: KVLayout, a: int, b: int) -> Pair:
+    ours, theirs = source.page_bytes[a], destination.page_bytes[b]
+    if ours != theirs:
+        raise TransferError(
+            f"a page of layer {source.layer_ids[a]} has {ours} bytes on prefill and {theirs} on "
+            "decode; serve the same model with the same flags on both."
+        )
+    return Pair(a, b, ours)
+
+
+def _sliced(
+    source: KVLayout,
+    destination: KVLayout,
+    buffers: tuple[int, int],
+    heads: tuple[range, range, range],
+    page_size: int,
+) -> Pair:
+    a, b = buffers
+    theirs, ours, shared = heads
+    source_token, source_rest = divmod(source.page_bytes[a], page_size)
+    destination_token, destination_rest = divmod(destination.page_bytes[b], page_size)
+    head_bytes, rest = divmod(source_token, len(theirs))
+    if source_rest or destination_rest or rest or head_bytes * len(ours) != destination_token:
+        raise TransferError(
+            f"layer {source.layer_ids[a]} has {source_token} bytes per token for {len(theirs)} "
+            f"heads on prefill and {destination_token} for {len(ours)} on decode, which is no "
+            "split by heads; give both the same --tp-size."
+        )
+
+    def part(own: range, token_bytes: int) -> TokenSlice | None:
+        if own == shared:
+            return None
+        low = (shared.start - own.start) * head_bytes
+        return TokenSlice(token_bytes, low, low + len(shared) * head_bytes)
+
+    return Pair(
+        a,
+        b,
+        len(shared) * head_bytes * page_size,
+        part(theirs, source_token),
+        part(ours, destination_token),
+    )

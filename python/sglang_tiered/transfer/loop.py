@@ -1,0 +1,126 @@
+"""The one thread of an endpoint: it owns the sockets, so that nothing else needs to lock them.
+
+Calls from other threads are queued and run here in order; readable sockets are served, control
+before data; then the endpoint's work goes on one step at a time, so that an abort never waits
+behind more than one slab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EndpointLoop"]
+
+TICK_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class EndpointLoop:
+    """Runs ``step``, which returns how soon it has more to do in seconds (None: when something
+    comes in), and ``tick`` every ``TICK_S``."""
+
+    def __init__(
+        self, name: str, step: Callable[[], float | None], tick: Callable[[float], None]
+    ) -> None:
+        self._step = step
+        self._tick = tick
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # its number must not be written to once closed
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._stopping = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after the calls queued so far. From any thread but its own."""
+        self.call(self._request_stop)
+        self._stopped.wait(timeout_s)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run on the loop's thread, soon and in order. Any thread; never blocks."""
+        with self._wake_lock:
+            if self._wake is None:
+                return
+            self._calls.append((function, arguments))
+            with contextlib.suppress(BlockingIOError):  # already awake
+                os.eventfd_write(self._wake, 1)
+
+    def add_socket(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+        """Serve a socket: ``handler`` reads what is there without blocking. Loop thread only."""
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
+    def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Forget and close. Loop thread only."""
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+        socket.close(linger=0)
+
+    def _run(self) -> None:
+        next_tick = time.monotonic()
+        wanted_s: float | None = None
+        try:
+            while not self._stopping:
+                wait_s = max(0.0, next_tick - time.monotonic())
+                wait_s = wait_s if wanted_s is None else min(wait_s, wanted_s)
+                ready = self._poller.poll(math.ceil(wait_s * 1000))
+                self._guard(self._run_calls)
+                for socket, _ in ready:
+                    handler = self._handlers.get(socket)  # may be gone by an earlier handler
+                    if handler is not None:
+                        self._guard(handler)
+                wanted_s = self._guard(self._step)
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._guard(self._tick, now)
+        finally:
+            for socket in list(self._handlers):
+                self.remove_socket(socket)
+            with self._wake_lock:
+                if self._wake is not None:
+                    os.close(self._wake)
+                self._wake = None
+            self._stopped.set()
+
+    def _run_calls(self) -> None:
+        if self._wake is not None:
+            with contextlib.suppress(BlockingIOError):  # nothing was called
+                os.eventfd_read(self._wake)
+        while self._calls:
+            function, arguments = self._calls.popleft()
+            self._guard(function, *arguments)
+
+    def _guard(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """An error of ours must not end the thread that every room depends on."""
+        try:
+            return function(*arguments)
+        except Exception:
+            logger.exception("the KV transfer thread failed by our own fault")
+            return None
+
+    def _request_stop(self) -> None:
+        self._stopping = True

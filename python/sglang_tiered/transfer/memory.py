@@ -1,0 +1,110 @@
+"""Where pages live: gather out of and scatter into the buffers of a KV pool.
+
+``PagedMemory`` is what the endpoints need; ``HostMemory`` serves pools in ordinary memory (SGLang
+on a CPU, and SGLang's host pool). Device pools implement it in ``integration``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sglang_tiered.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.transfer.layout import TokenSlice
+
+__all__ = ["Buffer", "HostMemory", "PagedMemory", "check_pages"]
+
+Pages = np.ndarray[Any, np.dtype[np.int32]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One contiguous buffer of pages: address, size, and bytes of one page. Not owned."""
+
+    address: int
+    num_bytes: int
+    page_bytes: int
+
+
+class PagedMemory(Protocol):
+    """The pages of one pool. Called on the endpoint's thread only.
+
+    Page numbers must have passed ``check_pages``.
+    """
+
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+    @property
+    def is_host(self) -> bool:
+        """Whether another process of this machine could read the buffers."""
+        ...
+
+    def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
+        """Copy pages of one buffer to ``out`` [num_pages * bytes], in order."""
+        ...
+
+    def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
+        """The inverse of ``gather``."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything scattered so far may be read."""
+        ...
+
+
+class HostMemory:
+    """Buffers in this process's memory, by address. The caller keeps the pool alive."""
+
+    is_host = True
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = tuple(buffers)
+        self._views = []
+        for buffer in self.buffers:
+            rows = buffer.num_bytes // buffer.page_bytes
+            memory: Any = (ctypes.c_ubyte * (rows * buffer.page_bytes)).from_address(buffer.address)
+            self._views.append(np.frombuffer(memory, np.uint8).reshape(rows, buffer.page_bytes))
+
+    def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
+        view = self._views[buffer]
+        if part is None:
+            # "clip", because numpy copies twice to be able to raise; pages were checked.
+            rows = out.reshape(len(pages), view.shape[1])
+            np.take(view, pages, axis=0, out=rows, mode="clip")
+        else:
+            tokens = view.reshape(len(view), -1, part.token_bytes)[:, :, part.low : part.high]
+            out.reshape(len(pages), -1, part.num_bytes)[:] = tokens[pages]
+
+    def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
+        view = self._views[buffer]
+        if part is None:
+            view[pages] = data.reshape(len(pages), view.shape[1])
+        else:
+            tokens = view.reshape(len(view), -1, part.token_bytes)[:, :, part.low : part.high]
+            tokens[pages] = data.reshape(len(pages), -1, part.num_bytes)
+
+    def flush(self) -> None:
+        """Host writes are visible at once."""
+
+
+def check_pages(memory: PagedMemory, pages: Pages, who: str) -> None:
+    """Raises ``TransferError`` unless every buffer has all of ``pages``."""
+    if not len(pages):
+        return
+    low, high = int(pages.min()), int(pages.max())
+    for index, buffer in enumerate(memory.buffers):
+        num_pages = buffer.num_bytes // buffer.page_bytes
+        if low < 0 or high >= num_pages:
+            page = low if low < 0 else high
+            raise TransferError(
+                f"{who} names page {page}, but buffer {index} has pages 0 to {num_pages - 1}."
+            )

@@ -1,0 +1,284 @@
+"""Every message on the wire. The table and the state diagram stand in README.md.
+
+A message is a version frame, one MessagePack frame and, for data, an authenticator and a payload.
+Nothing is unpickled, and nothing a peer says chooses where bytes are written: destinations come
+from the receiver's own room table. A peer of another version is told so in the one message that
+never changes: the version frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang_tiered.errors import TransferError
+
+__all__ = [
+    "KV_COMPONENT",
+    "MAGIC",
+    "MAX_FRAME_BYTES",
+    "VERSION",
+    "VERSION_FRAME",
+    "Abort",
+    "Ack",
+    "AnyControl",
+    "AnyFromDecode",
+    "AnyFromPrefill",
+    "Bye",
+    "Failed",
+    "Hello",
+    "Join",
+    "KVLayout",
+    "Last",
+    "Nack",
+    "Open",
+    "Ping",
+    "Pong",
+    "Pull",
+    "Refuse",
+    "SameHostOffer",
+    "Slab",
+    "StateLayout",
+    "Welcome",
+    "check_version",
+    "decode",
+    "encode",
+]
+
+MAGIC = b"sgt-kv/"
+VERSION = 1
+VERSION_FRAME = MAGIC + str(VERSION).encode()
+
+MAX_FRAME_BYTES = 256 << 20
+"""A peer that sends a longer frame is cut off: far above any slab, below what would hurt."""
+
+KV_COMPONENT = -1
+"""``component`` of the KV pages themselves; 0 and up are state components (SWA, Mamba, ...)."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Array-like on the wire: a field may be appended with a default, never moved."""
+
+
+class StateLayout(_Message, frozen=True):
+    """One state component: what it is and the bytes of one row of each of its buffers."""
+
+    kind: str
+    row_bytes: list[int]
+
+
+class KVLayout(_Message, frozen=True):
+    """What one rank's KV looks like in memory, to pair the buffers of two ranks.
+
+    ``page_bytes`` and ``layer_ids`` have one entry per buffer (K or V of one layer, or both for
+    latent attention). ``total_heads`` is 0 where a page is not split over ranks by heads.
+    """
+
+    page_size: int  # tokens
+    dtype: str
+    page_bytes: list[int]
+    layer_ids: list[int]
+    tp_rank: int
+    tp_size: int
+    total_heads: int
+    states: list[StateLayout]
+    aux_bytes: list[int]
+
+
+class SameHostOffer(_Message, frozen=True):
+    """How another process of this machine can read the sender's pages.
+
+    ``nonce`` stands at ``nonce_address``: a reader that finds it there has the right process.
+    """
+
+    boot_id: str
+    pid: int
+    nonce_address: int
+    nonce: bytes
+    addresses: list[int]  # of each KV buffer
+
+
+# Control channel, decode to prefill.
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Opens a session. ``instance`` changes with every start of the process."""
+
+    instance: bytes
+    layout: KVLayout
+    window_bytes: int
+    boot_id: str
+    pid: int
+
+
+class Open(_Message, frozen=True, tag="open"):
+    """The pages of a room are allocated; ``num_receivers`` such messages make it complete."""
+
+    room: int
+    generation: int
+    num_pages: int
+    num_state_rows: list[int]
+    prefix_tokens: int
+    num_receivers: int
+    is_dummy: bool
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    room: int
+    generation: int
+    reason: str
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    number: int
+
+
+# Control channel, prefill to decode.
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """The session exists. ``key`` authenticates data headers; empty without keys."""
+
+    instance: bytes
+    session: bytes
+    rank: int
+    layout: KVLayout
+    data_port: int
+    num_connections: int
+    key: bytes
+    same_host: SameHostOffer | None
+
+
+class Refuse(_Message, frozen=True, tag="refuse"):
+    reason: str
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    room: int
+    generation: int
+    reason: str
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    number: int
+
+
+class Bye(_Message, frozen=True, tag="bye"):
+    """Either side ends the session; everything open in it has failed."""
+
+    reason: str
+
+
+# Data channel, decode to prefill.
+
+
+class Join(_Message, frozen=True, tag="join"):
+    """The first message of each data connection; ``proof`` is keyed by ``Welcome.key``."""
+
+    session: bytes
+    index: int
+    proof: bytes
+    reads_same_host: bool
+
+
+class Ack(_Message, frozen=True, tag="ack"):
+    """Slabs (room, generation, seq) that landed, were superfluous, or whose room is gone."""
+
+    slabs: list[tuple[int, int, int]]
+
+
+class Nack(_Message, frozen=True, tag="nack"):
+    """A slab arrived damaged: send it again."""
+
+    room: int
+    generation: int
+    seq: int
+
+
+# Data channel, prefill to decode. An authenticator frame follows; then, for slabs, the payload.
+
+
+class Slab(_Message, frozen=True, tag="slab"):
+    """Pages [start, start + num_pages) of a room, of ``num_pairs`` consecutive buffer pairs.
+
+    The payload is [pair, page, bytes] in C order; ``xxh3`` is the 64-bit XXH3 of it.
+    """
+
+    room: int
+    generation: int
+    seq: int
+    component: int
+    first_pair: int
+    num_pairs: int
+    start: int
+    num_pages: int
+    codec: int
+    num_bytes: int  # before the codec
+    xxh3: int
+
+
+class Pull(_Message, frozen=True, tag="pull"):
+    """As ``Slab``, but the receiver reads the pages out of the sender's memory.
+
+    The payload holds the page numbers in the sender's pool, int32 in little endian.
+    """
+
+    room: int
+    generation: int
+    seq: int
+    first_pair: int
+    num_pairs: int
+    start: int
+    num_pages: int
+
+
+class Last(_Message, frozen=True, tag="last"):
+    """Everything of a room was sent: ``num_slabs`` messages. ``aux`` are its metadata rows."""
+
+    room: int
+    generation: int
+    num_slabs: int
+    aux: list[bytes]
+
+
+AnyFromDecode = Hello | Open | Abort | Ping | Bye
+AnyFromPrefill = Welcome | Refuse | Failed | Pong | Bye
+AnyControl = AnyFromDecode | AnyFromPrefill
+AnyDataFromDecode = Join | Ack | Nack
+AnyDataFromPrefill = Slab | Pull | Last
+
+_encoder = msgspec.msgpack.Encoder()
+_T = TypeVar("_T")
+
+
+def encode(message: Any) -> bytes:
+    """The MessagePack frame of one message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
+    """The message in a frame. Raises ``TransferError`` for anything else."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
+
+
+def check_version(frame: bytes, who: str) -> None:
+    """Raises ``TransferError`` when ``who`` speaks another version of the protocol, or none."""
+    if frame == VERSION_FRAME:
+        return
+    if frame.startswith(MAGIC):
+        theirs = frame[len(MAGIC) :][:8].decode("ascii", "replace")
+        raise TransferError(
+            f"{who} speaks version {theirs} of the KV transfer protocol and this instance version "
+            f"{VERSION}; run the same release of sglang-tiered on both."
+        )
+    raise TransferError(f"{who} does not speak the KV transfer protocol.")
+
+
+control_from_decode = msgspec.msgpack.Decoder(AnyFromDecode)
+control_from_prefill = msgspec.msgpack.Decoder(AnyFromPrefill)
+data_from_decode = msgspec.msgpack.Decoder(AnyDataFromDecode)
+data_from_prefill = msgspec.msgpack.Decoder(AnyDataFromPrefill)

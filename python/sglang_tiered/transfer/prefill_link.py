@@ -1,0 +1,125 @@
+"""One prefill rank as a decode rank sees it: the session's sockets and how far it has come.
+
+    connecting --Welcome--> open --lost--> gone
+         |                                   ^
+         +-- Refuse, silence, disconnect ----+
+
+A link is used once: after a loss the next room makes a new one, so that nothing of a dead process
+is ever mixed with its successor behind the same address. The endpoint's thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.security import Tagger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.transfer.layout import Pair
+    from sglang_tiered.transfer.same_host import PeerMemory
+    from sglang_tiered.transfer.security import Keys
+
+__all__ = ["Address", "PrefillLink", "connect_socket", "endpoint_of", "received"]
+
+Address = tuple[str, int]
+
+_LOST_EVENTS = {
+    zmq.EVENT_DISCONNECTED: "closed the connection",
+    zmq.EVENT_CLOSED: "cannot be reached",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refuses our key; is it among its --transfer-keys?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "expects other --transfer-keys than ours, or none",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke the connection off while greeting",
+}
+
+
+def endpoint_of(address: Address) -> str:
+    host, port = address
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def connect_socket(
+    context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: Keys | None
+) -> zmq.Socket[bytes]:
+    """A DEALER that never blocks, lingers or queues for a peer that is not there."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 4096
+    socket.maxmsgsize = messages.MAX_FRAME_BYTES
+    socket.ipv6 = ":" in address[0]
+    socket.reconnect_ivl = -1  # a link is used once
+    if keys is not None:
+        keys.secure_client(socket)
+    return socket
+
+
+def received(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[zmq.Frame]]:
+    """The messages that are there, at most ``limit``, without a copy."""
+    for _ in range(limit):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+
+
+@dataclass(eq=False, slots=True)
+class PrefillLink:
+    """``waiting``: control messages to send once the session is open."""
+
+    address: Address
+    control: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    opened_at: float
+    last_seen: float
+    last_ping: float = 0.0
+    welcome: messages.Welcome | None = None
+    pairs: list[Pair] = field(default_factory=list)
+    tagger: Tagger = field(default_factory=lambda: Tagger(b""))
+    data: list[zmq.Socket[bytes]] = field(default_factory=list)
+    peer_memory: PeerMemory | None = None
+    waiting: deque[Any] = field(default_factory=deque)
+    is_gone: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"prefill {self.address[0]}:{self.address[1]}"
+
+    def tell(self, message: Any) -> None:
+        """Send on the control channel, once there is a session."""
+        if self.welcome is None and not isinstance(message, messages.Hello):
+            self.waiting.append(message)
+        else:
+            self._send(self.control, message)
+
+    def tell_data(self, message: Any, index: int) -> None:
+        self._send(self.data[index], message)
+
+    def is_welcome(self) -> None:
+        """Send what waited for the session."""
+        while self.waiting:
+            self._send(self.control, self.waiting.popleft())
+
+    def lost_because(self) -> str | None:
+        """What the monitor says of the connection, if it was lost."""
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            reason = _LOST_EVENTS.get(zmq.Event(event["event"]))
+            if reason is not None:
+                return reason
+
+    def _send(self, socket: zmq.Socket[bytes], message: Any) -> None:
+        # What cannot be sent is lost with the link, which the monitor or silence ends.
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send_multipart([VERSION_FRAME, encode(message)], zmq.NOBLOCK)

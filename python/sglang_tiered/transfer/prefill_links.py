@@ -1,0 +1,200 @@
+"""The sessions of a decode endpoint: makes them, keeps them alive, ends them.
+
+A process that ends is noticed by its connection, a host that vanishes by its silence. The
+endpoint's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.prefill_link import (
+    Address,
+    PrefillLink,
+    connect_socket,
+    endpoint_of,
+    received,
+)
+from sglang_tiered.transfer.same_host import PeerMemory, boot_id
+from sglang_tiered.transfer.security import Tagger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.transfer.loop import EndpointLoop
+    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.security import Keys
+    from sglang_tiered.transfer.settings import TransferSettings
+
+__all__ = ["LinkEvents", "PrefillLinks"]
+
+MAX_CONTROL_MESSAGES = 64
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """Who is called: for ``Failed`` from prefill, for readable data, and after a loss."""
+
+    failed: Callable[[PrefillLink, messages.Failed], None]
+    data: Callable[[PrefillLink, int], None]
+    lost: Callable[[PrefillLink, str], None]
+
+
+class PrefillLinks:
+    """At most one link per address."""
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout,
+        settings: TransferSettings,
+        keys: Keys | None,
+        loop: EndpointLoop,
+        events: LinkEvents,
+    ) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._keys = keys
+        self._loop = loop
+        self._events = events
+        self._instance = secrets.token_bytes(16)
+        self._links: dict[Address, PrefillLink] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
+            io_threads=max(1, settings.num_connections)
+        )
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __iter__(self) -> Iterator[PrefillLink]:
+        return iter(list(self._links.values()))
+
+    def get(self, address: Address) -> PrefillLink | None:
+        return self._links.get(address)
+
+    def to(self, address: Address) -> PrefillLink:
+        """The link to an address, made now where there is none. Never blocks: what cannot be
+        reached is a loss later."""
+        link = self._links.get(address)
+        if link is not None:
+            return link
+        socket = connect_socket(self._context, address, self._keys)
+        now = time.monotonic()
+        link = PrefillLink(address, socket, socket.get_monitor_socket(), now, now)
+        self._links[address] = link
+        self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
+        self._loop.add_socket(socket, partial(self._on_control, link))
+        try:
+            socket.connect(endpoint_of(address))
+        except zmq.ZMQError as error:
+            self._loop.call(self.lose, link, f"cannot be addressed ({error})")
+            return link
+        window = self._settings.window_bytes
+        link.tell(messages.Hello(self._instance, self._layout, window, boot_id(), os.getpid()))
+        return link
+
+    def lose(self, link: PrefillLink, reason: str) -> None:
+        """End a session and say so, once."""
+        if link.is_gone:
+            return
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        self._close(link)
+        text = f"{link.name} {reason}"
+        logger.warning("KV transfer: %s", text)
+        self._events.lost(link, text)
+
+    def tick(self, now: float) -> None:
+        """Greet, and look who has gone silent. Every fraction of a second."""
+        for link in self:
+            if link.welcome is None:
+                waited = now - link.opened_at
+                if waited > self._settings.connect_timeout_s:
+                    self.lose(link, f"did not answer within {waited:.1f} s")
+                continue
+            silence = now - link.last_seen
+            if silence > self._settings.peer_timeout_s:
+                self.lose(link, f"has been silent for {silence:.1f} s")
+            elif now - link.last_ping >= self._settings.ping_interval_s:
+                link.last_ping = now
+                link.tell(messages.Ping(0))
+
+    def say_goodbye(self, reason: str) -> None:
+        for link in self:
+            link.tell(messages.Bye(reason))
+            self._close(link)
+
+    def close(self) -> None:
+        """After the loop has ended."""
+        self._context.destroy(linger=0)
+
+    def _close(self, link: PrefillLink) -> None:
+        link.is_gone = True
+        link.control.disable_monitor()
+        for socket in (link.monitor, link.control, *link.data):
+            self._loop.remove_socket(socket)
+
+    def _on_monitor(self, link: PrefillLink) -> None:
+        reason = link.lost_because()
+        if reason is not None:
+            self.lose(link, reason)
+
+    def _on_control(self, link: PrefillLink) -> None:
+        for frames in received(link.control, MAX_CONTROL_MESSAGES):
+            try:
+                messages.check_version(frames[0].bytes, link.name)
+                body = frames[1].buffer if len(frames) > 1 else b""
+                self._serve(link, messages.decode(body, messages.control_from_prefill))
+            except TransferError as error:
+                self.lose(link, f"cannot be talked to: {error}")
+            if link.is_gone:
+                return
+
+    def _serve(self, link: PrefillLink, message: messages.AnyFromPrefill) -> None:
+        link.last_seen = time.monotonic()
+        match message:
+            case messages.Welcome() if link.welcome is None:
+                self._join(link, message)
+            case messages.Refuse():
+                self.lose(link, f"refused this instance: {message.reason}")
+            case messages.Bye():
+                self.lose(link, f"ended the session: {message.reason}")
+            case messages.Failed():
+                self._events.failed(link, message)
+            case _:
+                pass  # a Pong has done its work by arriving
+
+    def _join(self, link: PrefillLink, welcome: messages.Welcome) -> None:
+        link.pairs = pair_buffers(welcome.layout, self._layout)
+        link.welcome = welcome
+        link.tagger = Tagger(welcome.key)
+        if welcome.same_host is not None and self._settings.same_host:
+            peer = PeerMemory(welcome.same_host)
+            problem = peer.problem()
+            link.peer_memory = peer if problem is None else None
+            outcome = "read directly" if problem is None else f"sent ({problem})"
+            logger.info("KV transfer: pages of %s, on this machine, are %s", link.name, outcome)
+        keys = self._keys if self._settings.encrypt_data else None
+        address = (link.address[0], welcome.data_port)
+        for index in range(welcome.num_connections):
+            socket = connect_socket(self._context, address, keys)
+            link.data.append(socket)
+            self._loop.add_socket(socket, partial(self._events.data, link, index))
+            socket.connect(endpoint_of(address))
+            proof = link.tagger.tag(welcome.session, bytes([index]))
+            reads = link.peer_memory is not None
+            link.tell_data(messages.Join(welcome.session, index, proof, reads), index)
+        link.is_welcome()

@@ -1,0 +1,128 @@
+"""The rooms of a prefill endpoint: which request waits for which decode ranks. Pure; no I/O.
+
+A room is complete when its request is here (``expect``) and every decode rank has opened it.
+Either may come first. What failed is remembered for a while, so that the half that comes late
+learns it at once instead of waiting for its timeout.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from sglang_tiered.transfer.messages import Open
+
+__all__ = ["Room", "RoomTable"]
+
+MAX_TOMBSTONES = 16384
+
+SessionT = TypeVar("SessionT", bound="Hashable")
+
+
+@dataclass(eq=False, slots=True)
+class Room(Generic[SessionT]):
+    """One request's handoff. ``unfinished``: sessions that have not confirmed all of it."""
+
+    number: int
+    created_at: float
+    is_expected: bool = False
+    is_ready: bool = False
+    is_last_queued: bool = False
+    opens: dict[SessionT, Open] = field(default_factory=dict)
+    unfinished: set[SessionT] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        """Request and all decode ranks are here."""
+        first = next(iter(self.opens.values()), None)
+        return self.is_expected and first is not None and len(self.opens) >= first.num_receivers
+
+
+class RoomTable(Generic[SessionT]):
+    """All rooms of one prefill rank. One thread; time is passed in, in seconds."""
+
+    def __init__(self, *, max_orphans: int, orphan_timeout_s: float, tombstone_s: float) -> None:
+        self._max_orphans = max_orphans
+        self._orphan_timeout_s = orphan_timeout_s
+        self._tombstone_s = tombstone_s
+        self._rooms: dict[int, Room[SessionT]] = {}
+        self._orphans: OrderedDict[int, None] = OrderedDict()  # opened, not expected; oldest first
+        self._tombstones: OrderedDict[int, tuple[float, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_orphans(self) -> int:
+        return len(self._orphans)
+
+    def get(self, number: int) -> Room[SessionT] | None:
+        return self._rooms.get(number)
+
+    def of_session(self, session: SessionT) -> list[Room[SessionT]]:
+        return [room for room in self._rooms.values() if session in room.opens]
+
+    def expect(self, number: int, now: float) -> Room[SessionT] | str:
+        """The request of a room is here. The room, or why it has failed already."""
+        reason = self._buried(number, now)
+        if reason is not None:
+            return reason
+        room = self._rooms.get(number)
+        if room is None:
+            room = self._rooms[number] = Room(number, now)
+        self._orphans.pop(number, None)
+        room.is_expected = True
+        return room
+
+    def open(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
+        """A decode rank has allocated pages. The room, or why it has failed already."""
+        reason = self._buried(message.room, now)
+        if reason is not None:
+            return reason
+        room = self._rooms.get(message.room)
+        if room is None:
+            if len(self._orphans) >= self._max_orphans:
+                return (
+                    f"prefill already holds {self._max_orphans} rooms whose requests never "
+                    "came; does the router send every request to both?"
+                )
+            room = self._rooms[message.room] = Room(message.room, now)
+            self._orphans[message.room] = None
+        room.opens[session] = message
+        return room
+
+    def remove(self, number: int) -> Room[SessionT] | None:
+        """Forget a room that ended well, or whose failure everyone knows."""
+        self._orphans.pop(number, None)
+        return self._rooms.pop(number, None)
+
+    def bury(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
+        """Forget a room that failed; whoever comes later is told ``reason``."""
+        self._tombstones[number] = now, reason
+        self._tombstones.move_to_end(number)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        return self.remove(number)
+
+    def overdue(self, now: float) -> list[Room[SessionT]]:
+        """Rooms whose request did not come in time."""
+        found = []
+        for number in self._orphans:
+            room = self._rooms[number]
+            if now - room.created_at < self._orphan_timeout_s:
+                break
+            found.append(room)
+        return found
+
+    def _buried(self, number: int, now: float) -> str | None:
+        while self._tombstones:
+            at, _ = next(iter(self._tombstones.values()))
+            if now - at < self._tombstone_s:
+                break
+            self._tombstones.popitem(last=False)
+        tombstone = self._tombstones.get(number)
+        return None if tombstone is None else tombstone[1]

@@ -1,0 +1,189 @@
+"""The rooms of a decode endpoint: where arriving pages go, and until when they may land.
+
+A destination comes from the room alone. Its lock is held during each copy and taken by ``close``:
+once ``close`` has returned, nothing that was sent for the room can change a byte, so its pages can
+be given to the next request at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.layout import whole_pairs
+from sglang_tiered.transfer.messages import KV_COMPONENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.transfer.layout import Pair
+    from sglang_tiered.transfer.memory import PagedMemory, Pages
+    from sglang_tiered.transfer.messages import Last, Pull, Slab
+    from sglang_tiered.transfer.same_host import PeerMemory
+
+__all__ = ["DamagedError", "Progress", "ReceiveRoom"]
+
+MAX_SLABS = 1 << 24
+"""A sequence number beyond this is no slab of ours: the bitmap must not grow with a lie."""
+
+
+class DamagedError(TransferError):
+    """A slab whose bytes are not those that were sent."""
+
+
+@dataclass(eq=False, slots=True)
+class Progress:
+    """What has come from one prefill rank: a bitmap of slabs, and how many there will be."""
+
+    seen: bytearray = field(default_factory=bytearray)
+    num_seen: int = 0
+    num_slabs: int | None = None
+    aux: Sequence[bytes] = ()
+    moved_at: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_slabs is not None and self.num_seen >= self.num_slabs
+
+    @property
+    def has_gap(self) -> bool:
+        """Something sent earlier than what has come is missing."""
+        return not self.is_complete and (self.num_slabs is not None or self.num_seen < self._end())
+
+    def has(self, seq: int) -> bool:
+        return seq >> 3 < len(self.seen) and bool(self.seen[seq >> 3] & (1 << (seq & 7)))
+
+    def mark(self, seq: int, now: float) -> None:
+        if seq >> 3 >= len(self.seen):
+            self.seen.extend(bytes((seq >> 3) + 1 - len(self.seen)))
+        self.seen[seq >> 3] |= 1 << (seq & 7)
+        self.num_seen += 1
+        self.moved_at = now
+
+    def _end(self) -> int:
+        return (len(self.seen) - 1) * 8 + self.seen[-1].bit_length() if self.seen else 0
+
+
+@dataclass(eq=False, slots=True)
+class ReceiveRoom:
+    """One request's destination on this decode rank: its pages, in the order prefill sends them.
+
+    ``memory`` is the device's pool or the host tier's; ``progress`` is by prefill session.
+    """
+
+    number: int
+    generation: int
+    memory: PagedMemory
+    pages: Pages
+    states: Sequence[tuple[PagedMemory, Pages | None]]
+    aux: PagedMemory
+    aux_row: int | None
+    progress: dict[Any, Progress] = field(default_factory=dict)
+    num_expected: int = 0  # prefill ranks that send something
+    is_closed: bool = False
+    is_concluded: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """From here on nothing lands. Any thread; waits for at most one copy of a slab."""
+        with self._lock:
+            self.is_closed = True
+
+    def land(self, slab: Slab, payload: Any, pairs: Sequence[Pair]) -> bool:
+        """Check a slab and copy it in. False where the room is closed. Raises ``DamagedError``
+        for bytes that are not those sent, ``TransferError`` for what no honest peer sends."""
+        memory, pages, used = self._destination(slab, pairs)
+        size = slab.num_pages * sum(pair.page_bytes for pair in used)
+        data = np.frombuffer(payload, np.uint8)
+        if slab.codec != 0:
+            raise TransferError(f"prefill uses wire codec {slab.codec}, which decode has not on.")
+        if slab.num_bytes != size:
+            raise TransferError(
+                f"prefill sent {slab.num_bytes} bytes for {slab.num_pages} pages that take {size}."
+            )
+        if data.nbytes != size or xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
+            raise DamagedError(f"slab {slab.seq} of room {self.number} arrived damaged.")
+        with self._lock:
+            if self.is_closed:
+                return False
+            offset = 0
+            for pair in used:
+                length = pair.page_bytes * slab.num_pages
+                part = data[offset : offset + length]
+                memory.scatter(pair.destination, pages, pair.destination_slice, part)
+                offset += length
+        return True
+
+    def pull(self, message: Pull, payload: Any, pairs: Sequence[Pair], peer: PeerMemory) -> bool:
+        """Read pages out of the sender's memory. False where the room is closed. Raises
+        ``TransferError`` when they cannot be read."""
+        memory, pages, used = self._destination(message, pairs)
+        source = np.frombuffer(payload, "<i4").astype(np.int32)
+        if len(source) != len(pages):
+            raise TransferError(f"prefill named {len(source)} pages to read for {len(pages)}.")
+        if len(source) and int(source.min()) < 0:
+            raise TransferError(f"prefill named page {int(source.min())} to read.")
+        buffers = [(pair.source, memory.buffers[pair.destination]) for pair in used]
+        with self._lock:
+            if self.is_closed:
+                return False
+            problem = peer.pull(buffers, source, pages)
+        if problem is not None:
+            raise TransferError(f"reading prefill's memory on this machine failed ({problem}).")
+        return True
+
+    def finish(self, last: Last, progress: Progress) -> None:
+        """What the sender says of the end. Raises ``TransferError`` for rows of another shape."""
+        sizes = [buffer.page_bytes for buffer in self.aux.buffers]
+        if last.aux and [len(row) for row in last.aux] != sizes:
+            raise TransferError("prefill sent metadata rows of other sizes than decode's.")
+        progress.num_slabs = last.num_slabs
+        progress.aux = last.aux
+
+    def conclude(self) -> bool:
+        """Once every rank's slabs are here: write the metadata row, after which the request may
+        start. Whether that is so now, for the first time."""
+        if self.is_concluded or len(self.progress) < self.num_expected:
+            return False
+        if not all(progress.is_complete for progress in self.progress.values()):
+            return False
+        rows = next((item.aux for item in self.progress.values() if item.aux), ())
+        self.memory.flush()
+        for memory, _ in self.states:
+            memory.flush()
+        with self._lock:
+            if self.is_closed:
+                return False
+            if self.aux_row is not None:
+                target = np.array([self.aux_row], np.int32)
+                for index, row in enumerate(rows):
+                    self.aux.scatter(index, target, None, np.frombuffer(row, np.uint8))
+            self.is_concluded = True
+        return True
+
+    def _destination(
+        self, message: Slab | Pull, pairs: Sequence[Pair]
+    ) -> tuple[PagedMemory, Pages, Sequence[Pair]]:
+        component = getattr(message, "component", KV_COMPONENT)
+        memory, pages = self.memory, self.pages
+        if component != KV_COMPONENT:
+            if not 0 <= component < len(self.states):
+                raise TransferError(f"prefill sent state {component} of {len(self.states)}.")
+            memory, rows = self.states[component]
+            pages = np.empty(0, np.int32) if rows is None else rows
+            pairs = whole_pairs(memory.buffers)
+        end, last_pair = message.start + message.num_pages, message.first_pair + message.num_pairs
+        if not (0 <= message.start <= end <= len(pages)):
+            raise TransferError(
+                f"prefill sent pages {message.start} to {end} of a room of {len(pages)}."
+            )
+        if not (0 <= message.first_pair < last_pair <= len(pairs)):
+            raise TransferError(
+                f"prefill sent buffers {message.first_pair} to {last_pair} of {len(pairs)}."
+            )
+        return memory, pages[message.start : end], pairs[message.first_pair : last_pair]

@@ -1,0 +1,135 @@
+"""Keys of the two roles, CURVE on sockets, and authenticators on data headers.
+
+With a key directory the control channel is encrypted and both ends know each other: an instance
+has its role's secret key, and the peers' public keys. Data then carries a keyed BLAKE2b of each
+header (which holds the slab's checksum), unless all of it is encrypted too. Based on CurveZMQ
+(https://rfc.zeromq.org/spec/26) through pyzmq's certificates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ROLES", "TAG_BYTES", "Keys", "Tagger", "load_keys", "make_keys", "new_session_key"]
+
+ROLES = ("prefill", "decode")
+TAG_BYTES = 16
+_DOMAIN = "sglang-tiered"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One role's key pair, the other's public key, and the directory whose ``*.key`` files name
+    who is admitted. Keys are Z85 text, as CURVE wants them."""
+
+    public: bytes
+    secret: bytes
+    peer_public: bytes
+    directory: Path
+
+    def guard_server(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Admit only peers whose public key is in ``directory``. Returns its thread, started;
+        the caller stops it."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain=_DOMAIN, location=self.directory)
+        return authenticator
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``bind``."""
+        socket.zap_domain = _DOMAIN.encode()
+        socket.curve_server = True
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``connect``."""
+        socket.curve_serverkey = self.peer_public
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+class Tagger:
+    """Authenticators of data headers; without a key they are empty and always right."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def tag(self, *parts: bytes) -> bytes:
+        if not self._key:
+            return b""
+        digest = hashlib.blake2b(key=self._key, digest_size=TAG_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+    def is_right(self, tag: bytes, *parts: bytes) -> bool:
+        return hmac.compare_digest(tag, self.tag(*parts))
+
+
+def new_session_key(keys: Keys | None) -> bytes:
+    """A key for one session's data headers, told over the encrypted control channel."""
+    return b"" if keys is None else secrets.token_bytes(32)
+
+
+def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:
+    """Write a key pair per role: ``ROLE.key`` (public) and ``ROLE.key_secret`` (mode 0600).
+
+    Raises ``ConfigError`` rather than replace a key that servers may be using.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for role in roles:
+        for name in (f"{role}.key", f"{role}.key_secret"):
+            if (directory / name).exists():
+                raise ConfigError(
+                    f"{directory / name} exists; pass another directory, or move the old keys "
+                    "away first."
+                )
+    made = []
+    for role in roles:
+        before = os.umask(0o077)
+        try:
+            made += [Path(path) for path in zmq.auth.create_certificates(directory, role)]
+        finally:
+            os.umask(before)
+        (directory / f"{role}.key").chmod(0o644)
+    return made
+
+
+def load_keys(directory: Path, role: str) -> Keys:
+    """This role's pair and the other's public key. Raises ``ConfigError`` with one sentence."""
+    other = ROLES[1 - ROLES.index(role)]
+    own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
+    for path in (own, peer):
+        if not path.is_file():
+            raise ConfigError(
+                f"--transfer-keys {directory} has no {path.name}; make keys with python -m "
+                "sglang_tiered.transfer keygen, and copy it here."
+            )
+    if stat.S_IMODE(own.stat().st_mode) & 0o077:
+        raise ConfigError(f"{own} can be read by others; chmod 600 it.")
+    try:
+        public, secret = zmq.auth.load_certificate(own)
+        peer_public, _ = zmq.auth.load_certificate(peer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--transfer-keys {directory} holds no usable keys ({error}).") from error
+    if secret is None:
+        raise ConfigError(f"{own} holds no secret key; make keys anew.")
+    return Keys(public, secret, peer_public, directory)

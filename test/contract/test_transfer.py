@@ -1,0 +1,191 @@
+"""The contract of a KV handoff, over every way the bytes can go: TCP, several connections,
+encrypted, and read out of the sender's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transfer_pair import (
+    DEADLINE_S,
+    SAME_HOST,
+    TCP,
+    Decode,
+    Prefill,
+    Shape,
+    decode,
+    eventually,
+    indices,
+    prefill,
+)
+
+from sglang_tiered.transfer.decode import Target
+from sglang_tiered.transfer.security import Keys, load_keys, make_keys
+from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.transfer.settings import TransferSettings
+
+pytestmark = pytest.mark.timeout(60)
+
+WAYS = {
+    "tcp": TCP,
+    "four_connections": replace(TCP, num_connections=4),
+    "same_host": SAME_HOST,
+    "keys": TCP,
+    "keys_all_encrypted": replace(TCP, encrypt_data=True),
+    "small_window": replace(TCP, window_bytes=1000),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TransferSettings, Keys | None,
+                                                                Keys | None]:
+    name: str = request.param
+    if not name.startswith("keys"):
+        return WAYS[name], None, None
+    make_keys(tmp_path)
+    return WAYS[name], load_keys(tmp_path, "prefill"), load_keys(tmp_path, "decode")
+
+
+Pair = tuple[Prefill, Decode]
+
+
+@pytest.fixture
+def pair(way: tuple[TransferSettings, Keys | None, Keys | None]) -> Iterator[Pair]:
+    settings, prefill_keys, decode_keys = way
+    shape = Shape(states=(("swa", 40), ("mamba", 100)))
+    with (
+        prefill(shape, settings=settings, keys=prefill_keys) as sender,
+        decode(shape, settings=settings, keys=decode_keys) as receiver,
+    ):
+        yield sender, receiver
+
+
+def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.pool.aux[:, 5] = np.arange(24, dtype=np.uint8)
+    sender.endpoint.expect(1)
+    receiver.open(1, [sender], [9, 3, 40, 41, 42], state_rows=[[1, 2], [7]], prefix_tokens=8)
+    assert sender.events.wait_for("ready", 1)[2] == 8
+
+    sender.send(1, [20, 21, 5], is_last=False)
+    sender.send(1, [6, 7], start=3, state_rows=[[4, 3], [0]], aux_row=5)
+
+    receiver.events.wait_for("received", 1)
+    sender.events.wait_for("sent", 1)
+    expected = sender.pool.pages([20, 21, 5, 6, 7])
+    assert np.array_equal(receiver.pool.pages([9, 3, 40, 41, 42]), expected)
+    assert np.array_equal(receiver.pool.states[0][:, [1, 2]], sender.pool.states[0][:, [4, 3]])
+    assert np.array_equal(receiver.pool.states[1][:, [7]], sender.pool.states[1][:, [0]])
+    assert np.array_equal(receiver.pool.aux[:, 2], sender.pool.aux[:, 5])
+    untouched = [page for page in range(64) if page not in (9, 3, 40, 41, 42)]
+    assert not receiver.pool.pages(untouched).any()
+
+
+def test_a_room_of_no_pages_still_brings_its_metadata(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.pool.aux[:, 1] = 7
+    receiver.open(2, [sender], [], state_rows=[None, None])
+    sender.endpoint.expect(2)
+    sender.events.wait_for("ready", 2)
+    sender.send(2, [])
+    receiver.events.wait_for("received", 2)
+    assert (receiver.pool.aux[:, 2] == 7).all()
+
+
+def test_many_rooms_at_once_do_not_mix(pair: Pair) -> None:
+    sender, receiver = pair
+    for room in range(16):
+        sender.endpoint.expect(room)
+        receiver.open(room, [sender], range(room * 4, room * 4 + 4), state_rows=[None, None])
+    for room in range(16):
+        sender.events.wait_for("ready", room)
+        sender.send(room, [(room * 7 + part) % 64 for part in range(4)])
+    for room in range(16):
+        receiver.events.wait_for("received", room)
+    for room in range(16):
+        pages = [(room * 7 + part) % 64 for part in range(4)]
+        got = receiver.pool.pages(range(room * 4, room * 4 + 4))
+        assert np.array_equal(got, sender.pool.pages(pages)), room
+
+
+def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
+    sender, receiver = pair
+    for room in range(20):
+        sender.endpoint.expect(room)
+        receiver.open(room, [sender], [room], state_rows=[None, None])
+        sender.events.wait_for("ready", room)
+        sender.send(room, [room])
+        receiver.events.wait_for("received", room)
+        receiver.endpoint.close_room(room)
+        sender.events.wait_for("sent", room)
+        sender.endpoint.forget(room)
+    eventually(lambda: sender.endpoint.num_rooms == 0 and receiver.endpoint.num_rooms == 0)
+    assert sender.events.kinds(3) == ["ready", "sent"]
+    assert receiver.events.kinds(3) == ["received"]
+
+
+def test_an_abort_on_prefill_reaches_decode_with_its_reason(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(3)
+    receiver.open(3, [sender], [1, 2], state_rows=[None, None])
+    sender.events.wait_for("ready", 3)
+    sender.send(3, [1], is_last=False)
+    sender.endpoint.fail(3, "the client went away")
+    assert receiver.events.wait_for("failed", 3)[2] == "the client went away"
+
+
+def test_an_abort_on_decode_reaches_prefill_with_its_reason(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(4)
+    receiver.open(4, [sender], [1, 2], state_rows=[None, None])
+    sender.events.wait_for("ready", 4)
+    receiver.endpoint.close_room(4)
+    assert "the request ended" in sender.events.wait_for("failed", 4)[2]
+
+
+def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(5)
+    sender.endpoint.fail(5, "no memory")
+    receiver.open(5, [sender], [1], state_rows=[None, None])
+    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == "no memory"
+
+    receiver.open(6, [sender], [1], state_rows=[None, None])
+    eventually(lambda: sender.endpoint.num_rooms == 1)
+    receiver.endpoint.close_room(6)
+    eventually(lambda: sender.endpoint.stats.num_rooms_failed == 2)
+    sender.endpoint.expect(6)
+    assert "the request ended" in sender.events.wait_for("failed", 6, timeout_s=5)[2]
+
+
+def test_a_request_that_decode_gave_up_before_opening_its_room_does_not_wait(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(7)
+    receiver.endpoint.abort(7, [Target(sender.address)], "the client went away")
+    reason = sender.events.wait_for("failed", 7, timeout_s=5)[2]
+    assert reason == "decode gave it up: the client went away"
+
+
+def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(8)
+    receiver.open(8, [sender], [1], state_rows=[None, None])
+    sender.events.wait_for("ready", 8)
+    asked, is_computed = threading.Event(), threading.Event()
+
+    def ask() -> bool:
+        asked.set()
+        return is_computed.is_set()
+
+    sender.pool.kv[:, 9] = 0
+    sender.endpoint.send(8, Chunk(indices([9]), 0, True, [], 1, ask))
+    assert asked.wait(DEADLINE_S)
+    assert receiver.events.kinds(8) == []
+    sender.pool.kv[:, 9] = 77
+    is_computed.set()
+    receiver.events.wait_for("received", 8)
+    assert (receiver.pool.pages([1]) == 77).all()

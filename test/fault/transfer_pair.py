@@ -1,0 +1,228 @@
+"""A prefill and a decode endpoint over pools of random bytes, and what they report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sglang_tiered.transfer.decode import DecodeEndpoint, Target
+from sglang_tiered.transfer.layout import heads_of_rank
+from sglang_tiered.transfer.memory import Buffer, HostMemory
+from sglang_tiered.transfer.messages import KVLayout, StateLayout
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.security import Keys
+from sglang_tiered.transfer.sending import Chunk, Memories
+from sglang_tiered.transfer.settings import TransferSettings
+
+DEADLINE_S = 20.0
+HOST = "127.0.0.1"
+
+TCP = TransferSettings(same_host=False)
+SAME_HOST = TransferSettings()
+IMPATIENT = replace(
+    TCP, ping_interval_s=0.2, peer_timeout_s=1.0, connect_timeout_s=1.0, progress_timeout_s=1.0
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV on one rank: K and V buffers of ``num_layers`` layers, in pages."""
+
+    num_layers: int = 2
+    page_size: int = 4
+    num_pages: int = 64
+    num_heads: int = 4
+    head_bytes: int = 32
+    tp_rank: int = 0
+    tp_size: int = 1
+    latent: bool = False  # one buffer per layer, the same on all ranks
+    states: tuple[tuple[str, int], ...] = ()  # kind and bytes of a row
+    first_layer: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def heads(self) -> range:
+        return heads_of_rank(self.tp_rank, self.tp_size, self.num_heads)
+
+
+class Pool:
+    """Buffers with the bytes of their own, and the layout that describes them."""
+
+    def __init__(self, shape: Shape, seed: int | None = None) -> None:
+        source = np.random.default_rng(seed)
+        heads = 1 if shape.latent else len(shape.heads)
+        per_layer = 1 if shape.latent else 2
+        token = heads * shape.head_bytes
+        size = (shape.num_layers * per_layer, shape.num_pages, shape.page_size, token)
+        self.shape = shape
+        self.kv = (
+            np.zeros(size, np.uint8)
+            if seed is None
+            else source.integers(0, 256, size, dtype=np.uint8)
+        )
+        self.states = [
+            np.zeros((3, 8, num_bytes), np.uint8)
+            if seed is None
+            else source.integers(0, 256, (3, 8, num_bytes), dtype=np.uint8)
+            for _, num_bytes in shape.states
+        ]
+        self.aux = np.zeros((2, 16, 24), np.uint8)
+        self.memories = Memories(
+            memory_of(self.kv), [memory_of(state) for state in self.states], memory_of(self.aux)
+        )
+        layers = range(shape.first_layer, shape.first_layer + shape.num_layers)
+        self.layout = KVLayout(
+            shape.page_size,
+            shape.dtype,
+            [shape.page_size * token] * len(self.kv),
+            [*layers] * per_layer,
+            shape.tp_rank,
+            shape.tp_size,
+            0 if shape.latent else shape.num_heads,
+            [StateLayout(kind, [num_bytes] * 3) for kind, num_bytes in shape.states],
+            [24, 24],
+        )
+
+    def pages(self, numbers: Sequence[int]) -> Any:
+        """[buffer, page, token, bytes]"""
+        return self.kv[:, list(numbers)]
+
+
+def memory_of(array: Any) -> HostMemory:
+    """``array`` is [buffer, row, ...]."""
+    row = array[0, 0].nbytes
+    return HostMemory([Buffer(part.ctypes.data, part.nbytes, row) for part in array])
+
+
+@dataclass
+class Recorder:
+    """A listener of either side. ``wait_for`` is how tests wait: never by sleeping."""
+
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def _note(self, *event: Any) -> None:
+        with self.changed:
+            self.events.append(event)
+            self.changed.notify_all()
+
+    def room_ready(self, room: int, prefix_tokens: int) -> None:
+        self._note("ready", room, prefix_tokens)
+
+    def room_sent(self, room: int) -> None:
+        self._note("sent", room)
+
+    def room_received(self, room: int, rank: int = 0) -> None:
+        self._note("received", room)
+
+    def room_failed(self, room: int, reason: str) -> None:
+        self._note("failed", room, reason)
+
+    def prefill_lost(self, address: tuple[str, int], reason: str) -> None:
+        self._note("lost", address, reason)
+
+    def wait_for(self, kind: str, room: Any = None, timeout_s: float = DEADLINE_S) -> Any:
+        """The first event of this kind (and room), once there is one."""
+
+        def found() -> tuple[Any, ...] | None:
+            for event in self.events:
+                if event[0] == kind and (room is None or event[1] == room):
+                    return event
+            return None
+
+        with self.changed:
+            assert self.changed.wait_for(found, timeout_s), (
+                f"no {kind} of {room} within {timeout_s} s, only {self.events[-5:]}"
+            )
+            return found()
+
+    def kinds(self, room: int) -> list[str]:
+        with self.changed:
+            return [event[0] for event in self.events if event[1] == room]
+
+
+@dataclass
+class Prefill:
+    pool: Pool
+    endpoint: PrefillEndpoint
+    events: Recorder
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return HOST, self.endpoint.control_port
+
+    def send(self, room: int, pages: Sequence[int], *, start: int = 0, is_last: bool = True,
+             state_rows: Sequence[Any] = (), aux_row: int | None = 1) -> None:
+        rows = [None if item is None else indices(item) for item in state_rows]
+        chunk = Chunk(indices(pages), start, is_last, rows, aux_row if is_last else None)
+        self.endpoint.send(room, chunk)
+
+
+@dataclass
+class Decode:
+    pool: Pool
+    endpoint: DecodeEndpoint
+    events: Recorder
+
+    def open(self, room: int, prefills: Sequence[Prefill | tuple[str, int]], pages: Sequence[int],
+             *, state_rows: Sequence[Any] = (), aux_row: int | None = 2, num_receivers: int = 1,
+             prefix_tokens: int = 0, dummies: Sequence[int] = ()) -> None:
+        targets = [
+            Target(item if isinstance(item, tuple) else item.address, index in dummies)
+            for index, item in enumerate(prefills)
+        ]
+        self.endpoint.open(
+            room,
+            targets,
+            pages=indices(pages),
+            state_rows=[None if item is None else indices(item) for item in state_rows],
+            aux_row=aux_row,
+            prefix_tokens=prefix_tokens,
+            num_receivers=num_receivers,
+        )
+
+
+def indices(numbers: Sequence[int]) -> Any:
+    return np.array(list(numbers), np.int32)
+
+
+@contextmanager
+def prefill(shape: Shape = Shape(), *, settings: TransferSettings = TCP, seed: int = 1,
+            keys: Keys | None = None, rank: int = 0) -> Iterator[Prefill]:
+    pool, events = Pool(shape, seed), Recorder()
+    endpoint = PrefillEndpoint(
+        host=HOST, layout=pool.layout, memories=pool.memories, rank=rank, listener=events,
+        settings=settings, keys=keys,
+    )
+    try:
+        yield Prefill(pool, endpoint, events)
+    finally:
+        endpoint.close()
+
+
+@contextmanager
+def decode(shape: Shape = Shape(), *, settings: TransferSettings = TCP,
+           keys: Keys | None = None) -> Iterator[Decode]:
+    pool, events = Pool(shape), Recorder()
+    endpoint = DecodeEndpoint(
+        layout=pool.layout, memories=pool.memories, listener=events, settings=settings, keys=keys
+    )
+    try:
+        yield Decode(pool, endpoint, events)
+    finally:
+        endpoint.close()
+
+
+def eventually(check: Any, timeout_s: float = DEADLINE_S) -> None:
+    """Poll a condition of another thread's making that nothing announces."""
+    ended = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not check():
+        assert time.monotonic() < ended, f"still not so after {timeout_s} s"
+        pause.wait(0.005)
