@@ -30,6 +30,7 @@ __all__ = [
     "NvmeConfig",
     "TierMode",
     "TieredConfig",
+    "TransferConfig",
     "default_region_bytes",
     "default_tier_directory",
     "format_bytes",
@@ -47,6 +48,9 @@ MIN_REGION_BYTES = 4 * MiB
 MAX_DEFAULT_REGION_BYTES = 256 * MiB
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
+
+MAX_TRANSFER_CONNECTIONS = 16
+MIN_PEER_TIMEOUT_S = 2.0
 
 MIN_REGIONS_PER_DAY = 10
 """A tenth of the day's writes is the largest burst (``policy.admission``); a region must fit."""
@@ -102,6 +106,40 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
+    decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead."""
+
+    keys_directory: str | None = None
+    encrypt_data: bool = False
+    same_host: bool = True
+    window_bytes: int = 64 * MiB
+    num_connections: int = 1
+    peer_timeout_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        _require_positive("--transfer-window-bytes", self.window_bytes)
+        if not 1 <= self.num_connections <= MAX_TRANSFER_CONNECTIONS:
+            raise ConfigError(
+                f"--transfer-connections {self.num_connections} must be from 1 to "
+                f"{MAX_TRANSFER_CONNECTIONS}."
+            )
+        if not MIN_PEER_TIMEOUT_S <= self.peer_timeout_s <= 3600:
+            raise ConfigError(
+                f"--transfer-peer-timeout {self.peer_timeout_s:g} must be from "
+                f"{MIN_PEER_TIMEOUT_S:g} to 3600 seconds; peers greet each other every second."
+            )
+        if self.encrypt_data and self.keys_directory is None:
+            raise ConfigError(
+                "--transfer-encrypt all needs --transfer-keys; make keys with python -m "
+                "sglang_tiered.transfer keygen."
+            )
+
+    @property
+    def keys_path(self) -> Path | None:
+        return None if self.keys_directory is None else Path(self.keys_directory)
+
+
 class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the tiers need to know that SGLang's own arguments do not say."""
 
@@ -111,6 +149,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1  # scheduler processes of this server on this machine; they share the caps
     tp_size: int = 1  # ranks that share the heads of a page
     pp_size: int = 1  # ranks that share its layers
+    transfer: TransferConfig | None = None  # None: the defaults
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

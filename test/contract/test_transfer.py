@@ -41,8 +41,9 @@ WAYS = {
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TransferSettings, Keys | None,
-                                                                Keys | None]:
+def way(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[TransferSettings, Keys | None, Keys | None]:
     name: str = request.param
     if not name.startswith("keys"):
         return WAYS[name], None, None

@@ -157,8 +157,16 @@ class Prefill:
     def address(self) -> tuple[str, int]:
         return HOST, self.endpoint.control_port
 
-    def send(self, room: int, pages: Sequence[int], *, start: int = 0, is_last: bool = True,
-             state_rows: Sequence[Any] = (), aux_row: int | None = 1) -> None:
+    def send(
+        self,
+        room: int,
+        pages: Sequence[int],
+        *,
+        start: int = 0,
+        is_last: bool = True,
+        state_rows: Sequence[Any] = (),
+        aux_row: int | None = 1,
+    ) -> None:
         rows = [None if item is None else indices(item) for item in state_rows]
         chunk = Chunk(indices(pages), start, is_last, rows, aux_row if is_last else None)
         self.endpoint.send(room, chunk)
@@ -170,9 +178,18 @@ class Decode:
     endpoint: DecodeEndpoint
     events: Recorder
 
-    def open(self, room: int, prefills: Sequence[Prefill | tuple[str, int]], pages: Sequence[int],
-             *, state_rows: Sequence[Any] = (), aux_row: int | None = 2, num_receivers: int = 1,
-             prefix_tokens: int = 0, dummies: Sequence[int] = ()) -> None:
+    def open(
+        self,
+        room: int,
+        prefills: Sequence[Prefill | tuple[str, int]],
+        pages: Sequence[int],
+        *,
+        state_rows: Sequence[Any] = (),
+        aux_row: int | None = 2,
+        num_receivers: int = 1,
+        prefix_tokens: int = 0,
+        dummies: Sequence[int] = (),
+    ) -> None:
         targets = [
             Target(item if isinstance(item, tuple) else item.address, index in dummies)
             for index, item in enumerate(prefills)
@@ -193,12 +210,23 @@ def indices(numbers: Sequence[int]) -> Any:
 
 
 @contextmanager
-def prefill(shape: Shape = Shape(), *, settings: TransferSettings = TCP, seed: int = 1,
-            keys: Keys | None = None, rank: int = 0) -> Iterator[Prefill]:
+def prefill(
+    shape: Shape = Shape(),
+    *,
+    settings: TransferSettings = TCP,
+    seed: int = 1,
+    keys: Keys | None = None,
+    rank: int = 0,
+) -> Iterator[Prefill]:
     pool, events = Pool(shape, seed), Recorder()
     endpoint = PrefillEndpoint(
-        host=HOST, layout=pool.layout, memories=pool.memories, rank=rank, listener=events,
-        settings=settings, keys=keys,
+        host=HOST,
+        layout=pool.layout,
+        memories=pool.memories,
+        rank=rank,
+        listener=events,
+        settings=settings,
+        keys=keys,
     )
     try:
         yield Prefill(pool, endpoint, events)
@@ -207,8 +235,9 @@ def prefill(shape: Shape = Shape(), *, settings: TransferSettings = TCP, seed: i
 
 
 @contextmanager
-def decode(shape: Shape = Shape(), *, settings: TransferSettings = TCP,
-           keys: Keys | None = None) -> Iterator[Decode]:
+def decode(
+    shape: Shape = Shape(), *, settings: TransferSettings = TCP, keys: Keys | None = None
+) -> Iterator[Decode]:
     pool, events = Pool(shape), Recorder()
     endpoint = DecodeEndpoint(
         layout=pool.layout, memories=pool.memories, listener=events, settings=settings, keys=keys

@@ -10,6 +10,9 @@
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
+| disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
+| disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
+| DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -36,6 +39,10 @@ _WEIGHT_UPDATES = (
     "update_weights_from_ipc",
     "end_weight_update",
 )
+TRANSFER_BACKEND = "zmq"
+LOOKUP_LOOK_S = 0.01
+LOOKUP_DEADLINE_S = 5.0
+
 logger = logging.getLogger(__name__)
 
 _REPEATED_MESSAGES = ("Write page to storage:", "Prefetch operation ")
@@ -68,9 +75,51 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req.__init__", _after_request, HookType.AFTER
     )
+    _register_transfer_backend()
     target = logging.getLogger("sglang.srt.managers.cache_controller")
     if not any(isinstance(existing, RepeatFilter) for existing in target.filters):
         target.addFilter(RepeatFilter(_REPEATED_MESSAGES))
+
+
+def _register_transfer_backend() -> None:
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    name, backends = TRANSFER_BACKEND, utils.TransferBackend
+    if name not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        choices.add_disagg_transfer_backend_choices([name])
+    if name not in backends._value2member_map_:  # noqa: SLF001
+        member = object.__new__(backends)
+        member._name_, member._value_ = name.upper(), name  # noqa: SLF001
+        member.__objclass__ = backends
+        member._sort_order_ = len(backends._member_names_)  # noqa: SLF001
+        type.__setattr__(backends, name.upper(), member)  # Enum refuses the plain assignment
+        backends._member_map_[name.upper()] = member  # noqa: SLF001
+        backends._value2member_map_[name] = member  # noqa: SLF001
+        backends._member_names_.append(name.upper())  # noqa: SLF001
+    HookRegistry.register(
+        "sglang.srt.disaggregation.utils.get_kv_class", _around_get_kv_class, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue.__init__",
+        _after_decode_queue,
+        HookType.AFTER,
+    )
+
+
+def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
+    if backend.value != TRANSFER_BACKEND or class_type.value == "kvargs":
+        return original(backend, class_type)
+    from sglang_tiered.integration import kv_transfer
+
+    return kv_transfer.CLASSES[class_type.value]
+
+
+def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
+    if queue.transfer_backend.value == TRANSFER_BACKEND:
+        queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
+        queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 
 
 def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:

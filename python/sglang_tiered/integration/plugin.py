@@ -8,6 +8,8 @@ first (``compat.check``) and again here, where a failure leaves the ``tiered`` n
 
 from __future__ import annotations
 
+import os
+
 __all__ = ["activate_platform", "register"]
 
 
@@ -30,6 +32,8 @@ def register() -> None:
     if not _has_accelerator():
         from sglang_tiered.integration import cpu_platform, malloc, short_conv
 
+        # It asks torch for a CUDA event, and ends the scheduler where there is none.
+        os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
         malloc.keep_freed_memory()
         cpu_platform.patch_host_pools()
         short_conv.register()

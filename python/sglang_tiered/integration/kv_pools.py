@@ -1,0 +1,92 @@
+"""SGLang's KV pools, as ``transfer`` wants them described: buffers, layers, heads, states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.memory import Buffer, HostMemory, PagedMemory
+from sglang_tiered.transfer.messages import KVLayout, StateLayout
+from sglang_tiered.transfer.sending import Memories
+
+__all__ = ["at_rank", "host_memory_of", "layout_of", "memories_of"]
+
+DRAFT_LAYERS = 1 << 20
+"""Where the layer numbers of a draft model's KV begin: it numbers them from 0, as the target."""
+
+
+def layout_of(args: Any, *, is_mla: bool) -> KVLayout:
+    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``)."""
+    heads = 0 if is_mla else int(getattr(args, "total_kv_head_num", 0) or 0)
+    return KVLayout(
+        args.page_size,
+        args.kv_cache_dtype_str,
+        list(args.kv_item_lens),
+        _layer_ids(args, is_mla=is_mla),
+        0,
+        1,
+        heads,
+        [
+            StateLayout(str(getattr(kind, "value", kind)), list(row_bytes))
+            for kind, row_bytes in zip(args.state_types, args.state_item_lens, strict=True)
+        ],
+        list(args.aux_item_lens),
+    )
+
+
+def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
+    return msgspec.structs.replace(layout, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def memories_of(args: Any) -> Memories:
+    """The pools themselves, by address. SGLang keeps them for the life of the process."""
+    return Memories(
+        _memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
+        [
+            _memory(*parts)
+            for parts in zip(
+                args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
+            )
+        ],
+        HostMemory(_buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)),
+    )
+
+
+def host_memory_of(args: Any) -> PagedMemory | None:
+    """The host tier's pool, where SGLang lets decode receive into it."""
+    if not args.host_kv_data_ptrs:
+        return None
+    return HostMemory(
+        _buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+    )
+
+
+def _memory(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> PagedMemory:
+    return HostMemory(_buffers(addresses, sizes, page_bytes))
+
+
+def _buffers(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> list[Buffer]:
+    return [
+        Buffer(int(address), int(size), int(page))
+        for address, size, page in zip(addresses, sizes, page_bytes, strict=True)
+    ]
+
+
+def _layer_ids(args: Any, *, is_mla: bool) -> list[int]:
+    """A layer number per buffer: SGLang's own where it gives them, else by its order (all K, then
+    all V; one buffer per layer for latent attention), from the rank's first layer on."""
+    num_buffers, num_draft = len(args.kv_data_ptrs), int(args.num_draft_entries or 0)
+    if args.kv_layer_ids:
+        return list(args.kv_layer_ids)
+    num_target = num_buffers - num_draft
+    first = int(getattr(args, "prefill_start_layer", 0) or 0)
+    per_layer = 1 if is_mla or args.mla_compression_ratios is not None else 2
+    if num_target % per_layer:
+        raise TransferError(
+            f"this model's pool has {num_target} KV buffers, which is no K and V per layer; its "
+            "disaggregation over zmq is not supported."
+        )
+    layers = range(first, first + num_target // per_layer)
+    return [*layers] * per_layer + [DRAFT_LAYERS + index for index in range(num_draft)]

@@ -1,0 +1,448 @@
+"""``--disaggregation-transfer-backend zmq``: SGLang's disaggregation over ``transfer``.
+
+SGLang's ``Common*`` classes keep what they do well: the bootstrap server, rank mapping, the
+monotone status of each room. Replaced are their sockets, their HTTP in the scheduler loop and
+their heartbeat: the endpoint binds to ``--host``, and a peer's end fails its rooms at once.
+Status is written by the endpoint's thread and read by the scheduler's, as SGLang's own backends do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_tiered.config import TieredConfig, TransferConfig
+from sglang_tiered.errors import TransferError
+from sglang_tiered.integration import kv_pools
+from sglang_tiered.transfer.decode import DecodeEndpoint, Target
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.security import Keys, load_keys
+from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.transfer.settings import TransferSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from sglang_tiered.transfer.prefill_link import Address
+
+__all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
+
+LOOKUP_RETRY_S = 0.5
+"""Pause between two questions to a bootstrap server that does not answer."""
+
+logger = logging.getLogger(__name__)
+
+RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
+
+
+class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
+    """One rank's side of every handoff. Made by SGLang's bootstrap and preallocation queues."""
+
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        config = TieredConfig.from_environment()
+        self._transfer = (config.transfer if config is not None else None) or TransferConfig()
+        self._layout = kv_pools.layout_of(args, is_mla=bool(is_mla_backend))
+        self._memories = kv_pools.memories_of(args)
+        self.host_memory = kv_pools.host_memory_of(args)
+        self.supports_host_destination = self.host_memory is not None
+        self.sending: PrefillEndpoint | None = None
+        self.receiving: DecodeEndpoint | None = None
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
+        if mode == DisaggregationMode.DECODE:
+            self._lookups = _PrefillLookups(self)
+            self.receiving = DecodeEndpoint(
+                layout=self._of_rank(),
+                memories=self._memories,
+                listener=self,
+                settings=self._settings(),
+                keys=self._keys("decode"),
+            )
+
+    def register_to_bootstrap(self) -> None:
+        """Listen, then announce where. Called by the constructor, on prefill only."""
+        host = _address_of(self.bootstrap_host)
+        keys = self._keys("prefill")
+        if keys is None and not _is_loopback(host):
+            logger.warning(
+                "KV transfer listens on %s without --transfer-keys: whoever reaches this port can "
+                "read the KV of requests it opens. Make keys with python -m sglang_tiered.transfer "
+                "keygen, or close the network.",
+                host,
+            )
+        self.sending = PrefillEndpoint(
+            host=host,
+            layout=self._of_rank(),
+            memories=self._memories,
+            rank=self._prefill_unique_rank(),
+            listener=self,
+            settings=self._settings(),
+            keys=keys,
+        )
+        self.rank_port = self.sending.control_port
+        if not _is_wildcard(host):
+            self.local_ip = host
+        super().register_to_bootstrap()
+
+    def _of_rank(self) -> Any:
+        return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
+
+    def _settings(self) -> TransferSettings:
+        chosen = self._transfer
+        return TransferSettings(
+            peer_timeout_s=chosen.peer_timeout_s,
+            window_bytes=chosen.window_bytes,
+            num_connections=chosen.num_connections,
+            same_host=chosen.same_host,
+            encrypt_data=chosen.encrypt_data,
+            orphan_timeout_s=60.0,
+        )
+
+    def _keys(self, role: str) -> Keys | None:
+        directory: Path | None = self._transfer.keys_path
+        return None if directory is None else load_keys(directory, role)
+
+    # Prefill, called by SGLang's scheduler.
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: Any,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        *,
+        wait_event: Any = None,
+        indices_event: Any = None,
+        trace_ctx: Any = None,
+    ) -> None:
+        assert self.sending is not None
+        if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
+            return
+        if not isinstance(index_slice, slice):
+            reason = "context-parallel prefill scatters pages, which zmq does not send"
+            self.sending.fail(bootstrap_room, reason)
+            self._conclude(bootstrap_room, KVPoll.Failed, reason)
+            return
+        sends_metadata = aux_index is not None and self.pp_group.is_last_rank
+        self.sending.send(
+            bootstrap_room,
+            Chunk(
+                _pages(kv_indices),
+                index_slice.start,
+                is_last_chunk,
+                [None if rows is None else _pages(rows) for rows in state_indices or ()],
+                aux_index if sends_metadata else None,
+                _is_computed(wait_event),
+            ),
+        )
+
+    # What became of rooms; the endpoint's thread.
+
+    def room_ready(self, room: int, prefix_tokens: int) -> None:
+        if room in self.request_status:
+            self.req_to_decode_prefix_len[room] = prefix_tokens
+            self.update_status(room, KVPoll.WaitingForInput)
+
+    def room_sent(self, room: int) -> None:
+        self._conclude(room, KVPoll.Success)
+
+    def room_received(self, room: int) -> None:
+        self._conclude(room, KVPoll.Success)
+
+    def room_failed(self, room: int, reason: str) -> None:
+        self._conclude(room, KVPoll.Failed, reason)
+
+    def prefill_lost(self, address: Address, reason: str) -> None:
+        """Its rooms have failed. What was looked up of it is forgotten: a successor has another
+        port, and perhaps another layout."""
+        for bootstrap_address in self._lookups.forget(address):
+            with self.connection_lock:
+                self.prefill_info_table.pop(bootstrap_address, None)
+                for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
+                    del self.connection_pool[key]
+            for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
+                # Those still without pages have no room at the endpoint.
+                if self.request_status.get(room) == KVPoll.WaitingForInput:
+                    self._conclude(room, KVPoll.Failed, reason)
+
+    def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
+        # A room that SGLang has cleared must not come back with a failure of before.
+        if room not in self.request_status:
+            return
+        if reason is not None:
+            with self.failure_lock:
+                self.failure_records.setdefault(room, reason)
+        self.update_status(room, status)
+
+    # Decode, called by SGLang's scheduler.
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill server is known by now. Asks it in the background."""
+        return self._lookups.is_known(bootstrap_addr)
+
+    def look_up(self, bootstrap_address: str) -> bool:
+        """SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match."""
+        return bool(super().try_ensure_parallel_info(bootstrap_address))
+
+    def rank_of(self, bootstrap_address: str, key: RankKey) -> dict[str, Any] | None:
+        return self._lookups.rank_of(bootstrap_address, key)
+
+    def why_unknown(self, bootstrap_address: str) -> str | None:
+        return self._lookups.why_unknown(bootstrap_address)
+
+
+class ZmqKVSender(CommonKVSender):  # type: ignore[misc]
+    """One request on one prefill rank."""
+
+    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)
+        if not mgr.is_dummy_cp_rank:
+            _sending(mgr).expect(self.bootstrap_room)
+
+    def abort(self) -> None:
+        _sending(self.kv_mgr).fail(self.bootstrap_room, "the request was aborted on prefill")
+        super().abort()
+
+    def failure_exception(self) -> None:
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
+        _sending(self.kv_mgr).fail(self.bootstrap_room, reason or "the request failed on prefill")
+        super().failure_exception()
+
+    def clear(self) -> None:
+        super().clear()
+        _sending(self.kv_mgr).forget(self.bootstrap_room)
+
+
+class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """One request on one decode rank."""
+
+    bootstrap_infos: list[dict[str, Any]] | None = None
+
+    @property
+    def supports_host_destination(self) -> bool:
+        return self.kv_mgr.host_memory is not None
+
+    def is_abort_release_safe(self) -> bool:
+        """Always: ``abort`` and ``clear`` close the room, and what is closed is not written."""
+        return True
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """The request's pages are allocated: ask the prefill ranks for them."""
+        if self.bootstrap_infos is None:
+            self._fail(f"the prefill server at {self.bootstrap_addr} is unknown")
+            return
+        memory = None
+        if destination == KVTransferDestination.HOST:
+            memory = self.kv_mgr.host_memory
+        rows = [None if rows is None else _pages(rows) for rows in state_indices or ()]
+        try:
+            _receiving(self.kv_mgr).open(
+                self.bootstrap_room,
+                self._targets(),
+                pages=_pages(kv_indices),
+                state_rows=rows,
+                aux_row=aux_index,
+                prefix_tokens=decode_prefix_len or 0,
+                num_receivers=self.required_dst_info_num,
+                memory=memory,
+            )
+        except TransferError as error:
+            self._fail(str(error))
+            return
+        self.init_time = time.time()
+
+    def abort(self) -> None:
+        _receiving(self.kv_mgr).close_room(self.bootstrap_room)
+        why = self.kv_mgr.why_unknown(self.bootstrap_addr)
+        if why is not None and self.conclude_state is None:
+            self._fail(why)
+        super().abort()
+
+    def _clear(self) -> None:
+        _receiving(self.kv_mgr).close_room(self.bootstrap_room)
+        super()._clear()
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.room_failed(self.bootstrap_room, reason)
+        self.conclude_state = KVPoll.Failed
+
+    def _targets(self) -> list[Target]:
+        return [
+            Target((info["rank_ip"], int(info["rank_port"])), bool(info["is_dummy"]))
+            for info in self.bootstrap_infos or ()
+        ]
+
+    def _register_kv_args(self) -> bool:
+        """SGLang calls this once per new prefill server: open the sessions ahead of the room."""
+        for target in self._targets():
+            _receiving(self.kv_mgr).connect(target.address)
+        return True
+
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> dict[str, Any] | None:
+        key = (int(prefill_dp_rank), int(prefill_cp_rank), int(target_tp_rank), int(target_pp_rank))
+        row = self.kv_mgr.rank_of(self.bootstrap_addr, key)
+        return None if row is None else {**row, "pp_rank": key[3]}
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "the request was aborted")
+        _receiving(self.kv_mgr).abort(self.bootstrap_room, self._targets(), reason)
+
+
+class _PrefillLookups:
+    """What decode knows of prefill servers, asked for on a thread of its own: SGLang asks on the
+    scheduler's, where a host that drops packets stops all decoding for seconds at a time."""
+
+    def __init__(self, manager: ZmqKVManager) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._ranks: dict[str, dict[RankKey, dict[str, Any]]] = {}
+        self._failures: dict[str, tuple[float, str]] = {}
+        self._running: dict[str, concurrent.futures.Future[None]] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(4, "kv-transfer-lookup")
+
+    def is_known(self, server: str) -> bool:
+        with self._lock:
+            if server in self._ranks:
+                return True
+            running = self._running.get(server)
+            failed_at, _ = self._failures.get(server, (0.0, ""))
+            if running is None and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
+                self._running[server] = self._threads.submit(self._look_up, server)
+        return False
+
+    def rank_of(self, server: str, key: RankKey) -> dict[str, Any] | None:
+        with self._lock:
+            return self._ranks.get(server, {}).get(key)
+
+    def why_unknown(self, server: str) -> str | None:
+        """The reason of the last failed lookup, if the server is still unknown."""
+        with self._lock:
+            if server in self._ranks or server not in self._failures:
+                return None
+            return self._failures[server][1]
+
+    def forget(self, address: Address) -> list[str]:
+        """Forget the servers that have a rank at ``address``. Returns them."""
+        with self._lock:
+            servers = [
+                server
+                for server, ranks in self._ranks.items()
+                if any((row["rank_ip"], int(row["rank_port"])) == address for row in ranks.values())
+            ]
+            for server in servers:
+                del self._ranks[server]
+        return servers
+
+    def _look_up(self, server: str) -> None:
+        ranks, reason = {}, None
+        try:
+            if self._manager.look_up(server):
+                ranks = self._ranks_of(server)
+            else:
+                reason = f"the prefill server at {server} does not answer"
+        except Exception as error:
+            # AssertionError and RuntimeError from SGLang: a server that does not match this one.
+            reason = f"the prefill server at {server} cannot be used: {error}"
+        with self._lock:
+            self._running.pop(server, None)
+            if reason is None:
+                self._ranks[server] = ranks
+                self._failures.pop(server, None)
+            else:
+                self._failures[server] = time.monotonic(), reason
+                self._manager.prefill_info_table.pop(server, None)
+
+    def _ranks_of(self, server: str) -> dict[RankKey, dict[str, Any]]:
+        info = self._manager.prefill_info_table[server]
+        asking = CommonKVReceiver.__new__(CommonKVReceiver)
+        asking.bootstrap_addr = server
+        ranks = {}
+        for dp in range(info.dp_size):
+            for cp in info.target_cp_ranks:
+                for tp in info.target_tp_ranks:
+                    for pp in info.target_pp_ranks:
+                        row = CommonKVReceiver._get_bootstrap_info_from_server(  # noqa: SLF001
+                            asking, dp, cp, tp, pp
+                        )
+                        if row is None:
+                            raise TransferError(f"it does not know its rank dp{dp} tp{tp} pp{pp}")
+                        ranks[dp, cp, tp, pp] = row
+        return ranks
+
+
+def _sending(manager: ZmqKVManager) -> PrefillEndpoint:
+    assert manager.sending is not None
+    return manager.sending
+
+
+def _receiving(manager: ZmqKVManager) -> DecodeEndpoint:
+    assert manager.receiving is not None
+    return manager.receiving
+
+
+def _pages(indices: Any) -> Any:
+    """A copy as int32: SGLang reuses its index buffers."""
+    return np.array(indices, np.int32)
+
+
+def _is_computed(event: Any) -> Any:
+    return None if event is None else event.query
+
+
+def _address_of(host: str) -> str:
+    """``--host`` as an address: ZeroMQ binds no names."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(found[0][4][0])
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _is_wildcard(host: str) -> bool:
+    return ipaddress.ip_address(host).is_unspecified
+
+
+CLASSES = {
+    "manager": ZmqKVManager,
+    "sender": ZmqKVSender,
+    "receiver": ZmqKVReceiver,
+    "bootstrap_server": CommonKVBootstrapServer,
+}
