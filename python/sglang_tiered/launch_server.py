@@ -209,7 +209,8 @@ def _page_hash_problem() -> str | None:
 
 
 def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> str:
-    """Address, tiers with their capacities, and a first request to try."""
+    """Address, tiers with their capacities, and a first request to try (one half of prefill and
+    decode serves none by itself)."""
     host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
     address = f"http://{host}:{server_args.port}"
     lines = ["", f"sglang-tiered is ready at {address}", f"  device  {num_device_tokens:,} tokens"]
@@ -221,6 +222,9 @@ def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> st
         limit = config.nvme.writes_per_day
         writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
         lines.append(f"  nvme    {size} in {config.nvme.directory}{writes}")
+    if server_args.disaggregation_mode in ("prefill", "decode"):
+        other = "decode" if server_args.disaggregation_mode == "prefill" else "prefill"
+        return "\n".join([*lines, f"send requests to a router in front of it and of {other}", ""])
     body = json.dumps(
         {
             "model": server_args.served_model_name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["METRICS", "Kind", "Metric"]
+__all__ = ["METRICS", "TRANSFER_METRICS", "Kind", "Metric"]
 
 PREFIX = "sglang_tiered:"
 
@@ -21,7 +21,8 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One exported series. ``field`` is the ``TierStats`` attribute it is read from."""
+    """One exported series. ``field`` is the attribute it is read from: of ``TierStats``, or of
+    ``TransferStats`` in the second table."""
 
     name: str
     kind: Kind
@@ -172,5 +173,41 @@ METRICS = (
         "num_backups_recovered",
         (),
         "Nodes among those whose copy was made later.",
+    ),
+)
+
+TRANSFER_METRICS = (
+    Metric("transfer_peers", Kind.GAUGE, "num_peers", (), "Sessions with ranks of the other role."),
+    Metric("transfer_rooms", Kind.GAUGE, "num_rooms", (), "Requests being handed over."),
+    Metric("transfer_rooms_done", Kind.COUNTER, "num_rooms_done", (), "Requests handed over."),
+    Metric(
+        "transfer_rooms_failed",
+        Kind.COUNTER,
+        "num_rooms_failed",
+        (),
+        "Requests given up, on either side.",
+    ),
+    Metric("transfer_peers_lost", Kind.COUNTER, "num_sessions_lost", (), "Sessions that ended."),
+    Metric("transfer_wire_bytes", Kind.COUNTER, "wire_bytes", (), "KV sent or received."),
+    Metric(
+        "transfer_same_host_bytes",
+        Kind.COUNTER,
+        "same_host_bytes",
+        (),
+        "KV that decode read out of prefill's memory.",
+    ),
+    Metric(
+        "transfer_damaged",
+        Kind.COUNTER,
+        "num_damaged",
+        (),
+        "Slabs that arrived damaged, or had to be sent again.",
+    ),
+    Metric(
+        "transfer_refused",
+        Kind.COUNTER,
+        "num_refused",
+        (),
+        "Messages of peers that are not admitted, or that are not authentic.",
     ),
 )

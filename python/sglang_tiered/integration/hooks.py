@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,11 @@ def _after_is_fully_idle(
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     from sglang_tiered.integration.metrics_exporter import samples
     from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.transfer_stats import stats_of_scheduler
 
+    transfer = stats_of_scheduler(scheduler)
+    if transfer is not None:
+        result.internal_state["sglang_tiered_transfer"] = dataclasses.asdict(transfer)
     cache = scheduler.tree_cache
     if not isinstance(cache, TieredRadixCache):
         return result

@@ -8,12 +8,9 @@ Status is written by the endpoint's thread and read by the scheduler's, as SGLan
 
 from __future__ import annotations
 
-import concurrent.futures
-import ipaddress
 import logging
-import socket
-import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +26,16 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration import kv_pools
+from sglang_tiered.integration.metrics_exporter import MetricsExporter
+from sglang_tiered.integration.prefill_lookups import (
+    PrefillLookups,
+    RankKey,
+    address_of,
+    is_loopback,
+    is_wildcard,
+)
+from sglang_tiered.integration.transfer_stats import transfer_stats
+from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.decode import DecodeEndpoint, Target
 from sglang_tiered.transfer.prefill import PrefillEndpoint
 from sglang_tiered.transfer.security import Keys, load_keys
@@ -43,12 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
 
-LOOKUP_RETRY_S = 0.5
-"""Pause between two questions to a bootstrap server that does not answer."""
-
 logger = logging.getLogger(__name__)
-
-RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
 
 
 class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
@@ -65,25 +67,27 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         self._memories = kv_pools.memories_of(args)
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
+        self._exporter: MetricsExporter | None = None
         self.sending: PrefillEndpoint | None = None
         self.receiving: DecodeEndpoint | None = None
         super().__init__(args, mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         if mode == DisaggregationMode.DECODE:
-            self._lookups = _PrefillLookups(self)
+            self._lookups = PrefillLookups(self)
             self.receiving = DecodeEndpoint(
                 layout=self._of_rank(),
                 memories=self._memories,
                 listener=self,
                 settings=self._settings(),
                 keys=self._keys("decode"),
+                on_tick=self._export,
             )
 
     def register_to_bootstrap(self) -> None:
         """Listen, then announce where. Called by the constructor, on prefill only."""
-        host = _address_of(self.bootstrap_host)
+        host = address_of(self.bootstrap_host)
         keys = self._keys("prefill")
-        if keys is None and not _is_loopback(host):
+        if keys is None and not is_loopback(host):
             logger.warning(
                 "KV transfer listens on %s without --transfer-keys: whoever reaches this port can "
                 "read the KV of requests it opens. Make keys with python -m sglang_tiered.transfer "
@@ -98,11 +102,21 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             listener=self,
             settings=self._settings(),
             keys=keys,
+            on_tick=self._export,
         )
         self.rank_port = self.sending.control_port
-        if not _is_wildcard(host):
+        if not is_wildcard(host):
             self.local_ip = host
         super().register_to_bootstrap()
+
+    def _export(self) -> None:
+        endpoint = self.sending or self.receiving
+        if endpoint is None or not self.server_args.enable_metrics:
+            return
+        if self._exporter is None:
+            read = partial(transfer_stats, endpoint)
+            self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS)
+        self._exporter.export()
 
     def _of_rank(self) -> Any:
         return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
@@ -321,88 +335,6 @@ class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         _receiving(self.kv_mgr).abort(self.bootstrap_room, self._targets(), reason)
 
 
-class _PrefillLookups:
-    """What decode knows of prefill servers, asked for on a thread of its own: SGLang asks on the
-    scheduler's, where a host that drops packets stops all decoding for seconds at a time."""
-
-    def __init__(self, manager: ZmqKVManager) -> None:
-        self._manager = manager
-        self._lock = threading.Lock()
-        self._ranks: dict[str, dict[RankKey, dict[str, Any]]] = {}
-        self._failures: dict[str, tuple[float, str]] = {}
-        self._running: dict[str, concurrent.futures.Future[None]] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(4, "kv-transfer-lookup")
-
-    def is_known(self, server: str) -> bool:
-        with self._lock:
-            if server in self._ranks:
-                return True
-            running = self._running.get(server)
-            failed_at, _ = self._failures.get(server, (0.0, ""))
-            if running is None and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
-                self._running[server] = self._threads.submit(self._look_up, server)
-        return False
-
-    def rank_of(self, server: str, key: RankKey) -> dict[str, Any] | None:
-        with self._lock:
-            return self._ranks.get(server, {}).get(key)
-
-    def why_unknown(self, server: str) -> str | None:
-        """The reason of the last failed lookup, if the server is still unknown."""
-        with self._lock:
-            if server in self._ranks or server not in self._failures:
-                return None
-            return self._failures[server][1]
-
-    def forget(self, address: Address) -> list[str]:
-        """Forget the servers that have a rank at ``address``. Returns them."""
-        with self._lock:
-            servers = [
-                server
-                for server, ranks in self._ranks.items()
-                if any((row["rank_ip"], int(row["rank_port"])) == address for row in ranks.values())
-            ]
-            for server in servers:
-                del self._ranks[server]
-        return servers
-
-    def _look_up(self, server: str) -> None:
-        ranks, reason = {}, None
-        try:
-            if self._manager.look_up(server):
-                ranks = self._ranks_of(server)
-            else:
-                reason = f"the prefill server at {server} does not answer"
-        except Exception as error:
-            # AssertionError and RuntimeError from SGLang: a server that does not match this one.
-            reason = f"the prefill server at {server} cannot be used: {error}"
-        with self._lock:
-            self._running.pop(server, None)
-            if reason is None:
-                self._ranks[server] = ranks
-                self._failures.pop(server, None)
-            else:
-                self._failures[server] = time.monotonic(), reason
-                self._manager.prefill_info_table.pop(server, None)
-
-    def _ranks_of(self, server: str) -> dict[RankKey, dict[str, Any]]:
-        info = self._manager.prefill_info_table[server]
-        asking = CommonKVReceiver.__new__(CommonKVReceiver)
-        asking.bootstrap_addr = server
-        ranks = {}
-        for dp in range(info.dp_size):
-            for cp in info.target_cp_ranks:
-                for tp in info.target_tp_ranks:
-                    for pp in info.target_pp_ranks:
-                        row = CommonKVReceiver._get_bootstrap_info_from_server(  # noqa: SLF001
-                            asking, dp, cp, tp, pp
-                        )
-                        if row is None:
-                            raise TransferError(f"it does not know its rank dp{dp} tp{tp} pp{pp}")
-                        ranks[dp, cp, tp, pp] = row
-        return ranks
-
-
 def _sending(manager: ZmqKVManager) -> PrefillEndpoint:
     assert manager.sending is not None
     return manager.sending
@@ -420,24 +352,6 @@ def _pages(indices: Any) -> Any:
 
 def _is_computed(event: Any) -> Any:
     return None if event is None else event.query
-
-
-def _address_of(host: str) -> str:
-    """``--host`` as an address: ZeroMQ binds no names."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return str(found[0][4][0])
-    return host
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
-
-
-def _is_wildcard(host: str) -> bool:
-    return ipaddress.ip_address(host).is_unspecified
 
 
 CLASSES = {

@@ -1,4 +1,4 @@
-"""Copies the tier's statistics into prometheus-client, at most once a second.
+"""Copies statistics into prometheus-client, at most once a second.
 
 SGLang exports from several processes through prometheus-client's multiprocess mode, which knows
 no callbacks, so counters are advanced by the difference to the last snapshot.
@@ -13,9 +13,10 @@ from sglang_tiered.metrics import METRICS, Kind, Metric
 from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.integration.tier_stats import TierStats
+    from sglang_tiered.integration.transfer_stats import TransferStats
 
 __all__ = ["MetricsExporter", "samples"]
 
@@ -23,15 +24,19 @@ INTERVAL_S = 1.0
 
 
 class MetricsExporter:
-    """One per scheduler process; used on the scheduler thread. ``read`` must not block."""
+    """One per table and scheduler process; used on one thread. ``read`` must not block."""
 
     def __init__(
-        self, read: Callable[[], TierStats], clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], TierStats | TransferStats],
+        clock: Callable[[], float] = time.monotonic,
+        metrics: Sequence[Metric] = METRICS,
     ) -> None:
         # After SGLang set PROMETHEUS_MULTIPROC_DIR, which prometheus-client reads at import.
         from prometheus_client import Counter, Gauge
 
         self._read = read
+        self._metrics = metrics
         self._clock = clock
         self._due = clock()
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -43,7 +48,7 @@ class MetricsExporter:
                     metric.full_name, metric.help, metric.labels, multiprocess_mode="livesum"
                 )
             )
-            for metric in METRICS
+            for metric in metrics
         }
 
     def export(self) -> None:
@@ -53,7 +58,7 @@ class MetricsExporter:
             return
         self._due = now + INTERVAL_S
         stats = self._read()
-        for metric in METRICS:
+        for metric in self._metrics:
             for labels, value in samples(metric, stats):
                 series = self._series[metric.name]
                 series = series.labels(*labels) if labels else series
@@ -65,7 +70,9 @@ class MetricsExporter:
                 self._seen[metric.name, labels] = value
 
 
-def samples(metric: Metric, stats: TierStats) -> Iterator[tuple[tuple[str, ...], float]]:
+def samples(
+    metric: Metric, stats: TierStats | TransferStats
+) -> Iterator[tuple[tuple[str, ...], float]]:
     """Label values and value of each sample of one metric; none where there is no value."""
     value = getattr(stats, metric.field)
     if isinstance(value, Health):

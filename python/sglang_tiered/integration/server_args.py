@@ -34,7 +34,8 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
-from sglang_tiered.integration.tier_flags import TIER_FLAGS
+from sglang_tiered.integration.tier_flags import TIER_FLAGS, without_our_flags
+from sglang_tiered.integration.transfer_args import resolve_transfer, transfer_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,11 +114,14 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
-    rest = _without_tier_flags(arguments)
+    rest = without_our_flags(arguments)
     mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
+    transfer = resolve_transfer(explicit)
+    added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
     if mode is TierMode.OFF:
         _refuse_given(explicit, TIER_FLAGS, except_for="--tier-mode", reason="--tier-mode off")
-        return Resolved(TieredConfig(mode=mode), rest)
+        rest = _completed(rest, added, explicit)
+        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest)
 
     for name, flag in _EXCLUSIVE_FLAGS.items():
         if explicit.get(name):
@@ -131,7 +135,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     if page_size < 1:
         raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
 
-    added: dict[str, str | None] = {
+    added |= {
         "--radix-cache-backend": BACKEND_NAME,
         "--enable-hierarchical-cache": None,
         "--page-size": str(DEFAULT_PAGE_SIZE),
@@ -166,11 +170,9 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         num_ranks=num_ranks,
         tp_size=_attention_tp_size(explicit),
         pp_size=explicit.get("pp_size") or 1,
+        transfer=transfer,
     )
-    for flag, value in added.items():
-        if _argument_name(flag) not in explicit:
-            rest += [flag] if value is None else [flag, value]
-    return Resolved(config, rest, tuple(notes))
+    return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
 
 def resolve_without_nvme(
@@ -340,11 +342,14 @@ def _held_bytes(directory: Path) -> int:
         return 0
 
 
-def _without_tier_flags(arguments: Sequence[str]) -> list[str]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in TIER_FLAGS:
-        parser.add_argument(flag)
-    return parser.parse_known_args(list(arguments))[1]
+def _completed(
+    arguments: list[str], added: Mapping[str, str | None], explicit: Mapping[str, Any]
+) -> list[str]:
+    """The arguments with ours, but for what the user said."""
+    for flag, value in added.items():
+        if _argument_name(flag) not in explicit:
+            arguments += [flag] if value is None else [flag, value]
+    return arguments
 
 
 def _refuse_given(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
-__all__ = ["TIER_FLAGS", "add_tier_arguments", "join_tier_values"]
+__all__ = [
+    "TIER_FLAGS",
+    "TRANSFER_FLAGS",
+    "add_tier_arguments",
+    "join_tier_values",
+    "without_our_flags",
+]
 
 TIER_FLAGS = {
     "--tier-mode": (
@@ -60,14 +66,52 @@ TIER_FLAGS = {
     ),
 }
 
+TRANSFER_FLAGS = {
+    "--transfer-keys": (
+        "DIR",
+        "Directory with the keys of this role and its peers (python -m sglang_tiered.transfer "
+        "keygen). With it peers know each other and the control channel is encrypted. "
+        "Default: none.",
+    ),
+    "--transfer-encrypt": (
+        "{control,all}",
+        "What the keys encrypt: the control channel, with headers of KV authenticated, or KV too, "
+        "at about a gigabyte per second. Default: control.",
+    ),
+    "--transfer-same-host": (
+        "{auto,off}",
+        "Whether decode reads KV out of the memory of a prefill instance on its own machine, where "
+        "the system lets it. Default: auto.",
+    ),
+    "--transfer-window-bytes": (
+        "SIZE",
+        "KV under way to one decode rank at most, e.g. 64MiB. Default: 64MiB.",
+    ),
+    "--transfer-connections": (
+        "N",
+        "TCP connections of KV per pair of ranks; 2 to 4 for links of 25 Gbit/s and more. "
+        "Default: 1.",
+    ),
+    "--transfer-peer-timeout": (
+        "SECONDS",
+        "Silence after which a peer counts as dead. One that ends is noticed at once. Default: 4.",
+    ),
+}
+
+_OURS = {**TIER_FLAGS, **TRANSFER_FLAGS}
+
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     """Our flags, as a section of ``--help``. Values stay text; ``resolve`` judges them."""
-    group = parser.add_argument_group(
+    tiering = parser.add_argument_group(
         "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
     )
-    for flag, (metavar, text) in TIER_FLAGS.items():
-        group.add_argument(flag, metavar=metavar, help=text, default=None)
+    transfer = parser.add_argument_group(
+        "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
+    )
+    for group, flags in ((tiering, TIER_FLAGS), (transfer, TRANSFER_FLAGS)):
+        for flag, (metavar, text) in flags.items():
+            group.add_argument(flag, metavar=metavar, help=text, default=None)
 
 
 def join_tier_values(arguments: Sequence[str]) -> list[str]:
@@ -75,8 +119,16 @@ def join_tier_values(arguments: Sequence[str]) -> list[str]:
     flag and answers with our sentence instead of its usage."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] in TIER_FLAGS and not argument.startswith("--"):
+        if joined and joined[-1] in _OURS and not argument.startswith("--"):
             joined[-1] += "=" + argument
         else:
             joined.append(argument)
     return joined
+
+
+def without_our_flags(arguments: Sequence[str]) -> list[str]:
+    """What SGLang knows of a command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in _OURS:
+        parser.add_argument(flag)
+    return parser.parse_known_args(list(arguments))[1]

@@ -24,7 +24,7 @@ from sglang_tiered.transfer.prefill_links import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.receiving import MAX_SLABS, DamagedError, Progress, ReceiveRoom
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import zmq
 
@@ -78,7 +78,8 @@ class DecodeStats:
 
 
 class DecodeEndpoint:
-    """Methods may be called on any thread and return at once; ``close`` ends it."""
+    """Methods may be called on any thread and return at once; ``close`` ends it. ``on_tick`` is
+    called some times a second on the endpoint's thread."""
 
     def __init__(
         self,
@@ -88,10 +89,12 @@ class DecodeEndpoint:
         listener: DecodeListener,
         settings: TransferSettings,
         keys: Keys | None = None,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._memories = memories
         self._listener = listener
         self._settings = settings
+        self._on_tick = on_tick
         self._generations = itertools.count(1)
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
@@ -205,6 +208,7 @@ class DecodeEndpoint:
             self._conclude_failed(room, message.reason, told_by=link)
 
     def _tick(self, now: float) -> None:
+        self._on_tick()
         self._links.tick(now)
         for room in list(self._rooms.values()):
             for link, progress in list(room.progress.items()):

@@ -23,7 +23,7 @@ from sglang_tiered.transfer.prefill_rooms import Room, RoomTable
 from sglang_tiered.transfer.sending import PULL_SHARE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from sglang_tiered.transfer.messages import KVLayout
     from sglang_tiered.transfer.security import Keys
@@ -69,7 +69,8 @@ class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
     and return at once.
 
-    ``host`` is bound as it is; port 0 takes a free one. Raises ``TransferError`` when the address
+    ``host`` is bound as it is, to free ports; ``on_tick`` is called some times a second on the
+    endpoint's thread. Raises ``TransferError`` when the address
     cannot be bound.
     """
 
@@ -83,10 +84,12 @@ class PrefillEndpoint:
         listener: PrefillListener,
         settings: TransferSettings,
         keys: Keys | None = None,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._memories = memories
         self._listener = listener
         self._settings = settings
+        self._on_tick = on_tick
         self._peers = DecodePeers(
             host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
         )
@@ -272,6 +275,7 @@ class PrefillEndpoint:
             self._peers.tell(peer.identity, messages.Bye("prefill is shutting down"))
 
     def _tick(self, now: float) -> None:
+        self._on_tick()
         for peer in self._peers:
             silence = now - peer.last_seen
             if silence > self._settings.peer_timeout_s:

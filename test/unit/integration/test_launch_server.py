@@ -184,7 +184,12 @@ def test_banner_quotes_a_request_that_parses() -> None:
 
     nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
-    args = SimpleNamespace(host="0.0.0.0", port=30000, served_model_name='odd "name"')
+    args = SimpleNamespace(
+        host="0.0.0.0",
+        port=30000,
+        served_model_name='odd "name"',
+        disaggregation_mode="null",
+    )
     text = launch_server.banner(args, config, 8192)
     assert "http://127.0.0.1:30000" in text and "64MiB in /kv" in text
     assert "8,192 tokens" in text

@@ -1,0 +1,127 @@
+"""Who the prefill servers are: asked of their bootstrap servers, off the scheduler's thread."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ipaddress
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from sglang_tiered.errors import TransferError
+
+if TYPE_CHECKING:
+    from sglang_tiered.integration.kv_transfer import ZmqKVManager
+    from sglang_tiered.transfer.prefill_link import Address
+
+__all__ = ["PrefillLookups", "RankKey", "address_of", "is_loopback", "is_wildcard"]
+
+LOOKUP_RETRY_S = 0.5
+"""Pause between two questions to a bootstrap server that does not answer."""
+
+RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
+
+
+class PrefillLookups:
+    """What decode knows of prefill servers, asked for on a thread of its own: SGLang asks on the
+    scheduler's, where a host that drops packets stops all decoding for seconds at a time."""
+
+    def __init__(self, manager: ZmqKVManager) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._ranks: dict[str, dict[RankKey, dict[str, Any]]] = {}
+        self._failures: dict[str, tuple[float, str]] = {}
+        self._running: dict[str, concurrent.futures.Future[None]] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(4, "kv-transfer-lookup")
+
+    def is_known(self, server: str) -> bool:
+        with self._lock:
+            if server in self._ranks:
+                return True
+            running = self._running.get(server)
+            failed_at, _ = self._failures.get(server, (0.0, ""))
+            if running is None and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
+                self._running[server] = self._threads.submit(self._look_up, server)
+        return False
+
+    def rank_of(self, server: str, key: RankKey) -> dict[str, Any] | None:
+        with self._lock:
+            return self._ranks.get(server, {}).get(key)
+
+    def why_unknown(self, server: str) -> str | None:
+        """The reason of the last failed lookup, if the server is still unknown."""
+        with self._lock:
+            if server in self._ranks or server not in self._failures:
+                return None
+            return self._failures[server][1]
+
+    def forget(self, address: Address) -> list[str]:
+        """Forget the servers that have a rank at ``address``. Returns them."""
+        with self._lock:
+            servers = [
+                server
+                for server, ranks in self._ranks.items()
+                if any((row["rank_ip"], int(row["rank_port"])) == address for row in ranks.values())
+            ]
+            for server in servers:
+                del self._ranks[server]
+        return servers
+
+    def _look_up(self, server: str) -> None:
+        ranks, reason = {}, None
+        try:
+            if self._manager.look_up(server):
+                ranks = self._ranks_of(server)
+            else:
+                reason = f"the prefill server at {server} does not answer"
+        except Exception as error:
+            # AssertionError and RuntimeError from SGLang: a server that does not match this one.
+            reason = f"the prefill server at {server} cannot be used: {error}"
+        with self._lock:
+            self._running.pop(server, None)
+            if reason is None:
+                self._ranks[server] = ranks
+                self._failures.pop(server, None)
+            else:
+                self._failures[server] = time.monotonic(), reason
+                self._manager.prefill_info_table.pop(server, None)
+
+    def _ranks_of(self, server: str) -> dict[RankKey, dict[str, Any]]:
+        info = self._manager.prefill_info_table[server]
+        asking = CommonKVReceiver.__new__(CommonKVReceiver)
+        asking.bootstrap_addr = server
+        ranks = {}
+        for dp in range(info.dp_size):
+            for cp in info.target_cp_ranks:
+                for tp in info.target_tp_ranks:
+                    for pp in info.target_pp_ranks:
+                        row = CommonKVReceiver._get_bootstrap_info_from_server(  # noqa: SLF001
+                            asking, dp, cp, tp, pp
+                        )
+                        if row is None:
+                            raise TransferError(f"it does not know its rank dp{dp} tp{tp} pp{pp}")
+                        ranks[dp, cp, tp, pp] = row
+        return ranks
+
+
+def address_of(host: str) -> str:
+    """``--host`` as an address: ZeroMQ binds no names."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(found[0][4][0])
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(host).is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether an address stands for all of this machine's."""
+    return ipaddress.ip_address(host).is_unspecified

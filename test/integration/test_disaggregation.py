@@ -1,0 +1,173 @@
+"""Prefill and decode on different servers give what one server gives, and survive each other."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
+from server_process import Server, free_port
+
+from conftest import make_prompts
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+SMALL = (
+    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
+    *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
+)
+LENGTHS = (1, 2, 15, 64, 65, 511, 512, 513, 1200, 3000)
+
+Pair = PrefillDecode
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PrefillDecode, Server]]:
+    """Both roles, with their tiers on, and one server that does it all, started side by side."""
+    logs, tiers = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("tiers")
+    pair = PrefillDecode.spawn(
+        model,
+        logs,
+        *SMALL,
+        prefill=("--tier-dir", str(tiers / "prefill")),
+        decode=("--tier-dir", str(tiers / "decode")),
+    )
+    single = Server.spawn(
+        model,
+        logs / "single.log",
+        *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
+        environment=ENVIRONMENT,
+    )
+    try:
+        pair.wait_until_ready()
+        single.wait_until_it_generates()
+        yield pair, single
+    finally:
+        pair.kill()
+        single.kill()
+
+
+@pytest.fixture
+def pair(servers: tuple[PrefillDecode, Server]) -> PrefillDecode:
+    return servers[0]
+
+
+@pytest.fixture
+def single(servers: tuple[PrefillDecode, Server]) -> Server:
+    return servers[1]
+
+
+def test_prompts_of_every_length_continue_as_on_one_server(pair: Pair, single: Server) -> None:
+    prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
+    for prompt in prompts:
+        assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids, len(prompt)
+
+
+def test_what_decode_holds_already_is_not_sent_again(pair: Pair, single: Server) -> None:
+    prompt = make_prompts(77, 1, 2000)[0]
+    first = pair.generate(prompt)
+    before = transfer_state(pair.decode)
+    longer = [*prompt, *first.output_ids, *make_prompts(78, 1, 100)[0]]
+    assert pair.generate(longer).output_ids == single.generate(longer).output_ids
+    after = transfer_state(pair.decode)
+    page = (before["wire_bytes"] + before["same_host_bytes"]) and _page_bytes(pair)
+    moved = sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
+    assert 0 < moved <= 4 * page  # of the 33 pages the prompt has
+
+
+def _page_bytes(pair: Pair) -> int:
+    """Bytes of one page of 64 tokens, by what a prompt of exactly one page moves."""
+    before = transfer_state(pair.decode)
+    pair.generate(make_prompts(79, 1, 64)[0])
+    after = transfer_state(pair.decode)
+    return sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
+
+
+def test_many_at_once_with_shared_prefixes_do_not_mix(pair: Pair, single: Server) -> None:
+    source = random.Random(5)
+    base = make_prompts(80, 1, 600)[0]
+    prompts = [
+        base[: source.randrange(1, 600)] + make_prompts(index, 1, source.randrange(1, 200))[0]
+        for index in range(64)
+    ]
+    got = pair.generate_all(prompts, concurrency=64)
+    want = single.generate_all(prompts, concurrency=64)
+    assert [reply.output_ids for reply in got] == [answer.output_ids for answer in want]
+
+
+def test_nothing_is_kept_of_requests_that_ended(pair: Pair) -> None:
+    pair.generate_all(make_prompts(81, 4, 100))
+    for server in (pair.prefill, pair.decode):
+        _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
+
+
+def test_an_abort_on_prefill_ends_the_request_on_decode_at_once(pair: Pair) -> None:
+    """Upstream, decode waits its full timeout of five minutes."""
+    # Enough prompts that the one to be aborted still waits for its prefill.
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(pair.generate, prompt) for prompt in make_prompts(82, 6, 2500)]
+        doomed = pool.submit(pair.both, make_prompts(83, 1, 2500)[0], 8, rid="doomed")
+        _wait(lambda: transfer_state(pair.decode)["num_rooms"] >= 2)
+        aborted_at = time.monotonic()
+        pair.prefill.request("/abort_request", {"rid": "doomed"})
+        _, decoded = doomed.result(60)
+        waited = time.monotonic() - aborted_at
+        assert all(future.result(60).status == 200 for future in others)
+    assert decoded.status != 200 or len(decoded.output_ids) < 8, "it was done before the abort"
+    assert waited < 30  # CPU-bound neighbours aside, it is under a second
+    assert "abort" in decoded.error
+
+
+def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        doomed = pool.submit(pair.both, make_prompts(84, 1, 2500)[0], 64, rid="gone")
+        _wait(lambda: transfer_state(pair.decode)["num_rooms"] >= 1)
+        pair.decode.request("/abort_request", {"rid": "gone"})
+        doomed.result(60)
+    for server in (pair.prefill, pair.decode):
+        _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
+
+
+def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
+    pair: Pair, single: Server
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        doomed = [pool.submit(pair.generate, prompt, 8) for prompt in make_prompts(85, 4, 3000)]
+        _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)
+        pair.prefill.kill()
+        killed_at = time.monotonic()
+        replies = [future.result(60) for future in doomed]
+        assert time.monotonic() - killed_at < 10
+    failed = [reply for reply in replies if reply.status != 200]
+    assert failed
+    assert any("closed the connection" in reply.error for reply in failed), failed
+    pair.restart("prefill")
+    prompt = make_prompts(86, 1, 700)[0]
+    assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids
+
+
+def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, single: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        doomed = [pool.submit(pair.both, prompt, 8) for prompt in make_prompts(87, 4, 3000)]
+        _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)
+        pair.decode.kill()
+        for future in doomed:
+            future.result(60)
+    _wait(lambda: transfer_state(pair.prefill)["num_rooms"] == 0)
+    pair.restart("decode")
+    prompt = make_prompts(88, 1, 700)[0]
+    assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids
+
+
+def _wait(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    ended, pause = time.monotonic() + timeout_s, threading.Event()
+    while not check():
+        assert time.monotonic() < ended, f"still not so after {timeout_s} s"
+        pause.wait(0.05)
