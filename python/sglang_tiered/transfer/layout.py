@@ -92,8 +92,7 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
     theirs = heads_of_rank(source.tp_rank, source.tp_size, total_heads)
     ours = heads_of_rank(destination.tp_rank, destination.tp_size, total_heads)
     shared = range(max(theirs.start, ours.start), min(theirs.stop, ours.stop))
-    repeated = source.tp_rank * total_heads % source.tp_size if source.tp_size > total_heads else 0
-    if not shared or (repeated and source.tp_size > destination.tp_size):
+    if not shared or _is_repeated(source, destination, theirs, total_heads):
         return []
     return [
         _sliced(source, destination, (a, b), (theirs, ours, shared), source.page_size)
@@ -112,6 +111,17 @@ def _tp(layout: KVLayout) -> tuple[int, int]:
 
 def _kinds(layout: KVLayout) -> str:
     return ", ".join(state.kind for state in layout.states) or "none"
+
+
+def _is_repeated(
+    source: KVLayout, destination: KVLayout, heads: range, total_heads: int
+) -> bool:
+    """Whether the rank before ``source`` sends the same heads to ``destination``. A decode rank is
+    served by consecutive prefill ranks, and another's neighbour may begin in a head's middle."""
+    group = source.tp_size // destination.tp_size
+    if group < 2 or source.tp_rank % group == 0:
+        return False
+    return heads_of_rank(source.tp_rank - 1, source.tp_size, total_heads) == heads
 
 
 def _by_layer(source: KVLayout, destination: KVLayout) -> list[tuple[int, int]]:

@@ -1,0 +1,272 @@
+"""What must hold for every layout, room and slab of a KV handoff, not only for those we thought of.
+
+All ranks of a prefill and a decode instance are simulated with pools whose bytes name their model
+position, so a head, layer or page in the wrong place shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_pair import Pool, Shape, indices, memory_of
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.layout import TokenSlice, heads_of_rank, pair_buffers
+from sglang_tiered.transfer.memory import Buffer
+from sglang_tiered.transfer.messages import MAGIC, KVLayout
+from sglang_tiered.transfer.receiving import Progress
+from sglang_tiered.transfer.same_host import Nonce, PeerMemory
+from sglang_tiered.transfer.slabs import cut_slabs
+
+NUM_PAGES = 8
+HEAD_BYTES = 2
+
+
+def model(num_layers: int, num_heads: int, page_size: int) -> Any:
+    """[layer, K or V, page, token, head, byte]: the KV of the whole model, no byte by chance."""
+    size = (num_layers, 2, NUM_PAGES, page_size, num_heads, HEAD_BYTES)
+    return np.random.default_rng(7).integers(1, 256, size, dtype=np.uint8)
+
+
+def share_of(whole: Any, shape: Shape) -> Any:
+    """What one rank holds of it, as [buffer, page, token, bytes]: all K, then all V."""
+    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
+    part = whole[layers, :, :, :, list(shape.heads)]
+    part = np.moveaxis(part, 1, 0)  # [K or V, layer, page, token, head, byte]
+    return part.reshape(2 * shape.num_layers, NUM_PAGES, shape.page_size, -1)
+
+
+def hand_over(source: Pool, target: Pool, source_pages: Any, pages: Any) -> int:
+    """Gather from one pool, scatter into the other. Returns how many bytes went over."""
+    num_bytes = 0
+    for pair in pair_buffers(source.layout, target.layout):
+        data = np.empty(pair.page_bytes * len(pages), np.uint8)
+        source.memories.kv.gather(pair.source, source_pages, pair.source_slice, data)
+        target.memories.kv.scatter(pair.destination, pages, pair.destination_slice, data)
+        num_bytes += data.nbytes
+    return num_bytes
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> dict[str, int]:
+    """Sizes SGLang can start: powers of two that divide each other, as its rank mapping needs."""
+    powers = st.sampled_from([1, 2, 4, 8])
+    pp = draw(st.sampled_from([1, 2]))
+    return {
+        "prefill_tp": draw(powers),
+        "decode_tp": draw(powers),
+        "num_heads": draw(powers),
+        "num_layers": pp * draw(st.integers(1, 2)),
+        "pp": pp,
+        "page_size": draw(st.sampled_from([1, 2, 5])),
+    }
+
+
+def targets_of(rank: int, prefill_tp: int, decode_tp: int) -> range:
+    """The prefill ranks that SGLang has a decode rank ask."""
+    if decode_tp >= prefill_tp:
+        first = rank // (decode_tp // prefill_tp)
+        return range(first, first + 1)
+    group = prefill_tp // decode_tp
+    return range(rank * group, (rank + 1) * group)
+
+
+@given(deployments(), st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)))
+@settings(max_examples=60, deadline=None)
+def test_every_decode_rank_ends_with_exactly_its_heads_of_every_layer(
+    sizes: dict[str, int], source_pages: list[int], pages: list[int]
+) -> None:
+    whole = model(sizes["num_layers"], sizes["num_heads"], sizes["page_size"])
+    per_stage = sizes["num_layers"] // sizes["pp"]
+    prefills: dict[tuple[int, int], Pool] = {}
+    for stage in range(sizes["pp"]):
+        for rank in range(sizes["prefill_tp"]):
+            shape = Shape(
+                num_layers=per_stage,
+                page_size=sizes["page_size"],
+                num_pages=NUM_PAGES,
+                num_heads=sizes["num_heads"],
+                head_bytes=HEAD_BYTES,
+                tp_rank=rank,
+                tp_size=sizes["prefill_tp"],
+                first_layer=stage * per_stage,
+            )
+            prefills[stage, rank] = pool = Pool(shape, 0)
+            pool.kv[:] = share_of(whole, shape)
+    used, asked = indices(pages[:5]), indices(source_pages[:5])
+    for rank in range(sizes["decode_tp"]):
+        shape = Shape(
+            num_layers=sizes["num_layers"],
+            page_size=sizes["page_size"],
+            num_pages=NUM_PAGES,
+            num_heads=sizes["num_heads"],
+            head_bytes=HEAD_BYTES,
+            tp_rank=rank,
+            tp_size=sizes["decode_tp"],
+        )
+        target = Pool(shape)
+        num_bytes = sum(
+            hand_over(prefills[stage, source], target, asked, used)
+            for stage in range(sizes["pp"])
+            for source in targets_of(rank, sizes["prefill_tp"], sizes["decode_tp"])
+        )
+        expected = share_of(whole, shape)
+        assert np.array_equal(target.pages(pages[:5]), expected[:, source_pages[:5]])
+        assert not target.pages(pages[5:]).any()
+        assert num_bytes == expected[:, :5].nbytes, "a head was sent twice"
+
+
+@given(
+    num_pages=st.integers(0, 40),
+    page_bytes=st.lists(st.integers(1, 3000), max_size=12),
+    page_size=st.sampled_from([1, 4, 16, 64, 200]),
+    target_bytes=st.integers(1, 20000),
+)
+def test_slabs_cover_each_page_of_each_pair_once_and_stay_small(
+    num_pages: int, page_bytes: list[int], page_size: int, target_bytes: int
+) -> None:
+    covered = np.zeros((num_pages, len(page_bytes)), int)
+    for slab in cut_slabs(num_pages, page_bytes, page_size, target_bytes):
+        pages = slice(slab.start, slab.start + slab.num_pages)
+        pairs = slice(slab.first_pair, slab.first_pair + slab.num_pairs)
+        assert 0 < slab.num_pages <= num_pages - slab.start
+        assert 0 < slab.num_pairs <= len(page_bytes) - slab.first_pair
+        covered[pages, pairs] += 1
+        assert slab.num_bytes == slab.num_pages * sum(page_bytes[pairs])
+        # Larger than asked for only where one page of one pair is.
+        assert slab.num_bytes <= target_bytes or slab.num_pages == slab.num_pairs == 1
+    assert (covered == 1).all()
+
+
+@given(
+    tokens=st.integers(1, 6),
+    low=st.integers(0, 7),
+    length=st.integers(1, 8),
+    pages=st.lists(st.integers(0, 9), min_size=1, unique=True),
+)
+def test_a_slice_is_gathered_and_scattered_without_touching_its_neighbours(
+    tokens: int, low: int, length: int, pages: list[int]
+) -> None:
+    token_bytes = 15
+    high = min(low + length, token_bytes)
+    source = np.random.default_rng(3).integers(1, 256, (1, 10, tokens, token_bytes), np.uint8)
+    target = np.zeros_like(source)
+    part = TokenSlice(token_bytes, low, high)
+    data = np.empty(len(pages) * tokens * part.num_bytes, np.uint8)
+    memory_of(source).gather(0, indices(pages), part, data)
+    memory_of(target).scatter(0, indices(pages), part, data)
+    expected = np.zeros_like(source)
+    expected[0, pages, :, low:high] = source[0, pages, :, low:high]
+    assert np.array_equal(target, expected)
+
+
+@given(st.lists(st.integers(0, 200), max_size=60), st.integers(0, 40))
+def test_progress_is_a_set_of_numbers(seqs: list[int], num_slabs: int) -> None:
+    progress, seen = Progress(), set[int]()
+    for seq in seqs:
+        assert progress.has(seq) == (seq in seen)
+        if seq not in seen:
+            progress.mark(seq, 1.0)
+            seen.add(seq)
+    assert progress.num_seen == len(seen)
+    assert not progress.is_complete
+    assert progress.has_gap == (seen != set(range(len(seen))))
+    progress.num_slabs = num_slabs
+    assert progress.is_complete == (len(seen) >= num_slabs)
+
+
+@given(
+    st.permutations(range(12)).map(lambda order: order[:7]),
+    st.permutations(range(12)).map(lambda order: order[:7]),
+)
+def test_pages_are_read_out_of_a_process_into_their_places(
+    source_pages: list[int], pages: list[int]
+) -> None:
+    """Runs that are consecutive on both sides are read in one go; the bytes must not show it."""
+    source = np.random.default_rng(5).integers(1, 256, (2, 12, 8), np.uint8)
+    target = np.zeros_like(source)
+    nonce = Nonce()
+    peer = PeerMemory(nonce.offer([Buffer(part.ctypes.data, part.nbytes, 8) for part in source]))
+    buffers = [
+        (index, Buffer(part.ctypes.data, part.nbytes, 8)) for index, part in enumerate(target)
+    ]
+    assert peer.pull(buffers, indices(source_pages), indices(pages)) is None
+    expected = np.zeros_like(source)
+    expected[:, pages] = source[:, source_pages]
+    assert np.array_equal(target, expected)
+
+
+numbers = st.integers(0, 2**63 - 1)
+texts = st.text(max_size=30)
+FROM_PREFILL: list[st.SearchStrategy[Any]] = [
+    st.builds(messages.Refuse, texts),
+    st.builds(messages.Failed, numbers, numbers, texts),
+    st.builds(messages.Pong, numbers),
+    st.builds(messages.Bye, texts),
+]
+FROM_DECODE: list[st.SearchStrategy[Any]] = [
+    st.builds(messages.Abort, numbers, numbers, texts),
+    st.builds(messages.Ping, numbers),
+    st.builds(messages.Bye, texts),
+    st.builds(
+        messages.Open,
+        numbers,
+        numbers,
+        numbers,
+        st.lists(numbers, max_size=3),
+        numbers,
+        st.integers(1, 64),
+        st.booleans(),
+    ),
+]
+
+
+@given(st.one_of(FROM_PREFILL), st.one_of(FROM_DECODE))
+def test_control_messages_come_back_as_they_went(theirs: Any, ours: Any) -> None:
+    assert messages.decode(messages.encode(theirs), messages.control_from_prefill) == theirs
+    assert messages.decode(messages.encode(ours), messages.control_from_decode) == ours
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_the_decoders_do_more_than_refuse(frame: bytes) -> None:
+    for decoder in (
+        messages.control_from_decode,
+        messages.control_from_prefill,
+        messages.data_from_decode,
+        messages.data_from_prefill,
+    ):
+        try:
+            messages.decode(frame, decoder)
+        except TransferError as error:
+            assert "none of ours" in str(error)
+
+
+@given(st.binary(max_size=20))
+def test_only_the_version_frame_is_this_version(frame: bytes) -> None:
+    for text in (frame, MAGIC + frame):
+        if text != messages.VERSION_FRAME:
+            with pytest.raises(TransferError):
+                messages.check_version(text, "a peer")
+
+
+def rank(tp_rank: int, tp_size: int) -> KVLayout:
+    heads = len(heads_of_rank(tp_rank, tp_size, 8))
+    return KVLayout(4, "bf16", [4 * heads * 16] * 2, [0, 0], tp_rank, tp_size, 8, [], [24])
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.data())
+def test_a_pair_never_reaches_outside_a_token(ours: int, theirs: int, data: st.DataObject) -> None:
+    source = rank(data.draw(st.integers(0, ours - 1)), ours)
+    target = rank(data.draw(st.integers(0, theirs - 1)), theirs)
+    for pair in pair_buffers(source, target):
+        for part, layout in ((pair.source_slice, source), (pair.destination_slice, target)):
+            if part is None:
+                assert pair.page_bytes == layout.page_bytes[0]
+            else:
+                assert 0 <= part.low < part.high <= part.token_bytes
+                assert pair.page_bytes == part.num_bytes * layout.page_size
