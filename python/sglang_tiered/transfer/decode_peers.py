@@ -199,7 +199,7 @@ class DecodePeers:
         socket.linger = 0
         socket.router_mandatory = True  # an unknown peer is an error, not silence
         socket.sndhwm = socket.rcvhwm = 4096  # a backstop: credits bound what is under way
-        socket.maxmsgsize = messages.MAX_FRAME_BYTES
+        socket.maxmsgsize = messages.MAX_CONTROL_BYTES
         socket.ipv6 = ":" in host
         if keys is not None:
             keys.secure_server(socket)

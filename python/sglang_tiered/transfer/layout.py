@@ -61,6 +61,9 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
     Empty where another prefill rank sends the same heads. Raises ``TransferError`` with one
     sentence for layouts that cannot be paired.
     """
+    for who, layout in (("prefill", source), ("decode", destination)):
+        if layout.tp_rank >= layout.tp_size or len(layout.layer_ids) != len(layout.page_bytes):
+            raise TransferError(f"{who} describes its KV in a way that contradicts itself.")
     if source.page_size != destination.page_size:
         raise TransferError(
             f"prefill has --page-size {source.page_size} and decode --page-size "

@@ -8,7 +8,7 @@ never changes: the version frame.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from sglang_tiered.errors import TransferError
 __all__ = [
     "KV_COMPONENT",
     "MAGIC",
+    "MAX_CONNECTIONS",
+    "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
     "VERSION",
     "VERSION_FRAME",
@@ -44,6 +46,7 @@ __all__ = [
     "check_version",
     "decode",
     "encode",
+    "printable",
 ]
 
 MAGIC = b"sgt-kv/"
@@ -51,10 +54,20 @@ VERSION = 1
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
-"""A peer that sends a longer frame is cut off: far above any slab, below what would hurt."""
+"""A prefill instance that sends a longer frame is cut off: far above any slab."""
+
+MAX_CONTROL_BYTES = 4 << 20
+"""The same for whatever carries no pages, and so for all that a decode instance sends."""
+
+MAX_CONNECTIONS = 64
+MAX_REASON = 500
 
 KV_COMPONENT = -1
 """``component`` of the KV pages themselves; 0 and up are state components (SWA, Mamba, ...)."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -65,7 +78,7 @@ class StateLayout(_Message, frozen=True):
     """One state component: what it is and the bytes of one row of each of its buffers."""
 
     kind: str
-    row_bytes: list[int]
+    row_bytes: list[Positive]
 
 
 class KVLayout(_Message, frozen=True):
@@ -75,15 +88,15 @@ class KVLayout(_Message, frozen=True):
     latent attention). ``total_heads`` is 0 where a page is not split over ranks by heads.
     """
 
-    page_size: int  # tokens
+    page_size: Positive  # tokens
     dtype: str
-    page_bytes: list[int]
+    page_bytes: list[Positive]
     layer_ids: list[int]
-    tp_rank: int
-    tp_size: int
-    total_heads: int
+    tp_rank: Count
+    tp_size: Positive
+    total_heads: Count
     states: list[StateLayout]
-    aux_bytes: list[int]
+    aux_bytes: list[Positive]
 
 
 class SameHostOffer(_Message, frozen=True):
@@ -93,10 +106,10 @@ class SameHostOffer(_Message, frozen=True):
     """
 
     boot_id: str
-    pid: int
-    nonce_address: int
+    pid: Positive
+    nonce_address: Count
     nonce: bytes
-    addresses: list[int]  # of each KV buffer
+    addresses: list[Count]  # of each KV buffer
 
 
 # Control channel, decode to prefill.
@@ -107,9 +120,9 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     instance: bytes
     layout: KVLayout
-    window_bytes: int
+    window_bytes: Positive
     boot_id: str
-    pid: int
+    pid: Positive
 
 
 class Open(_Message, frozen=True, tag="open"):
@@ -117,10 +130,10 @@ class Open(_Message, frozen=True, tag="open"):
 
     room: int
     generation: int
-    num_pages: int
-    num_state_rows: list[int]
-    prefix_tokens: int
-    num_receivers: int
+    num_pages: Count
+    num_state_rows: list[Count]
+    prefix_tokens: Count
+    num_receivers: Positive
     is_dummy: bool
 
 
@@ -144,8 +157,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     session: bytes
     rank: int
     layout: KVLayout
-    data_port: int
-    num_connections: int
+    data_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    num_connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)]
     key: bytes
     same_host: SameHostOffer | None
 
@@ -193,7 +206,7 @@ class Nack(_Message, frozen=True, tag="nack"):
 
     room: int
     generation: int
-    seq: int
+    seq: Count
 
 
 # Data channel, prefill to decode. An authenticator frame follows; then, for slabs, the payload.
@@ -207,14 +220,14 @@ class Slab(_Message, frozen=True, tag="slab"):
 
     room: int
     generation: int
-    seq: int
+    seq: Count
     component: int
-    first_pair: int
-    num_pairs: int
-    start: int
-    num_pages: int
+    first_pair: Count
+    num_pairs: Count
+    start: Count
+    num_pages: Count
     codec: int
-    num_bytes: int  # before the codec
+    num_bytes: Count  # before the codec
     xxh3: int
 
 
@@ -226,11 +239,11 @@ class Pull(_Message, frozen=True, tag="pull"):
 
     room: int
     generation: int
-    seq: int
-    first_pair: int
-    num_pairs: int
-    start: int
-    num_pages: int
+    seq: Count
+    first_pair: Count
+    num_pairs: Count
+    start: Count
+    num_pages: Count
 
 
 class Last(_Message, frozen=True, tag="last"):
@@ -238,7 +251,7 @@ class Last(_Message, frozen=True, tag="last"):
 
     room: int
     generation: int
-    num_slabs: int
+    num_slabs: Count
     aux: list[bytes]
 
 
@@ -265,12 +278,17 @@ def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
         raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
 
 
+def printable(reason: str) -> str:
+    """What a peer gave as its reason, fit for a log line and an answer to a client."""
+    return "".join(char if char.isprintable() else " " for char in reason[:MAX_REASON])
+
+
 def check_version(frame: bytes, who: str) -> None:
     """Raises ``TransferError`` when ``who`` speaks another version of the protocol, or none."""
     if frame == VERSION_FRAME:
         return
     if frame.startswith(MAGIC):
-        theirs = frame[len(MAGIC) :][:8].decode("ascii", "replace")
+        theirs = printable(frame[len(MAGIC) :][:8].decode("ascii", "replace"))
         raise TransferError(
             f"{who} speaks version {theirs} of the KV transfer protocol and this instance version "
             f"{VERSION}; run the same release of sglang-tiered on both."

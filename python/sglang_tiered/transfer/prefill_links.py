@@ -179,6 +179,9 @@ class PrefillLinks:
 
     def _join(self, link: PrefillLink, welcome: messages.Welcome) -> None:
         link.pairs = pair_buffers(welcome.layout, self._layout)
+        offer = welcome.same_host
+        if offer is not None and len(offer.addresses) != len(welcome.layout.page_bytes):
+            raise TransferError("it offers other buffers than it has.")
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
         if welcome.same_host is not None and self._settings.same_host:
