@@ -20,7 +20,7 @@ from sglang_tiered.transfer.layout import TokenSlice, heads_of_rank, pair_buffer
 from sglang_tiered.transfer.memory import Buffer
 from sglang_tiered.transfer.messages import MAGIC, KVLayout
 from sglang_tiered.transfer.receiving import Progress
-from sglang_tiered.transfer.same_host import Nonce, PeerMemory
+from sglang_tiered.transfer.same_host import Fence, Nonce, PeerMemory
 from sglang_tiered.transfer.slabs import cut_slabs
 
 NUM_PAGES = 8
@@ -76,8 +76,8 @@ def targets_of(rank: int, prefill_tp: int, decode_tp: int) -> range:
     return range(rank * group, (rank + 1) * group)
 
 
-@given(deployments(), st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)))
 @settings(max_examples=60, deadline=None)
+@given(deployments(), st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)))
 def test_every_decode_rank_ends_with_exactly_its_heads_of_every_layer(
     sizes: dict[str, int], source_pages: list[int], pages: list[int]
 ) -> None:
@@ -121,6 +121,7 @@ def test_every_decode_rank_ends_with_exactly_its_heads_of_every_layer(
         assert num_bytes == expected[:, :5].nbytes, "a head was sent twice"
 
 
+@settings(deadline=None)
 @given(
     num_pages=st.integers(0, 40),
     page_bytes=st.lists(st.integers(1, 3000), max_size=12),
@@ -143,6 +144,7 @@ def test_slabs_cover_each_page_of_each_pair_once_and_stay_small(
     assert (covered == 1).all()
 
 
+@settings(deadline=None)
 @given(
     tokens=st.integers(1, 6),
     low=st.integers(0, 7),
@@ -165,6 +167,7 @@ def test_a_slice_is_gathered_and_scattered_without_touching_its_neighbours(
     assert np.array_equal(target, expected)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), max_size=60), st.integers(0, 40))
 def test_progress_is_a_set_of_numbers(seqs: list[int], num_slabs: int) -> None:
     progress, seen = Progress(), set[int]()
@@ -180,6 +183,7 @@ def test_progress_is_a_set_of_numbers(seqs: list[int], num_slabs: int) -> None:
     assert progress.is_complete == (len(seen) >= num_slabs)
 
 
+@settings(deadline=None)
 @given(
     st.permutations(range(12)).map(lambda order: order[:7]),
     st.permutations(range(12)).map(lambda order: order[:7]),
@@ -190,12 +194,15 @@ def test_pages_are_read_out_of_a_process_into_their_places(
     """Runs that are consecutive on both sides are read in one go; the bytes must not show it."""
     source = np.random.default_rng(5).integers(1, 256, (2, 12, 8), np.uint8)
     target = np.zeros_like(source)
-    nonce = Nonce()
+    nonce, fence = Nonce(), Fence()
     peer = PeerMemory(nonce.offer([Buffer(part.ctypes.data, part.nbytes, 8) for part in source]))
     buffers = [
         (index, Buffer(part.ctypes.data, part.nbytes, 8)) for index, part in enumerate(target)
     ]
-    assert peer.pull(buffers, indices(source_pages), indices(pages)) is None
+    assert (
+        peer.pull(buffers, indices(source_pages), indices(pages), (fence.address, fence.value))
+        is None
+    )
     expected = np.zeros_like(source)
     expected[:, pages] = source[:, source_pages]
     assert np.array_equal(target, expected)
@@ -226,12 +233,14 @@ FROM_DECODE: list[st.SearchStrategy[Any]] = [
 ]
 
 
+@settings(deadline=None)
 @given(st.one_of(FROM_PREFILL), st.one_of(FROM_DECODE))
 def test_control_messages_come_back_as_they_went(theirs: Any, ours: Any) -> None:
     assert messages.decode(messages.encode(theirs), messages.control_from_prefill) == theirs
     assert messages.decode(messages.encode(ours), messages.control_from_decode) == ours
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_make_the_decoders_do_more_than_refuse(frame: bytes) -> None:
     for decoder in (
@@ -246,6 +255,7 @@ def test_no_bytes_make_the_decoders_do_more_than_refuse(frame: bytes) -> None:
             assert "none of ours" in str(error)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=20))
 def test_only_the_version_frame_is_this_version(frame: bytes) -> None:
     for text in (frame, MAGIC + frame):
@@ -259,6 +269,7 @@ def rank(tp_rank: int, tp_size: int) -> KVLayout:
     return KVLayout(4, "bf16", [4 * heads * 16] * 2, [0, 0], tp_rank, tp_size, 8, [], [24])
 
 
+@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.data())
 def test_a_pair_never_reaches_outside_a_token(ours: int, theirs: int, data: st.DataObject) -> None:
     source = rank(data.draw(st.integers(0, ours - 1)), ours)

@@ -13,12 +13,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.loop import EndpointLoop
-from sglang_tiered.transfer.memory import check_pages
+from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.prefill_link import Address, PrefillLink, received
 from sglang_tiered.transfer.prefill_links import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.receiving import MAX_SLABS, DamagedError, Progress, ReceiveRoom
@@ -142,7 +140,7 @@ class DecodeEndpoint:
         """
         memory = memory or self._memories.kv
         check_pages(memory, pages, "the scheduler")
-        check_pages(self._memories.aux, _row(aux_row), "the scheduler")
+        check_pages(self._memories.aux, one_row(aux_row), "the scheduler")
         states = []
         for index, state in enumerate(self._memories.states):
             rows = state_rows[index] if index < len(state_rows) else None
@@ -196,16 +194,25 @@ class DecodeEndpoint:
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         self.stats.num_sessions_lost += 1
+        failed = []
         for number, links in list(self._senders.items()):
             room = self._rooms.get(number)
-            if link in links and room is not None:
+            if link in links and room is not None and not room.is_concluded:
+                failed.append(room)
                 self._conclude_failed(room, reason, told_by=link)
+        if failed and link.welcome is not None:
+            # It may live, and not know of a room that it was told of last.
+            again = self._links.to(link.address)
+            for room in failed:
+                again.tell(messages.Abort(room.number, room.generation, reason))
         self._listener.prefill_lost(link.address, reason)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)
-        if room is not None and room.generation == message.generation:
-            self._conclude_failed(room, message.reason, told_by=link)
+        if room is None or room.generation != message.generation:
+            return
+        if link in self._senders.get(room.number, ()):
+            self._conclude_failed(room, messages.printable(message.reason), told_by=link)
 
     def _tick(self, now: float) -> None:
         self._on_tick()
@@ -258,13 +265,13 @@ class DecodeEndpoint:
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
     ) -> None:
         """Close a room, tell the prefill ranks that do not know, and report it."""
+        if room.is_concluded:
+            return  # it has all it needs: what becomes of its prefill ranks is nothing to it
         with self._table_lock:
             if self._rooms.get(room.number) is not room:
                 return
             del self._rooms[room.number]
         room.close()
-        if room.is_concluded:
-            return
         self.stats.num_rooms_failed += 1
         for link in self._senders.pop(room.number, ()):
             if link is not told_by:
@@ -275,15 +282,16 @@ class DecodeEndpoint:
 
     def _on_data(self, link: PrefillLink, index: int) -> None:
         confirmed: list[tuple[int, int, int]] = []
-        for frames in received(link.data[index], MAX_DATA_MESSAGES):
-            try:
+        try:
+            for frames in received(link.data[index], MAX_DATA_MESSAGES):
                 self._take(link, index, frames, confirmed)
-            except TransferError as error:
-                self._links.lose(link, f"broke the protocol: {error}")
-            if link.is_gone:
-                return
-        if confirmed:
-            link.tell_data(messages.Ack(confirmed), index)
+                if link.is_gone:
+                    return
+        except TransferError as error:
+            self._links.lose(link, f"broke the protocol: {error}")
+        finally:
+            if confirmed and not link.is_gone:
+                link.tell_data(messages.Ack(confirmed), index)
 
     def _take(
         self,
@@ -292,16 +300,10 @@ class DecodeEndpoint:
         frames: list[zmq.Frame],
         confirmed: list[tuple[int, int, int]],
     ) -> None:
-        messages.check_version(frames[0].bytes, link.name)
-        if len(frames) < 3:
-            raise TransferError("a data message has no header.")
-        header = frames[1].bytes
-        message = messages.decode(header, messages.data_from_prefill)
-        payload = frames[3].buffer if len(frames) > 3 else b""
-        signed = (header, bytes(payload)) if isinstance(message, messages.Pull) else (header,)
-        if not link.tagger.is_right(frames[2].bytes, *signed):
-            self.stats.num_forged += 1
+        parsed = self._parse(link, frames)
+        if parsed is None:
             return
+        message, payload = parsed
         seq = message.num_slabs if isinstance(message, messages.Last) else message.seq
         if not 0 <= seq < MAX_SLABS:
             raise TransferError(f"it sent slab number {seq}.")
@@ -311,25 +313,51 @@ class DecodeEndpoint:
             self.stats.num_late += 1
             confirmed.append(key)
             return
+        if link not in self._senders.get(room.number, ()):
+            raise TransferError("it sent data of a room that another prefill instance serves.")
         progress = room.progress.setdefault(link, Progress(moved_at=time.monotonic()))
         try:
             if isinstance(message, messages.Last):
                 room.finish(message, progress)
             elif progress.has(seq):
                 self.stats.num_duplicate += 1
-            elif self._land(room, link, message, payload):
-                progress.mark(seq, time.monotonic())
+                confirmed.append(key)
+            else:
+                if self._land(room, link, message, payload):
+                    progress.mark(seq, time.monotonic())
+                confirmed.append(key)
+            is_received = room.conclude()
         except DamagedError:
             self.stats.num_damaged += 1
             link.tell_data(messages.Nack(*key), index)
             return
         except TransferError as error:
+            confirmed.append(key)
             self._conclude_failed(room, str(error))
             return
-        confirmed.append(key)
-        if room.conclude():
+        if progress.is_complete and progress.num_slabs is not None:
+            # Not before: prefill gives the pages back when it hears this, and a damaged slab
+            # has to be sent again.
+            confirmed.append((message.room, message.generation, progress.num_slabs))
+        if is_received:
             self.stats.num_rooms_received += 1
             self._listener.room_received(room.number)
+
+    def _parse(
+        self, link: PrefillLink, frames: list[zmq.Frame]
+    ) -> tuple[messages.AnyDataFromPrefill, Any] | None:
+        """Message and payload; None where the authenticator is not of the peer's making."""
+        messages.check_version(frames[0].bytes, link.name)
+        if len(frames) < 3:
+            raise TransferError("a data message has no header.")
+        header = frames[1].bytes
+        message = messages.decode(header, messages.data_from_prefill)
+        payload = frames[3].buffer if len(frames) > 3 else b""
+        signed = (header, bytes(payload)) if isinstance(message, messages.Pull) else (header,)
+        if not link.tagger.is_right(frames[2].bytes, *signed):
+            self.stats.num_forged += 1
+            return None
+        return message, payload
 
     def _land(
         self,
@@ -348,7 +376,3 @@ class DecodeEndpoint:
         pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
         self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
         return landed
-
-
-def _row(aux_row: int | None) -> Pages:
-    return np.array([] if aux_row is None else [aux_row], np.int32)

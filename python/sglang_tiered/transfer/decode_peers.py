@@ -46,7 +46,10 @@ class DecodePeer:
     token: bytes
     tagger: Tagger
     sending: SendQueue
+    admitted_at: float
     last_seen: float
+    num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
+    num_told: int = 0
     links: list[bytes | None] = field(default_factory=list)
 
     @property
@@ -110,8 +113,13 @@ class DecodePeers:
         """Whose data connection this is."""
         return self._by_link.get(link)
 
-    def of_instance(self, instance: bytes) -> list[DecodePeer]:
-        return [peer for peer in self if peer.instance == instance]
+    def replaced_by(self, identity: bytes, instance: bytes) -> list[DecodePeer]:
+        """The sessions that a Hello ends: of the same process, or of the same connection."""
+        return [peer for peer in self if peer.instance == instance or peer.identity == identity]
+
+    def is_reachable(self, peer: DecodePeer) -> bool:
+        """Also a sign of life. False once the connection is gone."""
+        return self.tell(peer.identity, messages.Pong(peer.num_told))
 
     def in_turn(self) -> Iterator[DecodePeer]:
         """Those that can be sent to, each once; who was first is last the next time."""
@@ -135,7 +143,8 @@ class DecodePeers:
         )
         token = secrets.token_bytes(16)
         links: list[bytes | None] = [None] * self._settings.num_connections
-        peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, links)
+        peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, now)
+        peer.links = links
         offer = None
         if self._settings.same_host and self._memories.kv.is_host and hello.boot_id == boot_id():
             may_be_read_by(hello.pid)
@@ -164,7 +173,7 @@ class DecodePeers:
             peer is None
             or not 0 <= message.index < len(peer.links)
             or peer.links[message.index] is not None
-            or not peer.tagger.is_right(message.proof, message.session, bytes([message.index]))
+            or not peer.tagger.is_right(message.proof, *message.proven())
         ):
             return False
         peer.links[message.index] = link
@@ -183,10 +192,17 @@ class DecodePeers:
             self._turns.remove(peer)
         return True
 
-    def tell(self, identity: bytes, message: Any) -> None:
-        """On the control channel. A peer that is gone is noticed by its silence."""
-        with contextlib.suppress(zmq.ZMQError):
+    def tell(self, identity: bytes, message: Any) -> bool:
+        """On the control channel. False for a connection that is gone. What does not fit into its
+        queue is missed by the peer when it next compares numbers."""
+        peer = self._by_identity.get(identity)
+        if peer is not None and not isinstance(message, messages.Welcome | messages.Pong):
+            peer.num_told += 1
+        try:
             self.control.send_multipart([identity, VERSION_FRAME, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     def close(self) -> None:
         """After the sockets' last use."""

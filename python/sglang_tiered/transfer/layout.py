@@ -116,9 +116,7 @@ def _kinds(layout: KVLayout) -> str:
     return ", ".join(state.kind for state in layout.states) or "none"
 
 
-def _is_repeated(
-    source: KVLayout, destination: KVLayout, heads: range, total_heads: int
-) -> bool:
+def _is_repeated(source: KVLayout, destination: KVLayout, heads: range, total_heads: int) -> bool:
     """Whether the rank before ``source`` sends the same heads to ``destination``. A decode rank is
     served by consecutive prefill ranks, and another's neighbour may begin in a head's middle."""
     group = source.tp_size // destination.tp_size

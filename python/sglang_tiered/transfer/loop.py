@@ -21,9 +21,11 @@ import zmq
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EndpointLoop"]
+__all__ = ["GOODBYE_MS", "EndpointLoop"]
 
 TICK_S = 0.25
+GOODBYE_MS = 200
+"""What a last message has to leave the machine before its socket is gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +75,12 @@ class EndpointLoop:
         self._handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
-    def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Forget and close. Loop thread only."""
+    def remove_socket(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
+        """Forget and close; what was sent last has ``linger_ms`` to go out, in the background.
+        Loop thread only."""
         if self._handlers.pop(socket, None) is not None:
             self._poller.unregister(socket)
-        socket.close(linger=0)
+        socket.close(linger=linger_ms)
 
     def _run(self) -> None:
         next_tick = time.monotonic()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.layout import TokenSlice
 
-__all__ = ["Buffer", "HostMemory", "PagedMemory", "check_pages"]
+__all__ = ["Buffer", "HostMemory", "PagedMemory", "check_pages", "one_row"]
 
 Pages = np.ndarray[Any, np.dtype[np.int32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -108,3 +108,8 @@ def check_pages(memory: PagedMemory, pages: Pages, who: str) -> None:
             raise TransferError(
                 f"{who} names page {page}, but buffer {index} has pages 0 to {num_pages - 1}."
             )
+
+
+def one_row(row: int | None) -> Pages:
+    """The pages of a metadata row, or none."""
+    return np.array([] if row is None else [row], np.int32)

@@ -68,6 +68,7 @@ KV_COMPONENT = -1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Pid = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -106,7 +107,7 @@ class SameHostOffer(_Message, frozen=True):
     """
 
     boot_id: str
-    pid: Positive
+    pid: Pid
     nonce_address: Count
     nonce: bytes
     addresses: list[Count]  # of each KV buffer
@@ -122,7 +123,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     layout: KVLayout
     window_bytes: Positive
     boot_id: str
-    pid: Positive
+    pid: Pid
 
 
 class Open(_Message, frozen=True, tag="open"):
@@ -144,6 +145,8 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 
 class Ping(_Message, frozen=True, tag="ping"):
+    """A sign of life. ``number``: of control messages sent since Hello, without pings."""
+
     number: int
 
 
@@ -174,6 +177,8 @@ class Failed(_Message, frozen=True, tag="failed"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
+    """A sign of life, unasked. ``number``: of control messages since Welcome, without pongs."""
+
     number: int
 
 
@@ -190,9 +195,13 @@ class Join(_Message, frozen=True, tag="join"):
     """The first message of each data connection; ``proof`` is keyed by ``Welcome.key``."""
 
     session: bytes
-    index: int
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONNECTIONS)]
     proof: bytes
     reads_same_host: bool
+
+    def proven(self) -> tuple[bytes, bytes]:
+        """What ``proof`` authenticates."""
+        return self.session, bytes([self.index, self.reads_same_host])
 
 
 class Ack(_Message, frozen=True, tag="ack"):
@@ -202,7 +211,7 @@ class Ack(_Message, frozen=True, tag="ack"):
 
 
 class Nack(_Message, frozen=True, tag="nack"):
-    """A slab arrived damaged: send it again."""
+    """A slab arrived damaged, or pages could not be read: send them again."""
 
     room: int
     generation: int
@@ -234,7 +243,9 @@ class Slab(_Message, frozen=True, tag="slab"):
 class Pull(_Message, frozen=True, tag="pull"):
     """As ``Slab``, but the receiver reads the pages out of the sender's memory.
 
-    The payload holds the page numbers in the sender's pool, int32 in little endian.
+    The payload holds the page numbers in the sender's pool, int32 in little endian. What was read
+    is right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages
+    as a ``Slab``.
     """
 
     room: int
@@ -244,6 +255,8 @@ class Pull(_Message, frozen=True, tag="pull"):
     num_pairs: Count
     start: Count
     num_pages: Count
+    fence_address: Count
+    fence: Count
 
 
 class Last(_Message, frozen=True, tag="last"):

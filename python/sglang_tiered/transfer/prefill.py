@@ -17,8 +17,8 @@ import zmq
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode_peers import DecodePeer, DecodePeers, received
-from sglang_tiered.transfer.loop import EndpointLoop
-from sglang_tiered.transfer.memory import check_pages
+from sglang_tiered.transfer.loop import GOODBYE_MS, EndpointLoop
+from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.prefill_rooms import Room, RoomTable
 from sglang_tiered.transfer.sending import PULL_SHARE
 
@@ -126,11 +126,14 @@ class PrefillEndpoint:
         self._loop.call(self._send_chunk, room, chunk)
 
     def fail(self, room: int, reason: str) -> None:
-        """Give the room up and tell its decode ranks, now or when they come."""
+        """Give the room up and tell its decode ranks, now or when they come. Its pages may be used
+        for something else once this has returned."""
+        self._close_fence(room)
         self._loop.call(self._fail, room, reason, False)
 
     def forget(self, room: int) -> None:
         """The request is done with. Where the room was not sent, as ``fail``."""
+        self._close_fence(room)
         self._loop.call(self._forget, room)
 
     def close(self) -> None:
@@ -138,6 +141,11 @@ class PrefillEndpoint:
         self._loop.call(self._say_goodbye)
         self._loop.stop()
         self._peers.close()
+
+    def _close_fence(self, number: int) -> None:
+        room = self._rooms.get(number)
+        if room is not None:
+            room.fence.close()
 
     # Control.
 
@@ -152,7 +160,7 @@ class PrefillEndpoint:
 
     def _serve(self, identity: bytes, message: messages.AnyFromDecode) -> None:
         if isinstance(message, messages.Hello):
-            for peer in self._peers.of_instance(message.instance):
+            for peer in self._peers.replaced_by(identity, message.instance):
                 self._lose(peer, "the decode instance connected anew")
             self._peers.admit(identity, message, time.monotonic())
             return
@@ -161,15 +169,19 @@ class PrefillEndpoint:
             self._refuse(identity, "prefill does not know this session; say hello again.")
             return
         known.last_seen = time.monotonic()
+        if isinstance(message, messages.Ping):
+            if message.number != known.num_heard:
+                self._end(known, "control messages to prefill were lost on the way")
+            return
+        known.num_heard += 1
         match message:
             case messages.Open():
                 self._open(known, message)
             case messages.Abort():
                 self._abort(known, message)
-            case messages.Ping():
-                self._peers.tell(identity, messages.Pong(message.number))
             case messages.Bye():
-                self._lose(known, f"decode ended its session: {message.reason}")
+                reason = messages.printable(message.reason)
+                self._lose(known, f"decode ended its session: {reason}")
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
@@ -207,6 +219,7 @@ class PrefillEndpoint:
             return
         try:
             check_pages(self._memories.kv, chunk.pages, "the scheduler")
+            check_pages(self._memories.aux, one_row(chunk.aux_row), "the scheduler")
             for peer in room.unfinished:
                 self._check_states(room.opens[peer], chunk)
         except TransferError as error:
@@ -214,7 +227,7 @@ class PrefillEndpoint:
             return
         room.is_last_queued |= chunk.is_last
         for peer in room.unfinished:
-            peer.sending.add(room.opens[peer], chunk)
+            peer.sending.add(room.opens[peer], chunk, room.fence)
         self._check_sent(room)
 
     def _check_states(self, opened: messages.Open, chunk: Chunk) -> None:
@@ -242,13 +255,17 @@ class PrefillEndpoint:
         opened = None if room is None else room.opens.get(peer)
         if opened is not None and opened.generation != message.generation:
             return
-        self._fail(message.room, f"decode gave it up: {message.reason}", True)
+        if room is not None and opened is None and room.is_ready:
+            return  # all of its decode ranks are known, and this is none of them
+        reason = messages.printable(message.reason)
+        self._fail(message.room, f"decode gave it up: {reason}", True)
 
     def _fail(self, number: int, reason: str, is_news: bool) -> None:
         known = self._rooms.get(number)
         room = self._rooms.bury(number, reason, time.monotonic())
         if room is None or known is None:
             return
+        room.fence.close()
         self.stats.num_rooms_failed += 1
         for peer, opened in room.opens.items():
             peer.sending.drop(number)
@@ -273,6 +290,7 @@ class PrefillEndpoint:
     def _say_goodbye(self) -> None:
         for peer in self._peers:
             self._peers.tell(peer.identity, messages.Bye("prefill is shutting down"))
+        self._loop.remove_socket(self._peers.control, GOODBYE_MS)
 
     def _tick(self, now: float) -> None:
         self._on_tick()
@@ -280,6 +298,14 @@ class PrefillEndpoint:
             silence = now - peer.last_seen
             if silence > self._settings.peer_timeout_s:
                 self._lose(peer, f"the decode instance has been silent for {silence:.1f} s")
+                continue
+            if not self._peers.is_reachable(peer):
+                self._lose(peer, "the decode instance closed the connection")
+                continue
+            waited = now - peer.admitted_at
+            if not peer.is_joined and waited > self._settings.connect_timeout_s:
+                port = self._peers.data_port
+                self._end(peer, f"no data connection reached port {port} within {waited:.1f} s")
                 continue
             stalled = now - peer.sending.quiet_since
             if peer.sending.unconfirmed and stalled > self._settings.progress_timeout_s:
@@ -326,14 +352,22 @@ class PrefillEndpoint:
 
     def _resend(self, peer: DecodePeer, nack: messages.Nack) -> None:
         self.stats.num_resent += 1
-        if not peer.sending.resend((nack.room, nack.generation, nack.seq)):
+        key = nack.room, nack.generation, nack.seq
+        if not peer.sending.resend(key, time.monotonic()):
             self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
 
     def _step(self) -> float | None:
         """Send one message of one peer, in turn. Seconds until there is more; None: not known."""
         wait_s = None
         for peer in self._peers.in_turn():
-            parcel = peer.sending.next_parcel()
+            try:
+                parcel = peer.sending.next_parcel()
+            except Exception as error:
+                # Only its own room may suffer from a pool that cannot be read.
+                logger.exception("KV transfer: reading pages of the pool failed")
+                number = peer.sending.queue[0].opened.room
+                self._fail(number, f"prefill could not read its pages ({error})", True)
+                return 0.0
             if parcel is not None:
                 self._post(peer, parcel)
                 return 0.0

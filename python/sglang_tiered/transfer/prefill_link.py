@@ -54,7 +54,7 @@ def connect_socket(
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = 4096
-    socket.maxmsgsize = messages.MAX_FRAME_BYTES
+    socket.maxmsgsize = messages.MAX_CONTROL_BYTES
     socket.ipv6 = ":" in address[0]
     socket.reconnect_ivl = -1  # a link is used once
     if keys is not None:
@@ -82,6 +82,8 @@ class PrefillLink:
     last_seen: float
     last_ping: float = 0.0
     welcome: messages.Welcome | None = None
+    num_told: int = 0  # control messages since Hello and Welcome; pings are not counted
+    num_heard: int = 0
     pairs: list[Pair] = field(default_factory=list)
     tagger: Tagger = field(default_factory=lambda: Tagger(b""))
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
@@ -97,8 +99,10 @@ class PrefillLink:
         """Send on the control channel, once there is a session."""
         if self.welcome is None and not isinstance(message, messages.Hello):
             self.waiting.append(message)
-        else:
-            self._send(self.control, message)
+            return
+        if not isinstance(message, messages.Hello | messages.Ping):
+            self.num_told += 1
+        self._send(self.control, message)
 
     def tell_data(self, message: Any, index: int) -> None:
         self._send(self.data[index], message)
@@ -106,7 +110,7 @@ class PrefillLink:
     def is_welcome(self) -> None:
         """Send what waited for the session."""
         while self.waiting:
-            self._send(self.control, self.waiting.popleft())
+            self.tell(self.waiting.popleft())
 
     def lost_because(self) -> str | None:
         """What the monitor says of the connection, if it was lost."""
@@ -120,6 +124,6 @@ class PrefillLink:
                 return reason
 
     def _send(self, socket: zmq.Socket[bytes], message: Any) -> None:
-        # What cannot be sent is lost with the link, which the monitor or silence ends.
+        # What cannot be sent is lost with the link, which the monitor, silence or a number ends.
         with contextlib.suppress(zmq.ZMQError):
             socket.send_multipart([VERSION_FRAME, encode(message)], zmq.NOBLOCK)

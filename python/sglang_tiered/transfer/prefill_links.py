@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.loop import GOODBYE_MS
 from sglang_tiered.transfer.prefill_link import (
     Address,
     PrefillLink,
@@ -112,6 +114,7 @@ class PrefillLinks:
             return
         if self._links.get(link.address) is link:
             del self._links[link.address]
+        link.tell(messages.Bye(reason))  # or prefill notices by itself
         self._close(link)
         text = f"{link.name} {reason}"
         logger.warning("KV transfer: %s", text)
@@ -130,7 +133,7 @@ class PrefillLinks:
                 self.lose(link, f"has been silent for {silence:.1f} s")
             elif now - link.last_ping >= self._settings.ping_interval_s:
                 link.last_ping = now
-                link.tell(messages.Ping(0))
+                link.tell(messages.Ping(link.num_told))
 
     def say_goodbye(self, reason: str) -> None:
         for link in self:
@@ -144,7 +147,8 @@ class PrefillLinks:
     def _close(self, link: PrefillLink) -> None:
         link.is_gone = True
         link.control.disable_monitor()
-        for socket in (link.monitor, link.control, *link.data):
+        self._loop.remove_socket(link.control, GOODBYE_MS)
+        for socket in (link.monitor, *link.data):
             self._loop.remove_socket(socket)
 
     def _on_monitor(self, link: PrefillLink) -> None:
@@ -165,17 +169,23 @@ class PrefillLinks:
 
     def _serve(self, link: PrefillLink, message: messages.AnyFromPrefill) -> None:
         link.last_seen = time.monotonic()
+        if isinstance(message, messages.Pong):
+            if message.number != link.num_heard:
+                raise TransferError("control messages to decode were lost on the way.")
+            return
+        link.num_heard += not isinstance(message, messages.Welcome)
         match message:
             case messages.Welcome() if link.welcome is None:
                 self._join(link, message)
             case messages.Refuse():
-                self.lose(link, f"refused this instance: {message.reason}")
+                reason = messages.printable(message.reason)
+                self.lose(link, f"refused this instance: {reason}")
             case messages.Bye():
-                self.lose(link, f"ended the session: {message.reason}")
+                self.lose(link, f"ended the session: {messages.printable(message.reason)}")
             case messages.Failed():
                 self._events.failed(link, message)
             case _:
-                pass  # a Pong has done its work by arriving
+                raise TransferError("it greeted twice.")
 
     def _join(self, link: PrefillLink, welcome: messages.Welcome) -> None:
         link.pairs = pair_buffers(welcome.layout, self._layout)
@@ -194,10 +204,11 @@ class PrefillLinks:
         address = (link.address[0], welcome.data_port)
         for index in range(welcome.num_connections):
             socket = connect_socket(self._context, address, keys)
+            socket.maxmsgsize = messages.MAX_FRAME_BYTES
             link.data.append(socket)
             self._loop.add_socket(socket, partial(self._events.data, link, index))
             socket.connect(endpoint_of(address))
-            proof = link.tagger.tag(welcome.session, bytes([index]))
-            reads = link.peer_memory is not None
-            link.tell_data(messages.Join(welcome.session, index, proof, reads), index)
+            join = messages.Join(welcome.session, index, b"", link.peer_memory is not None)
+            proof = link.tagger.tag(*join.proven())
+            link.tell_data(msgspec.structs.replace(join, proof=proof), index)
         link.is_welcome()

@@ -11,6 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sglang_tiered.transfer.same_host import Fence
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -25,7 +27,8 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 
 @dataclass(eq=False, slots=True)
 class Room(Generic[SessionT]):
-    """One request's handoff. ``unfinished``: sessions that have not confirmed all of it."""
+    """One request's handoff. ``unfinished``: sessions that have not confirmed all of it.
+    ``fence`` is closed before its pages may be another's."""
 
     number: int
     created_at: float
@@ -34,6 +37,7 @@ class Room(Generic[SessionT]):
     is_last_queued: bool = False
     opens: dict[SessionT, Open] = field(default_factory=dict)
     unfinished: set[SessionT] = field(default_factory=set)
+    fence: Fence = field(default_factory=Fence)
 
     @property
     def is_complete(self) -> bool:
@@ -92,6 +96,9 @@ class RoomTable(Generic[SessionT]):
                 )
             room = self._rooms[message.room] = Room(message.room, now)
             self._orphans[message.room] = None
+        if room.is_ready and message != room.opens.get(session):
+            # Another's room; or the second try of a room whose first is being served.
+            return "prefill serves this room number already; use another for another request."
         room.opens[session] = message
         return room
 

@@ -87,6 +87,7 @@ class ReceiveRoom:
     num_expected: int = 0  # prefill ranks that send something
     is_closed: bool = False
     is_concluded: bool = False
+    kv_bytes: int = 0  # landed so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
@@ -109,7 +110,7 @@ class ReceiveRoom:
         if data.nbytes != size or xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
             raise DamagedError(f"slab {slab.seq} of room {self.number} arrived damaged.")
         with self._lock:
-            if self.is_closed:
+            if self.is_closed or self.is_concluded:
                 return False
             offset = 0
             for pair in used:
@@ -117,24 +118,30 @@ class ReceiveRoom:
                 part = data[offset : offset + length]
                 memory.scatter(pair.destination, pages, pair.destination_slice, part)
                 offset += length
+        self.kv_bytes += size if slab.component == KV_COMPONENT else 0
         return True
 
     def pull(self, message: Pull, payload: Any, pairs: Sequence[Pair], peer: PeerMemory) -> bool:
         """Read pages out of the sender's memory. False where the room is closed. Raises
-        ``TransferError`` when they cannot be read."""
+        ``DamagedError`` when they cannot be read, ``TransferError`` for what no honest peer sends.
+        """
         memory, pages, used = self._destination(message, pairs)
+        if any(pair.source_slice or pair.destination_slice for pair in used):
+            raise TransferError("prefill wants parts of pages to be read, which cannot be.")
+        if len(payload) != 4 * len(pages):
+            raise TransferError(f"prefill named other than {len(pages)} pages to read.")
         source = np.frombuffer(payload, "<i4").astype(np.int32)
-        if len(source) != len(pages):
-            raise TransferError(f"prefill named {len(source)} pages to read for {len(pages)}.")
-        if len(source) and int(source.min()) < 0:
+        if int(source.min()) < 0:
             raise TransferError(f"prefill named page {int(source.min())} to read.")
         buffers = [(pair.source, memory.buffers[pair.destination]) for pair in used]
         with self._lock:
-            if self.is_closed:
+            if self.is_closed or self.is_concluded:
                 return False
-            problem = peer.pull(buffers, source, pages)
+            fence = message.fence_address, message.fence
+            problem = peer.pull(buffers, source, pages, fence)
         if problem is not None:
-            raise TransferError(f"reading prefill's memory on this machine failed ({problem}).")
+            raise DamagedError(f"reading prefill's memory on this machine failed ({problem}).")
+        self.kv_bytes += len(pages) * sum(pair.page_bytes for pair in used)
         return True
 
     def finish(self, last: Last, progress: Progress) -> None:
@@ -147,11 +154,17 @@ class ReceiveRoom:
 
     def conclude(self) -> bool:
         """Once every rank's slabs are here: write the metadata row, after which the request may
-        start. Whether that is so now, for the first time."""
+        start. Whether that is so now, for the first time. Raises ``TransferError`` when all said
+        that they were done and yet a layer, head or page has not come."""
         if self.is_concluded or len(self.progress) < self.num_expected:
             return False
         if not all(progress.is_complete for progress in self.progress.values()):
             return False
+        expected = len(self.pages) * sum(buffer.page_bytes for buffer in self.memory.buffers)
+        if self.kv_bytes != expected:
+            raise TransferError(
+                f"prefill sent {self.kv_bytes} bytes of KV for pages that hold {expected}."
+            )
         rows = next((item.aux for item in self.progress.values() if item.aux), ())
         self.memory.flush()
         for memory, _ in self.states:
@@ -178,7 +191,7 @@ class ReceiveRoom:
             pages = np.empty(0, np.int32) if rows is None else rows
             pairs = whole_pairs(memory.buffers)
         end, last_pair = message.start + message.num_pages, message.first_pair + message.num_pairs
-        if not (0 <= message.start <= end <= len(pages)):
+        if not (0 <= message.start < end <= len(pages)):
             raise TransferError(
                 f"prefill sent pages {message.start} to {end} of a room of {len(pages)}."
             )

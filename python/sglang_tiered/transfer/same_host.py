@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.memory import Buffer, Pages
 
-__all__ = ["MAX_PULL_BYTES", "Nonce", "PeerMemory", "boot_id", "may_be_read_by"]
+__all__ = ["MAX_PULL_BYTES", "Fence", "Nonce", "PeerMemory", "boot_id", "may_be_read_by"]
 
 MAX_PULL_BYTES = 8 << 20
 """What one message lets the reader copy in one go; between two it looks after its sockets."""
@@ -76,6 +76,28 @@ class Nonce:
         )
 
 
+class Fence:
+    """A word that stands while a room's pages are the room's: who reads them looks at it after the
+    copy, since its owner may have given them to another request meanwhile. ``close`` and
+    ``is_open`` on any thread."""
+
+    def __init__(self) -> None:
+        self.value = secrets.randbits(63) + 1
+        self._word = ctypes.c_uint64(self.value)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._word)
+
+    @property
+    def is_open(self) -> bool:
+        return self._word.value != 0
+
+    def close(self) -> None:
+        """Before the pages are used for anything else."""
+        self._word.value = 0
+
+
 class PeerMemory:
     """The pages of a process on this machine. One thread."""
 
@@ -106,10 +128,12 @@ class PeerMemory:
         pairs: Sequence[tuple[int, Buffer]],
         source_pages: Pages,
         pages: Pages,
+        fence: tuple[int, int],
     ) -> str | None:
         """Copy ``source_pages`` of the peer's buffer to ``pages`` of ours, for each pair of
         (its buffer index, our buffer). Returns why it failed, or None once all bytes are there
-        and the peer has proved, after the copy, to be the process it was."""
+        and the peer has proved, after the copy, to be the process it was, with the word of
+        ``fence`` (address, value) still standing."""
         source_runs, runs, lengths = _runs(source_pages, pages)
         for index, buffer in pairs:
             size = buffer.page_bytes
@@ -121,7 +145,15 @@ class PeerMemory:
                 error = self._read(local[part], remote[part], total)
                 if error is not None:
                     return error
-        return self.check()
+        return self.check() or self._check_fence(*fence)
+
+    def _check_fence(self, address: int, value: int) -> str | None:
+        word = np.zeros(1, np.uint64)
+        local = np.array([[word.ctypes.data, word.nbytes]], np.uint64)
+        error = self._read(local, np.array([[address, word.nbytes]], np.uint64), word.nbytes)
+        if error is None and int(word[0]) != value:
+            return "its pages are another request's by now"
+        return error
 
     def _read(self, local: Any, remote: Any, num_bytes: int) -> str | None:
         read = _libc.process_vm_readv(

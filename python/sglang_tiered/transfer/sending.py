@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.layout import Pair
     from sglang_tiered.transfer.memory import Bytes, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Open
+    from sglang_tiered.transfer.same_host import Fence
     from sglang_tiered.transfer.security import Tagger
+    from sglang_tiered.transfer.slabs import SlabSpec
 
 __all__ = ["PULL_SHARE", "Chunk", "Delivery", "Memories", "Parcel", "SendQueue", "SlabBuffers"]
 
 MAX_RESENDS = 3
+MAX_UNCONFIRMED = 2048
+"""Messages under way to one decode rank: half of what its socket queues, however small they are."""
+
 PULL_SHARE = 4
 """A pull takes this part of its bytes from the credit: nothing is buffered for it."""
 
@@ -48,7 +54,7 @@ class Chunk:
     pages decode asked for. The last chunk brings the states and the metadata row.
 
     ``is_computed`` says whether the pages may be read yet. The pages must stay allocated until
-    the endpoint reports the room as sent or failed.
+    the endpoint reports the room as sent or failed, or is told to fail or forget it.
     """
 
     pages: Pages
@@ -61,7 +67,8 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Parcel:
-    """One message that awaits its confirmation. ``num_bytes`` is what it takes of the credit."""
+    """One message that awaits its confirmation. ``num_bytes`` is what it takes of the credit;
+    without ``frames`` its room is gone. ``as_slab`` makes the frames of a pull that cannot be."""
 
     key: tuple[int, int, int]
     frames: list[Any]
@@ -69,6 +76,7 @@ class Parcel:
     buffer: Bytes | None = None
     num_resends: int = 0
     is_last: bool = False
+    as_slab: Callable[[], list[Any] | None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +85,7 @@ class Delivery:
 
     opened: Open
     chunk: Chunk
+    fence: Fence
     parcels: Iterator[Parcel] | None = None
 
 
@@ -115,15 +124,15 @@ class SendQueue:
     quiet_since: float = 0.0
     awaits_compute: bool = False
 
-    def add(self, opened: Open, chunk: Chunk) -> None:
-        self.queue.append(Delivery(opened, chunk))
+    def add(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
+        self.queue.append(Delivery(opened, chunk, fence))
 
     def next_parcel(self) -> Parcel | None:
         """The next message to send, gathered now; None while there is none or no credit."""
         self.awaits_compute = False
         if self.returned:
             return self.returned.popleft()
-        while self.queue and self.credit_bytes > 0:
+        while self.queue and self.credit_bytes > 0 and len(self.unconfirmed) < MAX_UNCONFIRMED:
             delivery = self.queue[0]
             if delivery.parcels is None:
                 is_computed = delivery.chunk.is_computed
@@ -147,34 +156,51 @@ class SendQueue:
 
     def confirm(self, key: tuple[int, int, int], now: float) -> Parcel | None:
         """A message arrived (or its room is gone over there). None for one not under way."""
+        is_oldest = next(iter(self.unconfirmed), None) == key
         parcel = self.unconfirmed.pop(key, None)
         if parcel is None:
             return None
-        self.quiet_since = now
+        if is_oldest:  # what others overtake may be lost, however busy the rest is
+            self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
         if parcel.buffer is not None and not parcel.num_resends:
             self.buffers.give_back(parcel.buffer)
         parcel.buffer = None
         return parcel
 
-    def resend(self, key: tuple[int, int, int]) -> bool:
+    def resend(self, key: tuple[int, int, int], now: float) -> bool:
         """Send a message again. False once that has been tried often enough, or it cannot be."""
         parcel = self.unconfirmed.get(key)
         if parcel is None:
             return True
+        if not parcel.frames:
+            self.confirm(key, now)
+            return True
         parcel.num_resends += 1
-        if parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
+        if parcel.as_slab is not None:
+            frames, parcel.as_slab = parcel.as_slab(), None
+            self.reads_same_host = False
+            if frames is None:
+                return False
+            parcel.frames = frames
+        elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
             return False
         self.returned.append(parcel)
         return True
 
     def drop(self, room: int) -> None:
-        """Forget what a room has waiting. Its credit comes back now: the receiver drops it."""
+        """Forget what a room has waiting. The credit of what is under way comes back with its
+        confirmation: until then it takes up memory, here or there."""
         self.queue = deque(item for item in self.queue if item.opened.room != room)
-        self.returned = deque(parcel for parcel in self.returned if parcel.key[0] != room)
-        for key in [key for key in self.unconfirmed if key[0] == room]:
-            parcel = self.unconfirmed.pop(key)
-            self.credit_bytes += parcel.num_bytes
+        for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:
+            self.returned.remove(parcel)
+            if self.unconfirmed.pop(parcel.key, None) is not None:
+                self.credit_bytes += parcel.num_bytes
+        for parcel in [parcel for parcel in self.unconfirmed.values() if parcel.key[0] == room]:
+            if parcel.is_last:  # confirmed only for a room that is complete
+                del self.unconfirmed[parcel.key]
+            else:
+                parcel.frames, parcel.buffer, parcel.as_slab = [], None, None
         for counted in [counted for counted in self.num_sent if counted[0] == room]:
             del self.num_sent[counted]
 
@@ -183,20 +209,22 @@ class SendQueue:
         num_pages = max(0, min(len(chunk.pages), opened.num_pages - chunk.start))
         pages = chunk.pages[:num_pages]
         if self.reads_same_host and self.memories.kv.is_host and _are_whole(self.pairs):
-            yield from self._pulls(opened, chunk.start, pages)
+            parcels = self._pulls(opened, chunk.start, pages, delivery.fence)
         else:
-            yield from self._slabs(
+            parcels = self._slabs(
                 opened, KV_COMPONENT, self.memories.kv, self.pairs, chunk.start, pages
             )
+        yield from _while_open(delivery.fence, parcels)
         if not chunk.is_last:
             return
         for component, rows in enumerate(chunk.state_rows):
             if rows is not None and len(rows):
                 memory = self.memories.states[component]
-                yield from self._slabs(
+                parcels = self._slabs(
                     opened, component, memory, whole_pairs(memory.buffers), 0, rows
                 )
-        yield self._last(opened, chunk)
+                yield from _while_open(delivery.fence, parcels)
+        yield from _while_open(delivery.fence, iter([self._last(opened, chunk)]))
 
     def _slabs(
         self,
@@ -211,41 +239,83 @@ class SendQueue:
         page_size = self.page_size if component == KV_COMPONENT else 1
         for spec in cut_slabs(len(pages), sizes, page_size):
             buffer = self.buffers.take(spec.num_bytes)
-            payload = buffer[: spec.num_bytes]
-            part = pages[spec.start : spec.start + spec.num_pages]
-            offset = 0
-            for pair in pairs[spec.first_pair : spec.first_pair + spec.num_pairs]:
-                size = pair.page_bytes * spec.num_pages
-                out = payload[offset : offset + size]
-                memory.gather(pair.source, part, pair.source_slice, out)
-                offset += size
             key = self._next_key(opened)
-            header = encode(
-                Slab(
-                    *key,
-                    component,
-                    spec.first_pair,
-                    spec.num_pairs,
-                    start + spec.start,
-                    spec.num_pages,
-                    0,
-                    spec.num_bytes,
-                    xxhash.xxh3_64_intdigest(payload.data),
-                )
-            )
-            frames = [VERSION_FRAME, header, self.tagger.tag(header), payload]
+            part = pages[spec.start : spec.start + spec.num_pages]
+            frames = self._slab(key, component, memory, pairs, spec, start, part, buffer)
             yield Parcel(key, frames, spec.num_bytes, buffer)
 
-    def _pulls(self, opened: Open, start: int, pages: Pages) -> Iterator[Parcel]:
+    def _slab(
+        self,
+        key: tuple[int, int, int],
+        component: int,
+        memory: PagedMemory,
+        pairs: Sequence[Pair],
+        spec: SlabSpec,
+        start: int,
+        pages: Pages,
+        buffer: Bytes,
+    ) -> list[Any]:
+        """The frames of one slab, gathered into ``buffer``."""
+        payload = buffer[: spec.num_bytes]
+        offset = 0
+        for pair in pairs[spec.first_pair : spec.first_pair + spec.num_pairs]:
+            size = pair.page_bytes * spec.num_pages
+            out = payload[offset : offset + size]
+            memory.gather(pair.source, pages, pair.source_slice, out)
+            offset += size
+        header = encode(
+            Slab(
+                *key,
+                component,
+                spec.first_pair,
+                spec.num_pairs,
+                start + spec.start,
+                spec.num_pages,
+                0,
+                spec.num_bytes,
+                xxhash.xxh3_64_intdigest(payload.data),
+            )
+        )
+        return [VERSION_FRAME, header, self.tagger.tag(header), payload]
+
+    def _pulls(self, opened: Open, start: int, pages: Pages, fence: Fence) -> Iterator[Parcel]:
         sizes = [pair.page_bytes for pair in self.pairs]
         for spec in cut_slabs(len(pages), sizes, self.page_size, MAX_PULL_BYTES):
             key = self._next_key(opened)
             header = encode(
-                Pull(*key, spec.first_pair, spec.num_pairs, start + spec.start, spec.num_pages)
+                Pull(
+                    *key,
+                    spec.first_pair,
+                    spec.num_pairs,
+                    start + spec.start,
+                    spec.num_pages,
+                    fence.address,
+                    fence.value,
+                )
             )
-            part = pages[spec.start : spec.start + spec.num_pages].astype("<i4").tobytes()
-            frames = [VERSION_FRAME, header, self.tagger.tag(header, part), part]
-            yield Parcel(key, frames, spec.num_bytes // PULL_SHARE)
+            part = pages[spec.start : spec.start + spec.num_pages]
+            numbers = part.astype("<i4").tobytes()
+            frames = [VERSION_FRAME, header, self.tagger.tag(header, numbers), numbers]
+            parcel = Parcel(key, frames, spec.num_bytes // PULL_SHARE)
+            parcel.as_slab = partial(self._instead_of_pull, parcel, spec, start, part, fence)
+            yield parcel
+
+    def _instead_of_pull(
+        self, parcel: Parcel, spec: SlabSpec, start: int, pages: Pages, fence: Fence
+    ) -> list[Any] | None:
+        """The pages that the receiver could not read, as a slab; None once they are another's."""
+        parcel.buffer = np.empty(spec.num_bytes, np.uint8)
+        frames = self._slab(
+            parcel.key,
+            KV_COMPONENT,
+            self.memories.kv,
+            self.pairs,
+            spec,
+            start,
+            pages,
+            parcel.buffer,
+        )
+        return frames if fence.is_open else None
 
     def _last(self, opened: Open, chunk: Chunk) -> Parcel:
         rows = []
@@ -264,6 +334,14 @@ class SendQueue:
         number = self.num_sent.get(counted, 0)
         self.num_sent[counted] = number + 1
         return *counted, number
+
+
+def _while_open(fence: Fence, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
+    """Ends where a room was given up while its pages were being read: they may be another's."""
+    for parcel in parcels:
+        if not fence.is_open:
+            return
+        yield parcel
 
 
 def _are_whole(pairs: Sequence[Pair]) -> bool:
