@@ -4,9 +4,8 @@ encrypted, and read out of the sender's memory."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -26,7 +25,12 @@ from transfer_pair import (
 from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.security import Keys, load_keys, make_keys
 from sglang_tiered.transfer.sending import Chunk
-from sglang_tiered.transfer.settings import TransferSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.transfer.settings import TransferSettings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,3 +194,16 @@ def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
     is_computed.set()
     receiver.events.wait_for("received", 8)
     assert (receiver.pool.pages([1]) == 77).all()
+
+
+def test_a_decode_that_leaves_before_it_had_memory_does_not_keep_prefill_waiting(
+    pair: Pair,
+) -> None:
+    sender, receiver = pair
+    sender.endpoint.expect(9)
+    receiver.endpoint.claim(9, [Target(sender.address)])
+    eventually(lambda: sender.endpoint.num_sessions == 1)
+    receiver.endpoint.claim(10, [Target(sender.address)])
+    eventually(lambda: sender.endpoint.num_rooms == 2)  # both claims have arrived
+    receiver.endpoint.close()
+    sender.events.wait_for("failed", 9, timeout_s=5)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +15,13 @@ from sglang_tiered.transfer.layout import heads_of_rank
 from sglang_tiered.transfer.memory import Buffer, HostMemory
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 from sglang_tiered.transfer.prefill import PrefillEndpoint
-from sglang_tiered.transfer.security import Keys
 from sglang_tiered.transfer.sending import Chunk, Memories
 from sglang_tiered.transfer.settings import TransferSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sglang_tiered.transfer.security import Keys
 
 DEADLINE_S = 20.0
 HOST = "127.0.0.1"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from conftest import make_prompts
 from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
 from server_process import Server, free_port
 
-from conftest import make_prompts
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 

@@ -305,6 +305,10 @@ class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _clear(self) -> None:
         _receiving(self.kv_mgr).close_room(self.bootstrap_room)
+        if self.init_time is None and self.bootstrap_infos and not self.abort_notified:
+            # Given up before it had pages: prefill waits for them.
+            self._send_abort_notification()
+            self.abort_notified = True
         super()._clear()
 
     def _fail(self, reason: str) -> None:
@@ -317,10 +321,14 @@ class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             for info in self.bootstrap_infos or ()
         ]
 
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill ranks are known: tell them that this request is here."""
+        super().init(prefill_dp_rank)
+        if self.conclude_state is None:
+            _receiving(self.kv_mgr).claim(self.bootstrap_room, self._targets())
+
     def _register_kv_args(self) -> bool:
-        """SGLang calls this once per new prefill server: open the sessions ahead of the room."""
-        for target in self._targets():
-            _receiving(self.kv_mgr).connect(target.address)
+        """SGLang's registration, once per prefill server. Ours is in the session's Hello."""
         return True
 
     def _get_bootstrap_info_from_server(

@@ -116,9 +116,10 @@ class DecodeEndpoint:
     def num_sessions(self) -> int:
         return len(self._links)
 
-    def connect(self, address: Address) -> None:
-        """Open a session ahead of the first room."""
-        self._loop.call(self._connect, address)
+    def claim(self, room: int, targets: Sequence[Target]) -> None:
+        """A request for this room is here. ``open`` or ``abort`` must follow; if this instance
+        ends before, prefill fails the request instead of waiting for another."""
+        self._loop.call(self._claim, room, list(targets))
 
     def open(
         self,
@@ -189,8 +190,9 @@ class DecodeEndpoint:
 
     # Sessions.
 
-    def _connect(self, address: Address) -> None:
-        self._links.to(address)
+    def _claim(self, number: int, targets: list[Target]) -> None:
+        for target in targets:
+            self._links.to(target.address).tell(messages.Claim(number))
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         self.stats.num_sessions_lost += 1

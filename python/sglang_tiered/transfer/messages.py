@@ -28,6 +28,7 @@ __all__ = [
     "AnyFromDecode",
     "AnyFromPrefill",
     "Bye",
+    "Claim",
     "Failed",
     "Hello",
     "Join",
@@ -124,6 +125,13 @@ class Hello(_Message, frozen=True, tag="hello"):
     window_bytes: Positive
     boot_id: str
     pid: Pid
+
+
+class Claim(_Message, frozen=True, tag="claim"):
+    """A request of this room is here, and its pages will be allocated when there is memory: if
+    this session ends before ``Open``, nobody else will open the room."""
+
+    room: int
 
 
 class Open(_Message, frozen=True, tag="open"):
@@ -268,7 +276,7 @@ class Last(_Message, frozen=True, tag="last"):
     aux: list[bytes]
 
 
-AnyFromDecode = Hello | Open | Abort | Ping | Bye
+AnyFromDecode = Hello | Claim | Open | Abort | Ping | Bye
 AnyFromPrefill = Welcome | Refuse | Failed | Pong | Bye
 AnyControl = AnyFromDecode | AnyFromPrefill
 AnyDataFromDecode = Join | Ack | Nack

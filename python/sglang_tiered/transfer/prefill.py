@@ -175,6 +175,8 @@ class PrefillEndpoint:
             return
         known.num_heard += 1
         match message:
+            case messages.Claim():
+                self._rooms.claim(known, message.room, time.monotonic())
             case messages.Open():
                 self._open(known, message)
             case messages.Abort():
@@ -284,7 +286,7 @@ class PrefillEndpoint:
             return
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
-            room.opens.pop(peer)
+            room.opens.pop(peer, None)
             self._fail(room.number, reason, True)
 
     def _say_goodbye(self) -> None:
@@ -312,8 +314,8 @@ class PrefillEndpoint:
                 self._end(peer, f"the decode instance has taken no data for {stalled:.1f} s")
         for room in self._rooms.overdue(now):
             waited = now - room.created_at
-            reason = f"no request for this room reached prefill within {waited:.0f} s"
-            self._fail(room.number, reason, True)
+            late = "decode instance asked for" if room.is_expected else "request reached prefill of"
+            self._fail(room.number, f"no {late} this room within {waited:.0f} s", True)
 
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.tell(peer.identity, messages.Bye(reason))

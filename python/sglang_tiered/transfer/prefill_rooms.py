@@ -1,7 +1,8 @@
 """The rooms of a prefill endpoint: which request waits for which decode ranks. Pure; no I/O.
 
 A room is complete when its request is here (``expect``) and every decode rank has opened it.
-Either may come first. What failed is remembered for a while, so that the half that comes late
+Either may come first; a decode rank claims a room when its request comes, and opens it when it has
+the memory. What failed is remembered for a while, so that the half that comes late
 learns it at once instead of waiting for its timeout.
 """
 
@@ -35,6 +36,7 @@ class Room(Generic[SessionT]):
     is_expected: bool = False
     is_ready: bool = False
     is_last_queued: bool = False
+    claims: set[SessionT] = field(default_factory=set)
     opens: dict[SessionT, Open] = field(default_factory=dict)
     unfinished: set[SessionT] = field(default_factory=set)
     fence: Fence = field(default_factory=Fence)
@@ -54,7 +56,9 @@ class RoomTable(Generic[SessionT]):
         self._orphan_timeout_s = orphan_timeout_s
         self._tombstone_s = tombstone_s
         self._rooms: dict[int, Room[SessionT]] = {}
-        self._orphans: OrderedDict[int, None] = OrderedDict()  # opened, not expected; oldest first
+        # Both with the oldest first: those that wait for a request, and those for a decode rank.
+        self._orphans: OrderedDict[int, None] = OrderedDict()
+        self._unclaimed: OrderedDict[int, None] = OrderedDict()
         self._tombstones: OrderedDict[int, tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -68,7 +72,9 @@ class RoomTable(Generic[SessionT]):
         return self._rooms.get(number)
 
     def of_session(self, session: SessionT) -> list[Room[SessionT]]:
-        return [room for room in self._rooms.values() if session in room.opens]
+        return [
+            room for room in self._rooms.values() if session in room.opens or session in room.claims
+        ]
 
     def expect(self, number: int, now: float) -> Room[SessionT] | str:
         """The request of a room is here. The room, or why it has failed already."""
@@ -78,24 +84,35 @@ class RoomTable(Generic[SessionT]):
         room = self._rooms.get(number)
         if room is None:
             room = self._rooms[number] = Room(number, now)
+            self._unclaimed[number] = None
         self._orphans.pop(number, None)
         room.is_expected = True
         return room
 
-    def open(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
-        """A decode rank has allocated pages. The room, or why it has failed already."""
-        reason = self._buried(message.room, now)
+    def claim(self, session: SessionT, number: int, now: float) -> Room[SessionT] | str:
+        """A decode rank has the room's request. The room, or why it has failed already."""
+        reason = self._buried(number, now)
         if reason is not None:
             return reason
-        room = self._rooms.get(message.room)
+        room = self._rooms.get(number)
         if room is None:
             if len(self._orphans) >= self._max_orphans:
                 return (
                     f"prefill already holds {self._max_orphans} rooms whose requests never "
                     "came; does the router send every request to both?"
                 )
-            room = self._rooms[message.room] = Room(message.room, now)
-            self._orphans[message.room] = None
+            room = self._rooms[number] = Room(number, now)
+            self._orphans[number] = None
+        self._unclaimed.pop(number, None)
+        if not room.is_ready:
+            room.claims.add(session)
+        return room
+
+    def open(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
+        """A decode rank has allocated pages. The room, or why it has failed already."""
+        room = self.claim(session, message.room, now)
+        if isinstance(room, str):
+            return room
         if room.is_ready and message != room.opens.get(session):
             # Another's room; or the second try of a room whose first is being served.
             return "prefill serves this room number already; use another for another request."
@@ -105,6 +122,7 @@ class RoomTable(Generic[SessionT]):
     def remove(self, number: int) -> Room[SessionT] | None:
         """Forget a room that ended well, or whose failure everyone knows."""
         self._orphans.pop(number, None)
+        self._unclaimed.pop(number, None)
         return self._rooms.pop(number, None)
 
     def bury(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
@@ -116,13 +134,14 @@ class RoomTable(Generic[SessionT]):
         return self.remove(number)
 
     def overdue(self, now: float) -> list[Room[SessionT]]:
-        """Rooms whose request did not come in time."""
+        """Rooms whose other half did not come in time."""
         found = []
-        for number in self._orphans:
-            room = self._rooms[number]
-            if now - room.created_at < self._orphan_timeout_s:
-                break
-            found.append(room)
+        for waiting in (self._orphans, self._unclaimed):
+            for number in waiting:
+                room = self._rooms[number]
+                if now - room.created_at < self._orphan_timeout_s:
+                    break
+                found.append(room)
         return found
 
     def _buried(self, number: int, now: float) -> str | None:

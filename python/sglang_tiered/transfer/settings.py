@@ -14,7 +14,8 @@ class TransferSettings:
     """``peer_timeout_s``: silence after which a peer counts as dead (a process that ends is
     noticed at once, by its connections). ``progress_timeout_s``: how long sent data may stay
     unanswered, or a gap unfilled. ``orphan_timeout_s``: how long a room may wait on prefill for
-    its request. ``window_bytes``: data on its way to one decode rank at most."""
+    its request, or its request for a decode rank. ``window_bytes``: data on its way to one decode
+    rank at most."""
 
     ping_interval_s: float = 1.0
     peer_timeout_s: float = 4.0
