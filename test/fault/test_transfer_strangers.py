@@ -1,0 +1,440 @@
+"""Whoever reaches a port, and says whatever it likes: other sessions do not notice, and nothing is
+written where nobody asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from transfer_pair import (
+    IMPATIENT,
+    SAME_HOST,
+    Decode,
+    Prefill,
+    decode,
+    eventually,
+    prefill,
+)
+from transfer_strangers import Scanner, StrangePrefill, strange_decode, strange_prefill
+
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.decode import Target
+from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.same_host import Nonce
+from sglang_tiered.transfer.security import load_keys, make_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def sender() -> Iterator[Prefill]:
+    with prefill(settings=IMPATIENT) as one:
+        yield one
+
+
+@pytest.fixture
+def receiver() -> Iterator[Decode]:
+    with decode(settings=IMPATIENT) as one:
+        yield one
+
+
+def works(sender: Prefill, receiver: Decode, room: int = 99) -> None:
+    sender.endpoint.expect(room)
+    receiver.open(room, [sender], [3])
+    sender.events.wait_for("ready", room)
+    sender.send(room, [5])
+    receiver.events.wait_for("received", room)
+    assert np.array_equal(receiver.pool.pages([3]), sender.pool.pages([5]))
+    receiver.endpoint.close_room(room)
+
+
+GARBAGE = {
+    "nothing": [b""],
+    "http": [b"GET / HTTP/1.1\r\nHost: kv\r\n\r\n"],
+    "tls": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200)],
+    "noise": [bytes(range(256)) * 64],
+    "half_a_greeting": [b"\xff" + bytes(8) + b"\x7f\x03"],
+    # A ZMTP 3.0 greeting without security, a READY, then a frame that claims 8 EiB.
+    "huge_frame": [
+        b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(1) + bytes(31),
+        b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00",
+        b"\x02\x7f\xff\xff\xff\xff\xff\xff\xff",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_bytes_that_are_no_zeromq_are_hung_up_on(
+    name: str, sender: Prefill, receiver: Decode
+) -> None:
+    works(sender, receiver, 1)
+    for port in (sender.endpoint.control_port, sender.endpoint._peers.data_port):
+        Scanner(port).say(*GARBAGE[name])
+    works(sender, receiver, 2)
+    assert sender.endpoint.num_sessions == 1
+
+
+FRAMES: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "two_empty": [b"", b""],
+    "no_body": [VERSION_FRAME],
+    "no_msgpack": [VERSION_FRAME, b"\xc1"],
+    "other_types": [VERSION_FRAME, msgspec.msgpack.encode(["open", "one", None, 3.5, {}, [], 1])],
+    "unknown_tag": [VERSION_FRAME, msgspec.msgpack.encode(["pickle", b"cos\nsystem\n"])],
+    "deep": [VERSION_FRAME, b"\x91" * 100_000],
+    "negative": [VERSION_FRAME, encode(messages.Open(1, 1, -1, [], 0, 1, False))],
+    "no_receivers": [VERSION_FRAME, encode(messages.Open(1, 1, 1, [], 0, 0, False))],
+    "huge_number": [VERSION_FRAME, msgspec.msgpack.encode(["ping", 2**64 - 1])],
+    "other_version": [b"sgt-kv/2", b"whatever a later version says"],
+    "other_protocol": [b"MDPW02", b"\x01"],
+    "large": [VERSION_FRAME, bytes(1 << 20)],
+    "many_frames": [VERSION_FRAME, *[b"x"] * 500],
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_that_are_none_of_ours_harm_no_session(
+    name: str, sender: Prefill, receiver: Decode
+) -> None:
+    works(sender, receiver, 1)
+    with strange_decode(sender.address) as stranger:
+        stranger.control.send_multipart(FRAMES[name])
+        stranger.greet()
+        stranger.join()
+        assert stranger.data is not None
+        stranger.data.send_multipart(FRAMES[name])
+        works(sender, receiver, 2)
+    eventually(lambda: sender.endpoint.num_sessions == 1)
+    assert sender.endpoint.stats.num_sessions_lost == 1
+
+
+def test_a_frame_longer_than_any_of_ours_is_not_taken_in(sender: Prefill, receiver: Decode) -> None:
+    with strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.control.send_multipart([VERSION_FRAME, bytes(messages.MAX_CONTROL_BYTES + 1)])
+        eventually(lambda: sender.endpoint.stats.num_sessions_lost == 1)
+    works(sender, receiver)
+
+
+def test_a_decode_instance_of_another_version_is_told_both_versions(sender: Prefill) -> None:
+    with strange_decode(sender.address) as stranger:
+        stranger.control.send_multipart([b"sgt-kv/7", b""])
+        reason = stranger.hear(messages.Refuse).reason
+        assert "version 7" in reason
+        assert "version 1" in reason
+
+
+def test_a_prefill_instance_of_another_version_fails_the_room_at_once(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [0])
+        stranger.hear(messages.Hello)
+        stranger.control.send_multipart([stranger.identity, b"sgt-kv/7", b""])
+        assert "speaks version 7" in receiver.events.wait_for("failed", 1)[2]
+
+
+LAYOUT_LIES: dict[str, dict[str, Any]] = {
+    "page_size": {"page_size": 8},
+    "no_page_size": {"page_size": 0},
+    "dtype": {"dtype": "fp8_e4m3"},
+    "states": {"states": [messages.StateLayout("mamba", [8])]},
+    "aux": {"aux_bytes": [24]},
+    "layers": {"layer_ids": [8, 9, 8, 9]},
+    "fewer_layers_than_buffers": {"layer_ids": [0]},
+    "no_ranks": {"tp_size": 0},
+    "rank_out_of_range": {"tp_rank": 4, "tp_size": 2},
+    "page_bytes": {"page_bytes": [12] * 4},
+    "no_page_bytes": {"page_bytes": [0] * 4},
+    "no_split_by_heads": {"tp_rank": 1, "tp_size": 2, "page_bytes": [100] * 4},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUT_LIES)
+def test_a_layout_that_does_not_fit_is_refused_with_one_sentence(
+    name: str, sender: Prefill, receiver: Decode
+) -> None:
+    right = receiver.pool.layout
+    with strange_decode(sender.address) as stranger:
+        stranger.hello(layout=msgspec.structs.replace(right, **LAYOUT_LIES[name]))
+        answer = stranger.hear()
+        assert isinstance(answer, messages.Refuse)
+        assert answer.reason.endswith(".")
+        assert "\n" not in answer.reason
+    assert sender.endpoint.num_sessions == 0
+    works(sender, receiver)
+
+
+WELCOME_LIES: dict[str, dict[str, Any]] = {
+    "many_connections": {"num_connections": 1 << 40},
+    "no_connections": {"num_connections": 0},
+    "no_port": {"data_port": 0},
+    "high_port": {"data_port": 1 << 20},
+    "foreign_buffers": {
+        "same_host": messages.SameHostOffer("", 1, 0, b"", [0]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", WELCOME_LIES)
+def test_a_welcome_that_cannot_be_meant_fails_the_room(name: str, receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [0])
+        stranger.welcome(**WELCOME_LIES[name])
+        assert receiver.events.wait_for("failed", 1)[2]
+
+
+def test_a_second_hello_of_a_connection_ends_its_first_session(sender: Prefill) -> None:
+    with strange_decode(sender.address) as stranger:
+        stranger.greet(instance=b"one")
+        sender.endpoint.expect(1)
+        stranger.open(1)
+        sender.events.wait_for("ready", 1)
+        stranger.greet(instance=b"two")
+        assert "connected anew" in sender.events.wait_for("failed", 1)[2]
+        assert sender.endpoint.num_sessions == 1
+        assert len(sender.endpoint._peers._turns) == len(sender.endpoint._peers._by_token) == 1
+
+
+def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> None:
+    """Its rooms would wait for ever: nothing is under way that could be missed."""
+    with strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.open(1)
+        sender.endpoint.expect(1)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [0])
+
+        def pings() -> bool:
+            stranger.tell(messages.Ping(1))
+            return "failed" in sender.events.kinds(1)
+
+        eventually(pings)
+        assert "no data connection" in sender.events.wait_for("failed", 1)[2]
+
+
+def test_a_wrong_proof_joins_no_session(sender: Prefill, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    ours, theirs = load_keys(tmp_path, "prefill"), load_keys(tmp_path, "decode")
+    with prefill(keys=ours) as guarded, decode(keys=theirs) as receiver:
+        works(guarded, receiver, 1)
+        session = next(iter(guarded.endpoint._peers))
+        with strange_decode(sender.address) as stranger:
+            stranger.welcome = messages.Welcome(
+                b"", session.token, 0, receiver.pool.layout, guarded.endpoint._peers.data_port, 1,
+                b"wrong", None,
+            )  # fmt: skip
+            session.links[0] = None
+            before = guarded.endpoint.stats.num_refused
+            stranger.join()
+            eventually(lambda: guarded.endpoint.stats.num_refused > before)
+            assert session.links == [None]
+
+
+def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_served(
+    sender: Prefill, receiver: Decode
+) -> None:
+    with strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.join()
+        sender.endpoint.expect(1)
+        receiver.open(1, [sender], [1, 2])
+        sender.events.wait_for("ready", 1)
+        stranger.open(1, 2)
+        assert "serves this room number already" in stranger.hear(messages.Failed).reason
+        stranger.tell(messages.Abort(1, 0, "mine now"))
+        stranger.tell(messages.Ping(2))
+        stranger.hear(messages.Pong)
+        sender.send(1, [8, 9])
+        receiver.events.wait_for("received", 1)
+        sender.events.wait_for("sent", 1)
+    assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
+
+
+def page(of: StrangePrefill, number: int = 0) -> bytes:
+    return of.pool.pages([number]).tobytes()
+
+
+def opened_by(receiver: Decode, stranger: StrangePrefill, pages: list[int]) -> messages.Open:
+    receiver.open(1, [stranger.address], pages)
+    stranger.welcome()
+    stranger.joined()
+    opened = stranger.hear(messages.Open)
+    assert isinstance(opened, messages.Open)
+    return opened
+
+
+SLAB_LIES: dict[str, dict[str, Any]] = {
+    "pages_out_of_bounds": {"start": 1},
+    "far_out_of_bounds": {"start": 2**62},
+    "more_pages": {"num_pages": 2},
+    "no_pages": {"num_pages": 0, "num_bytes": 0},
+    "pairs_out_of_bounds": {"first_pair": 1},
+    "no_pairs": {"num_pairs": 0},
+    "unknown_state": {"component": 3},
+    "negative_component": {"component": -2},
+    "wrong_size": {"num_bytes": 17},
+    "codec": {"codec": 9},
+    "huge_number": {"seq": 2**40},
+    "negative": {"start": -1},
+}
+
+
+@pytest.mark.parametrize("name", SLAB_LIES)
+def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
+    name: str, receiver: Decode
+) -> None:
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [7])
+        stranger.slab(opened, page(stranger), **SLAB_LIES[name])
+        assert receiver.events.wait_for("failed", 1)[2]
+        assert stranger.hear((messages.Abort, messages.Bye)).reason
+        assert not receiver.pool.kv.any()
+
+
+def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [7])
+        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
+        stranger.send(pull, np.array([0], "<i4").tobytes())
+        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", bytes(8)])
+def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
+    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        nonce = Nonce()
+        stranger.welcome(same_host=nonce.offer(stranger.pool.memories.kv.buffers))
+        assert stranger.joined().reads_same_host
+        opened = stranger.hear(messages.Open)
+        stranger.send(messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0), payload)
+        assert "prefill named" in receiver.events.wait_for("failed", 1)[2]
+        assert not receiver.pool.kv.any()
+
+
+def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(
+    sender: Prefill, receiver: Decode
+) -> None:
+    sender.endpoint.expect(5)
+    receiver.open(5, [sender], [7])
+    sender.events.wait_for("ready", 5)
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [8])
+        generation = receiver.endpoint._rooms[5].generation
+        theirs = msgspec.structs.replace(opened, room=5, generation=generation)
+        stranger.tell(messages.Failed(5, generation, "not yours to fail"))
+        stranger.slab(theirs, page(stranger))
+        assert "another prefill instance" in receiver.events.wait_for("lost")[2]
+        assert not receiver.pool.kv.any()
+        sender.send(5, [5])
+        receiver.events.wait_for("received", 5)
+        assert np.array_equal(receiver.pool.pages([7]), sender.pool.pages([5]))
+
+
+def test_with_a_session_key_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
+    with strange_prefill(key=b"k" * 32) as stranger:
+        opened = opened_by(receiver, stranger, [7])
+        header = messages.Slab(1, opened.generation, 0, -1, 0, 4, 0, 1, 0, 0, 0)
+        for tag in (b"", b"x" * 16):
+            stranger.send(header, page(stranger), tag=tag)
+        eventually(lambda: receiver.endpoint.stats.num_forged == 2)
+        assert receiver.events.kinds(1) == []
+        stranger.slab(opened, page(stranger))
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        receiver.events.wait_for("received", 1)
+        assert receiver.pool.pages([7]).tobytes() == page(stranger)
+
+
+def test_a_room_is_not_received_before_all_of_its_bytes_are(receiver: Decode) -> None:
+    """A sender that forgets a page, a layer or a head says that it is done all the same."""
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [7, 8])
+        stranger.slab(opened, page(stranger), num_pages=1)
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
+
+
+def test_nothing_lands_in_a_room_that_was_received(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [7])
+        stranger.slab(opened, page(stranger))
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        receiver.events.wait_for("received", 1)
+        before = receiver.pool.kv.copy()
+        stranger.slab(opened, page(stranger, 9), seq=1)
+        seen: set[tuple[int, int, int]] = set()
+        while (1, opened.generation, 1) not in seen or len(seen) < 2:
+            message = stranger.heard_of_data()
+            seen |= set(getattr(message, "slabs", ()))
+            if receiver.endpoint.stats.num_slabs == 2:
+                break
+        eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
+        assert np.array_equal(receiver.pool.kv, before)
+
+
+def test_metadata_of_another_shape_fails_the_room(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [])
+        stranger.send(messages.Last(1, opened.generation, 0, [b"short"]))
+        assert "metadata rows" in receiver.events.wait_for("failed", 1)[2]
+
+
+def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        opened = opened_by(receiver, stranger, [7])
+        reason = "line\n\x1b[31m" + "x" * 100_000
+        stranger.tell(messages.Failed(1, opened.generation, reason))
+        told = receiver.events.wait_for("failed", 1)[2]
+        assert len(told) <= messages.MAX_REASON
+        assert told.isprintable()
+
+
+def test_decode_keeps_its_other_sessions_when_one_breaks_the_protocol(
+    sender: Prefill, receiver: Decode
+) -> None:
+    works(sender, receiver, 1)
+    with strange_prefill() as stranger:
+        receiver.endpoint.open(
+            7, [Target(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
+            aux_row=None, prefix_tokens=0, num_receivers=1,
+        )  # fmt: skip
+        stranger.welcome()
+        stranger.joined()
+        stranger.data.send_multipart([stranger.link, VERSION_FRAME, b"\xc1", b""])
+        assert "broke the protocol" in receiver.events.wait_for("failed", 7)[2]
+    works(sender, receiver, 2)
+    assert receiver.endpoint.num_sessions == 1
+
+
+def test_keys_keep_strangers_out(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    make_keys(tmp_path / "ours")
+    make_keys(tmp_path / "theirs")
+    ours = {role: load_keys(tmp_path / "ours", role) for role in ("prefill", "decode")}
+    theirs = load_keys(tmp_path / "theirs", "decode")
+    with prefill(settings=IMPATIENT, keys=ours["prefill"]) as guarded:
+        for keys in (None, theirs):
+            with decode(settings=IMPATIENT, keys=keys) as stranger:
+                stranger.open(1, [guarded], [0])
+                assert stranger.events.wait_for("failed", 1)[2]
+        # The right server key, but a client key that is not in the directory.
+        mixed = replace(ours["decode"], public=theirs.public, secret=theirs.secret)
+        with decode(settings=IMPATIENT, keys=mixed) as stranger:
+            stranger.open(1, [guarded], [0])
+            assert "refuses our key" in stranger.events.wait_for("failed", 1)[2]
+        assert guarded.endpoint.num_sessions == 0
+        with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
+            works(guarded, receiver)
+
+
+def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill) -> None:
+    make_keys(tmp_path)
+    with decode(settings=IMPATIENT, keys=load_keys(tmp_path, "decode")) as receiver:
+        receiver.open(1, [sender], [0])
+        assert receiver.events.wait_for("failed", 1)[2]

@@ -1,0 +1,212 @@
+"""Peers that speak the protocol by hand, to say what no endpoint of ours would."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+import zmq
+from transfer_pair import DEADLINE_S, HOST, Pool, Shape
+
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.security import Tagger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.transfer.messages import KVLayout
+
+TIMEOUT_MS = int(DEADLINE_S * 1000)
+
+
+class StrangeDecode:
+    """A decode instance made of two sockets."""
+
+    def __init__(self, address: tuple[str, int], layout: KVLayout | None = None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.layout = layout or Pool(Shape()).layout
+        self.control = self._connect(address[1])
+        self.data: zmq.Socket[bytes] | None = None
+        self.welcome: messages.Welcome | None = None
+
+    def _connect(self, port: int) -> zmq.Socket[bytes]:
+        connection = self.context.socket(zmq.DEALER)
+        connection.linger = 0
+        connection.rcvtimeo = connection.sndtimeo = TIMEOUT_MS
+        connection.connect(f"tcp://{HOST}:{port}")
+        return connection
+
+    def hello(self, instance: bytes = b"strange", window: int = 1 << 20, **changes: Any) -> None:
+        hello = messages.Hello(instance, self.layout, window, "", 1)
+        self.tell(msgspec.structs.replace(hello, **changes))
+
+    def greet(self, **changes: Any) -> messages.Welcome:
+        self.hello(**changes)
+        self.welcome = self.hear(messages.Welcome)
+        assert self.welcome is not None
+        return self.welcome
+
+    def join(self, index: int = 0) -> None:
+        assert self.welcome is not None
+        self.data = self._connect(self.welcome.data_port)
+        join = messages.Join(self.welcome.session, index, b"", False)
+        proof = Tagger(self.welcome.key).tag(*join.proven())
+        self.data.send_multipart(
+            [VERSION_FRAME, encode(msgspec.structs.replace(join, proof=proof))]
+        )
+
+    def open(self, room: int, num_pages: int = 1, generation: int = 1, receivers: int = 1) -> None:
+        self.tell(messages.Open(room, generation, num_pages, [], 0, receivers, False))
+
+    def tell(self, message: Any) -> None:
+        self.control.send_multipart([VERSION_FRAME, encode(message)])
+
+    def hear(self, kind: Any = None) -> Any:
+        """The next control message (of that kind); pongs are passed over."""
+        while True:
+            frames = self.control.recv_multipart()
+            message = messages.decode(frames[1], messages.control_from_prefill)
+            if isinstance(message, kind or object) and not (
+                kind is None and isinstance(message, messages.Pong)
+            ):
+                return message
+
+    def take(self) -> list[bytes]:
+        """The next data message."""
+        assert self.data is not None
+        return self.data.recv_multipart()
+
+    def confirm(self, *keys: tuple[int, int, int]) -> None:
+        assert self.data is not None
+        self.data.send_multipart([VERSION_FRAME, encode(messages.Ack(list(keys)))])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class StrangePrefill:
+    """A prefill instance made of two sockets: it welcomes, and then sends what the test says."""
+
+    def __init__(self, layout: KVLayout | None = None, key: bytes = b"") -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.pool = Pool(Shape(), seed=1)
+        self.layout = layout or self.pool.layout
+        self.key = key
+        self.control, self.port = self._bind()
+        self.data, self.data_port = self._bind()
+        self.identity = self.link = b""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return HOST, self.port
+
+    def _bind(self) -> tuple[zmq.Socket[bytes], int]:
+        connection = self.context.socket(zmq.ROUTER)
+        connection.linger = 0
+        connection.rcvtimeo = connection.sndtimeo = TIMEOUT_MS
+        return connection, connection.bind_to_random_port(f"tcp://{HOST}")
+
+    def welcome(self, **changes: Any) -> messages.Hello:
+        """Answer the Hello that comes."""
+        hello = self.hear(messages.Hello)
+        assert isinstance(hello, messages.Hello)
+        answer = messages.Welcome(
+            b"strange", b"token", 0, self.layout, self.data_port, 1, self.key, None
+        )
+        self.tell(msgspec.structs.replace(answer, **changes))
+        return hello
+
+    def joined(self) -> messages.Join:
+        self.link, _, frame = self.data.recv_multipart()
+        message = messages.decode(frame, messages.data_from_decode)
+        assert isinstance(message, messages.Join)
+        return message
+
+    def hear(self, kind: Any) -> Any:
+        """The next control message of a kind; what comes before it is passed over."""
+        while True:
+            self.identity, *frames = self.control.recv_multipart()
+            message = messages.decode(frames[1], messages.control_from_decode)
+            if isinstance(message, kind):
+                return message
+
+    def heard_of_data(self) -> Any:
+        _, _, frame = self.data.recv_multipart()
+        return messages.decode(frame, messages.data_from_decode)
+
+    def tell(self, message: Any) -> None:
+        self.control.send_multipart([self.identity, VERSION_FRAME, encode(message)])
+
+    def slab(self, opened: messages.Open, payload: bytes, seq: int = 0, **changes: Any) -> None:
+        """Pages of all buffers, in order; ``changes`` are the lies."""
+        pairs = len(self.layout.page_bytes)
+        header = messages.Slab(
+            opened.room,
+            opened.generation,
+            seq,
+            messages.KV_COMPONENT,
+            0,
+            pairs,
+            0,
+            opened.num_pages,
+            0,
+            len(payload),
+            xxhash.xxh3_64_intdigest(payload),
+        )
+        self.send(msgspec.structs.replace(header, **changes), payload)
+
+    def send(self, message: Any, *payload: bytes, tag: bytes | None = None) -> None:
+        header = encode(message)
+        right = Tagger(self.key).tag(
+            header, *(payload if isinstance(message, messages.Pull) else ())
+        )
+        frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
+        self.data.send_multipart([self.link, *frames])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def strange_decode(
+    address: tuple[str, int], layout: KVLayout | None = None
+) -> Iterator[StrangeDecode]:
+    peer = StrangeDecode(address, layout)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+@contextmanager
+def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterator[StrangePrefill]:
+    peer = StrangePrefill(layout, key)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+@dataclass
+class Scanner:
+    """Raw bytes to a port, and what comes back."""
+
+    port: int
+
+    def say(self, *pieces: bytes) -> bytes:
+        """What is answered until the other end closes, or says nothing for a moment."""
+        with socket.create_connection((HOST, self.port), timeout=0.3) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+            answer = b""
+            try:
+                while piece := connection.recv(4096):
+                    answer += piece
+            except (TimeoutError, ConnectionError):
+                pass
+            return answer
