@@ -1,0 +1,149 @@
+"""``kill -9`` and SIGSTOP of real processes: the other side learns it within its timeout, and the
+successor behind the same address is never mistaken for it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from transfer_child import SEED, SHAPE, Child
+from transfer_pair import (
+    IMPATIENT,
+    SAME_HOST,
+    Decode,
+    Pool,
+    Prefill,
+    decode,
+    eventually,
+    prefill,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON_S = 0.8
+"""Well below ``IMPATIENT.peer_timeout_s``: noticed by the connection, not by silence."""
+
+
+@pytest.fixture
+def receiver() -> Iterator[Decode]:
+    with decode(SHAPE, settings=IMPATIENT) as one:
+        yield one
+
+
+@pytest.fixture
+def sender() -> Iterator[Prefill]:
+    with prefill(SHAPE, settings=IMPATIENT) as one:
+        yield one
+
+
+def hand_over(child: Child, receiver: Decode, room: int) -> None:
+    child.tell(f"expect {room}")
+    receiver.open(room, [child.address], [room])
+    child.tell(f"ready {room}")
+    child.wait_for(f"ready {room}")
+    child.tell(f"send {room}")
+    receiver.events.wait_for("received", room)
+    expected = Pool(SHAPE, SEED).pages([room])
+    assert np.array_equal(receiver.pool.pages([room]), expected)
+
+
+def test_a_killed_prefill_fails_its_rooms_at_once_and_its_successor_serves(
+    receiver: Decode,
+) -> None:
+    with Child("prefill") as child:
+        hand_over(child, receiver, 1)
+        receiver.open(2, [child.address], [2])
+        child.tell("expect 2")
+        child.tell("ready 2")
+        child.wait_for("ready 2")
+        killed_at = time.monotonic()
+        child.kill()
+        assert receiver.events.wait_for("failed", 2)[2]
+        assert time.monotonic() - killed_at < SOON_S
+        eventually(lambda: receiver.endpoint.num_sessions == 0)
+        receiver.open(3, [child.address], [3])
+        assert receiver.events.wait_for("failed", 3, IMPATIENT.connect_timeout_s + 2)[2]
+        with Child("prefill", child.port) as successor:
+            assert successor.port == child.port
+            hand_over(successor, receiver, 4)
+    assert receiver.events.kinds(1) == ["received"], "what was received stays received"
+
+
+def test_a_killed_decode_fails_its_rooms_long_before_silence_would(sender: Prefill) -> None:
+    with Child("decode", sender.endpoint.control_port) as child:
+        for room in (1, 2):
+            sender.endpoint.expect(room)
+            child.tell(f"open {room}")
+            sender.events.wait_for("ready", room)
+        sender.send(1, [1], is_last=False)
+        killed_at = time.monotonic()
+        child.kill()
+        for room in (1, 2):
+            assert sender.events.wait_for("failed", room)[2]
+        assert time.monotonic() - killed_at < SOON_S
+    eventually(lambda: sender.endpoint.num_sessions == sender.endpoint.num_rooms == 0)
+    with Child("decode", sender.endpoint.control_port) as successor:
+        sender.endpoint.expect(3)
+        successor.tell("open 3")
+        sender.events.wait_for("ready", 3)
+        sender.send(3, [3])
+        sender.events.wait_for("sent", 3)
+
+
+def test_a_prefill_that_is_stopped_is_given_up_and_served_again_when_it_goes_on(
+    receiver: Decode,
+) -> None:
+    with Child("prefill") as child:
+        hand_over(child, receiver, 1)
+        child.tell("expect 2")
+        receiver.open(2, [child.address], [2])
+        child.tell("ready 2")
+        child.wait_for("ready 2")
+        child.stop()
+        reason = receiver.events.wait_for("failed", 2, IMPATIENT.peer_timeout_s + 3)[2]
+        assert "silent" in reason
+        child.resume()
+        child.tell("failed 2")
+        assert child.wait_for("failed"), "and prefill learns that its room is over"
+        hand_over(child, receiver, 3)
+
+
+def test_a_decode_that_is_stopped_is_given_up_and_comes_back(sender: Prefill) -> None:
+    with Child("decode", sender.endpoint.control_port) as child:
+        sender.endpoint.expect(1)
+        child.tell("open 1")
+        sender.events.wait_for("ready", 1)
+        child.stop()
+        reason = sender.events.wait_for("failed", 1, IMPATIENT.peer_timeout_s + 3)[2]
+        assert "silent" in reason
+        child.resume()
+        child.tell("failed 1")
+        child.wait_for("failed")
+        child.tell("open 2")
+        child.wait_for("opened 2")
+        sender.endpoint.expect(2)
+        sender.events.wait_for("ready", 2)
+        sender.send(2, [2])
+        sender.events.wait_for("sent", 2)
+
+
+def test_a_prefill_killed_while_its_memory_is_read_fails_the_room() -> None:
+    with (
+        Child("prefill", same_host=True) as child,
+        decode(SHAPE, settings=SAME_HOST) as receiver,
+    ):
+        hand_over(child, receiver, 1)
+        child.tell("expect 2")
+        receiver.open(2, [child.address], [2, 3])
+        child.tell("ready 2")
+        child.wait_for("ready 2")
+        child.tell("send 2 part")
+        eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
+        child.kill()
+        assert receiver.events.wait_for("failed", 2)[2]
+    assert receiver.endpoint.stats.received_bytes == 0
