@@ -204,6 +204,9 @@ class PrefillEndpoint:
         if isinstance(room, str):
             failed = messages.Failed(message.room, message.generation, room)
             self._peers.tell(peer.identity, failed)
+            known = self._rooms.get(message.room)
+            if known is not None and peer in known.opens:  # it has given up what it opened first
+                self._fail(message.room, room, True)
             return
         self._check_ready(room)
 

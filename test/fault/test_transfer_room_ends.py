@@ -1,0 +1,381 @@
+"""Every way a room can end early, from either side and in every state, and what is left of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from transfer_pair import (
+    DEADLINE_S,
+    IMPATIENT,
+    TCP,
+    Decode,
+    Prefill,
+    Shape,
+    decode,
+    eventually,
+    indices,
+    prefill,
+)
+from transfer_strangers import strange_decode, strange_prefill
+
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.decode import Target
+from sglang_tiered.transfer.sending import Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+STATES = ("expected", "opened", "ready", "part_sent", "last_queued", "concluded")
+
+
+@pytest.fixture
+def sender() -> Iterator[Prefill]:
+    with prefill() as one:
+        yield one
+
+
+@pytest.fixture
+def receiver() -> Iterator[Decode]:
+    with decode() as one:
+        yield one
+
+
+def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
+    """A room of two pages, in ``state``."""
+    if state != "opened":
+        sender.endpoint.expect(room)
+        eventually(lambda: sender.endpoint.num_rooms == 1)
+    if state == "expected":
+        return
+    receiver.open(room, [sender], [1, 2])
+    if state == "opened":
+        eventually(lambda: sender.endpoint.num_rooms == 1)
+        return
+    sender.events.wait_for("ready", room)
+    if state == "part_sent":
+        sender.send(room, [8], is_last=False)
+        eventually(lambda: receiver.endpoint.stats.num_slabs == 1)
+    elif state == "last_queued":
+        never = threading.Event()
+        sender.endpoint.send(room, Chunk(indices([8, 9]), 0, True, [], 1, never.is_set))
+    elif state == "concluded":
+        sender.send(room, [8, 9])
+        sender.events.wait_for("sent", room)
+        receiver.events.wait_for("received", room)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_prefill_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
+    bring(sender, receiver, state)
+    sender.endpoint.fail(1, "out of memory")
+    if state == "concluded":
+        sender.endpoint.forget(1)
+    elif state == "expected":
+        receiver.open(1, [sender], [1, 2])
+    if state != "concluded":
+        assert receiver.events.wait_for("failed", 1, 5)[2] == "out of memory"
+    receiver.endpoint.close_room(1)
+    nothing_is_left(sender, receiver)
+    assert sender.events.kinds(1).count("failed") == 0, "it knows"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
+    bring(sender, receiver, state)
+    receiver.endpoint.close_room(1)
+    if state == "expected":
+        receiver.endpoint.abort(1, [Target(sender.address)], "the client went away")
+    elif state == "opened":
+        eventually(lambda: sender.endpoint.num_rooms == 0)
+        sender.endpoint.expect(1)
+    if state != "concluded":
+        assert "gave it up" in sender.events.wait_for("failed", 1, 5)[2]
+    sender.endpoint.forget(1)
+    nothing_is_left(sender, receiver)
+    assert receiver.events.kinds(1) == (["received"] if state == "concluded" else [])
+
+
+def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
+    """And the session serves on, with all of its credit."""
+    eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
+    sender.endpoint.expect(50)
+    receiver.open(50, [sender], [5])
+    sender.events.wait_for("ready", 50)
+    sender.send(50, [6])
+    receiver.events.wait_for("received", 50)
+    sender.events.wait_for("sent", 50)
+    receiver.endpoint.close_room(50)
+    assert sender.endpoint.stats.num_sessions_lost == receiver.endpoint.stats.num_sessions_lost == 0
+    for peer in sender.endpoint._peers:
+        queue = peer.sending
+        eventually(lambda queue=queue: queue.credit_bytes == TCP.window_bytes)
+        assert not queue.queue
+        assert not queue.returned
+        assert not queue.unconfirmed
+        assert not queue.num_sent
+    eventually(lambda: not receiver.endpoint._senders)
+
+
+def test_losing_prefill_after_a_room_was_received_leaves_the_room_alone() -> None:
+    with decode() as receiver:
+        with prefill() as sender:
+            bring(sender, receiver, "concluded")
+        receiver.events.wait_for("lost")
+        assert receiver.events.kinds(1) == ["received"]
+        receiver.endpoint.close_room(1)
+        eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
+
+
+def test_a_room_opened_again_while_prefill_serves_it_fails_instead_of_waiting_for_ever(
+    sender: Prefill, receiver: Decode
+) -> None:
+    bring(sender, receiver, "last_queued")
+    receiver.open(1, [sender], [3, 4])
+    for events in (sender.events, receiver.events):
+        assert "serves this room number already" in events.wait_for("failed", 1)[2]
+
+
+def test_a_room_opened_again_before_its_request_came_is_served_once(
+    sender: Prefill, receiver: Decode
+) -> None:
+    bring(sender, receiver, "opened")
+    receiver.open(1, [sender], [3, 4])
+
+    def is_replaced() -> bool:
+        room = sender.endpoint._rooms.get(1)
+        return room is not None and [one.generation for one in room.opens.values()] == [2]
+
+    eventually(is_replaced)
+    sender.endpoint.expect(1)
+    sender.events.wait_for("ready", 1)
+    sender.send(1, [8, 9])
+    receiver.events.wait_for("received", 1)
+    assert np.array_equal(receiver.pool.pages([3, 4]), sender.pool.pages([8, 9]))
+    assert not receiver.pool.pages([1, 2]).any()
+
+
+def test_late_slabs_of_an_earlier_life_of_a_room_do_not_land(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome()
+        stranger.joined()
+        first = stranger.hear(messages.Open)
+        receiver.endpoint.close_room(1)
+        receiver.open(1, [stranger.address], [7])
+        second = stranger.hear(messages.Open)
+        assert second.generation != first.generation
+        late, payload = stranger.pool.pages([0]).tobytes(), stranger.pool.pages([1]).tobytes()
+        stranger.slab(first, late)
+        stranger.send(messages.Last(1, first.generation, 1, []))
+        eventually(lambda: receiver.endpoint.stats.num_late == 2)
+        assert not receiver.pool.kv.any()
+        stranger.slab(second, payload)
+        stranger.send(messages.Last(1, second.generation, 1, []))
+        receiver.events.wait_for("received", 1)
+        assert receiver.pool.pages([7]).tobytes() == payload
+
+
+def test_a_thousand_rooms_without_a_request_are_bounded_and_end_with_a_reason() -> None:
+    settings = replace(TCP, orphan_timeout_s=1.0, max_orphans=900)
+    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
+        for room in range(1000):
+            receiver.open(room, [sender], [0])
+        for room in range(900, 1000):
+            assert "whose requests never came" in receiver.events.wait_for("failed", room)[2]
+        assert sender.endpoint.num_rooms <= 900
+        for room in range(900):
+            assert "no request for this room" in receiver.events.wait_for("failed", room)[2]
+        eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
+        assert not receiver.endpoint._senders
+        assert sender.endpoint._rooms.num_orphans == 0
+
+
+def test_a_pool_that_cannot_be_read_fails_only_its_room(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = sender.pool.memories.kv.gather
+
+    def broken(buffer: int, pages: object, part: object, out: object) -> None:
+        if list(pages) == [13]:  # type: ignore[call-overload]
+            raise OSError("device lost")
+        gather(buffer, pages, part, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sender.pool.memories.kv, "gather", broken)
+    for room, source in ((1, 13), (2, 14)):
+        sender.endpoint.expect(room)
+        receiver.open(room, [sender], [room])
+        sender.events.wait_for("ready", room)
+        sender.send(room, [source])
+    for events in (sender.events, receiver.events):
+        assert "device lost" in events.wait_for("failed", 1)[2]
+    receiver.events.wait_for("received", 2)
+
+
+def test_a_chunk_that_names_no_page_of_the_pool_fails_its_room(
+    sender: Prefill, receiver: Decode
+) -> None:
+    for room, (pages, row) in enumerate([([64, 1], 1), ([-1, 1], 1), ([1, 2], 16)]):
+        sender.endpoint.expect(room)
+        receiver.open(room, [sender], [1, 2])
+        sender.events.wait_for("ready", room)
+        sender.send(room, pages, aux_row=row)
+        for events in (sender.events, receiver.events):
+            assert "names page" in events.wait_for("failed", room)[2]
+
+
+def test_after_close_room_returns_not_a_byte_of_its_pages_changes() -> None:
+    """Many threads open, close and look, while prefill sends without end."""
+    shape = Shape(num_layers=4, page_size=16, num_pages=64, num_heads=4, head_bytes=128)
+    ended = time.monotonic() + 3.0
+    problems: list[str] = []
+    with prefill(shape) as sender, decode(shape) as receiver:
+        sender.pool.kv[sender.pool.kv == 0] = 1
+
+        def hammer(worker: int) -> None:
+            pages = range(worker * 8, worker * 8 + 8)
+            number = worker
+            while time.monotonic() < ended and not problems:
+                number += 8
+                sender.endpoint.expect(number)
+                receiver.open(number, [sender], pages)
+                sender.events.wait_for("ready", number)
+                sender.send(number, range(8))
+                if number % 3:  # often in the middle, sometimes at the end
+                    eventually(receiver.pool.kv[:, pages[0]].any)
+                receiver.endpoint.close_room(number)
+                receiver.pool.kv[:, pages] = 0
+                for _ in range(3):
+                    if receiver.pool.kv[:, pages].any():
+                        problems.append(f"room {number} was written after close_room")
+                receiver.pool.kv[:, pages] = 0
+
+        workers = [threading.Thread(target=hammer, args=(worker,)) for worker in range(6)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(DEADLINE_S)
+        assert not problems, problems[0]
+        assert receiver.endpoint.stats.num_slabs > 50
+        eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
+        assert not receiver.pool.kv.any()
+
+
+def blocked(endpoint: object) -> Callable[[], None]:
+    """Hold an endpoint's thread until the function returned is called."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        leave.wait(DEADLINE_S)
+
+    endpoint._loop.call(hold)  # type: ignore[attr-defined]
+    assert entered.wait(DEADLINE_S)
+    return leave.set
+
+
+def test_a_slow_reader_bounds_what_prefill_gathers_and_holds_up_nobody() -> None:
+    shape = Shape(num_layers=2, page_size=64, num_pages=64, num_heads=8, head_bytes=256)
+    page_bytes = 4 * 64 * 8 * 256
+    settings = replace(TCP, window_bytes=2 << 20, peer_timeout_s=30.0)
+    with (
+        prefill(shape, settings=settings) as sender,
+        decode(shape, settings=settings) as slow,
+        decode(shape, settings=settings) as quick,
+    ):
+        sender.endpoint.expect(1)
+        slow.open(1, [sender], range(64))
+        sender.events.wait_for("ready", 1)
+        release = blocked(slow.endpoint)
+        sender.send(1, range(64))
+        eventually(lambda: sender.endpoint.stats.sent_bytes >= settings.window_bytes)
+        for room in range(2, 12):
+            sender.endpoint.expect(room)
+            quick.open(room, [sender], [room])
+            sender.events.wait_for("ready", room)
+            sender.send(room, [room])
+            quick.events.wait_for("received", room)
+            quick.endpoint.close_room(room)
+        assert slow.events.kinds(1) == []
+        under_way = sender.endpoint.stats.sent_bytes - 10 * page_bytes
+        assert under_way <= settings.window_bytes + (1 << 20)
+        release()
+        slow.events.wait_for("received", 1)
+        assert np.array_equal(slow.pool.kv, sender.pool.kv)
+
+
+def test_rooms_given_up_do_not_lend_a_reader_more_than_its_window() -> None:
+    """What was sent for them takes up memory until the reader has taken it."""
+    settings = replace(TCP, window_bytes=4096, progress_timeout_s=30.0)
+    with prefill(settings=settings) as sender, strange_decode(sender.address) as stranger:
+        stranger.greet(window=4096)
+        stranger.join()
+        for room in range(20):
+            sender.endpoint.expect(room)
+            stranger.open(room, 2)
+            sender.events.wait_for("ready", room)
+            sender.send(room, [1, 2])
+            if room == 0:
+                eventually(lambda: sender.endpoint.stats.num_slabs)
+            stranger.tell(messages.Abort(room, 1, "next"))
+            sender.events.wait_for("failed", room)
+        assert sender.endpoint.stats.sent_bytes <= 4096 + 2 * 2048
+        # What is taken and confirmed gives the credit back.
+        for _ in range(sender.endpoint.stats.num_slabs):
+            header = messages.decode(stranger.take()[1], messages.data_from_prefill)
+            seq = header.num_slabs if isinstance(header, messages.Last) else header.seq
+            stranger.confirm((header.room, header.generation, seq))
+        peer = next(iter(sender.endpoint._peers))
+        eventually(lambda: peer.sending.credit_bytes == 4096)
+
+
+def test_a_decode_that_never_confirms_is_given_up() -> None:
+    with prefill(settings=IMPATIENT) as sender, strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.join()
+        stranger.open(1)
+        sender.endpoint.expect(1)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [0])
+
+        def pings() -> bool:
+            stranger.tell(messages.Ping(1))
+            return "failed" in sender.events.kinds(1)
+
+        eventually(pings, IMPATIENT.progress_timeout_s + 3)
+        assert "has taken no data" in sender.events.wait_for("failed", 1)[2]
+        assert "has taken no data" in stranger.hear(messages.Bye).reason
+
+
+def test_thousands_of_tiny_rooms_do_not_overrun_the_queue_of_a_reader_that_pauses() -> None:
+    settings = replace(TCP, peer_timeout_s=30.0, progress_timeout_s=30.0)
+    num_rooms = 6000
+    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
+        for room in range(num_rooms):
+            sender.endpoint.expect(room)
+            receiver.open(room, [sender], [], aux_row=None)
+        eventually(lambda: sender.events.kinds(num_rooms - 1) == ["ready"])
+        release = blocked(receiver.endpoint)
+        for room in range(num_rooms):
+            sender.send(room, [], aux_row=None)
+        eventually(lambda: sender.endpoint.stats.num_slabs >= 2000)
+        release()
+        receiver.events.wait_for("received", num_rooms - 1)
+        assert sender.endpoint.stats.num_sessions_lost == 0
+
+
+def test_both_ends_are_told_when_the_other_shuts_down() -> None:
+    with decode() as receiver:
+        with prefill() as sender:
+            bring(sender, receiver, "ready")
+        assert receiver.events.wait_for("failed", 1, 2)[2]
+    with prefill() as sender:
+        with decode() as receiver:
+            bring(sender, receiver, "ready")
+        assert "shutting down" in sender.events.wait_for("failed", 1, 2)[2]
