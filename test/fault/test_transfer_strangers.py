@@ -256,6 +256,22 @@ def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_serve
     assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
 
 
+def test_the_end_of_another_instance_that_claimed_a_room_does_not_fail_it_once_it_is_served(
+    sender: Prefill, receiver: Decode
+) -> None:
+    sender.endpoint.expect(1)
+    with strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.tell(messages.Claim(1))
+        stranger.tell(messages.Claim(2))
+        eventually(lambda: sender.endpoint.num_rooms == 2)
+        receiver.open(1, [sender], [1])
+        sender.events.wait_for("ready", 1)
+    eventually(lambda: sender.endpoint.num_sessions == 1)
+    sender.send(1, [8])
+    receiver.events.wait_for("received", 1)
+
+
 def page(of: StrangePrefill, number: int = 0) -> bytes:
     return of.pool.pages([number]).tobytes()
 

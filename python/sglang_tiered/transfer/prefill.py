@@ -214,6 +214,7 @@ class PrefillEndpoint:
         if room.is_ready or not room.is_complete:
             return
         room.is_ready = True
+        room.claims.clear()  # from here on it is those who opened it whose end matters
         room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
         opened = next(iter(room.opens.values()))
         self._listener.room_ready(room.number, opened.prefix_tokens)
