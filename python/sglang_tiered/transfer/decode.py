@@ -20,6 +20,7 @@ from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.prefill_link import Address, PrefillLink, received
 from sglang_tiered.transfer.prefill_links import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.receiving import MAX_SLABS, DamagedError, Progress, ReceiveRoom
+from sglang_tiered.transfer.stats import DecodeStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,22 +58,6 @@ class DecodeListener(Protocol):
 
     def prefill_lost(self, address: Address, reason: str) -> None:
         """A session ended. Its rooms have failed; the next room connects anew."""
-
-
-@dataclass(slots=True)
-class DecodeStats:
-    """Counters since the start. Written by the endpoint's thread only."""
-
-    received_bytes: int = 0
-    pulled_bytes: int = 0
-    num_slabs: int = 0
-    num_damaged: int = 0
-    num_duplicate: int = 0
-    num_late: int = 0
-    num_forged: int = 0
-    num_rooms_received: int = 0
-    num_rooms_failed: int = 0
-    num_sessions_lost: int = 0
 
 
 class DecodeEndpoint:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -21,6 +20,7 @@ from sglang_tiered.transfer.loop import GOODBYE_MS, EndpointLoop
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.prefill_rooms import Room, RoomTable
 from sglang_tiered.transfer.sending import PULL_SHARE
+from sglang_tiered.transfer.stats import PrefillStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.settings import TransferSettings
 
 __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
+
+MAX_POSTS = 4
+"""Messages in a row before the sockets are looked at again: a slab takes a fraction of a ms."""
 
 COMPUTE_POLL_S = 0.001
 """How often pages that a device is still computing are asked about."""
@@ -49,20 +52,6 @@ class PrefillListener(Protocol):
 
     def room_failed(self, room: int, reason: str) -> None:
         """The room will not be sent. Its decode ranks have been told."""
-
-
-@dataclass(slots=True)
-class PrefillStats:
-    """Counters since the start. Written by the endpoint's thread only."""
-
-    sent_bytes: int = 0
-    pulled_bytes: int = 0
-    num_slabs: int = 0
-    num_resent: int = 0
-    num_rooms_sent: int = 0
-    num_rooms_failed: int = 0
-    num_sessions_lost: int = 0
-    num_refused: int = 0
 
 
 class PrefillEndpoint:
@@ -363,34 +352,42 @@ class PrefillEndpoint:
             self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
 
     def _step(self) -> float | None:
-        """Send one message of one peer, in turn. Seconds until there is more; None: not known."""
+        """Send a few messages of one peer, in turn. Seconds until there is more; None: not
+        known."""
         wait_s = None
         for peer in self._peers.in_turn():
-            try:
-                parcel = peer.sending.next_parcel()
-            except Exception as error:
-                # Only its own room may suffer from a pool that cannot be read.
-                logger.exception("KV transfer: reading pages of the pool failed")
-                number = peer.sending.queue[0].opened.room
-                self._fail(number, f"prefill could not read its pages ({error})", True)
-                return 0.0
-            if parcel is not None:
-                self._post(peer, parcel)
+            num_posted = self._post_some(peer)
+            if num_posted:
                 return 0.0
             if peer.sending.awaits_compute:
                 wait_s = COMPUTE_POLL_S
         return wait_s
 
-    def _post(self, peer: DecodePeer, parcel: Parcel) -> None:
+    def _post_some(self, peer: DecodePeer) -> int:
+        for number in range(MAX_POSTS):
+            try:
+                parcel = peer.sending.next_parcel()
+            except Exception as error:
+                # Only its own room may suffer from a pool that cannot be read.
+                logger.exception("KV transfer: reading pages of the pool failed")
+                room = peer.sending.queue[0].opened.room
+                self._fail(room, f"prefill could not read its pages ({error})", True)
+                return number + 1
+            if parcel is None or not self._post(peer, parcel):
+                return number
+        return MAX_POSTS
+
+    def _post(self, peer: DecodePeer, parcel: Parcel) -> bool:
         frames = [peer.link_of(parcel.key[2]), *parcel.frames]
         try:
             self._peers.data.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             self._end(peer, f"the data connection to the decode instance broke ({error})")
-            return
+            return False
         peer.sending.sent(parcel, time.monotonic())
         self.stats.num_slabs += 1
         if parcel.buffer is None:
             self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes
         else:
             self.stats.sent_bytes += parcel.num_bytes
+        return True

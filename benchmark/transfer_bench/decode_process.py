@@ -1,0 +1,107 @@
+"""The receiving process: a decode endpoint per way, and the plain sockets' other end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.integration.malloc import keep_freed_memory
+from sglang_tiered.transfer.decode import DecodeEndpoint, Target
+from sglang_tiered.transfer.security import load_keys
+from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
+from transfer_bench.raw_sockets import receive_prompt
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from sglang_tiered.transfer.settings import TransferSettings
+
+DEADLINE_S = 60.0
+
+
+class _Received:
+    """Wakes whoever waits for a room."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._rooms: dict[int, str] = {}
+
+    def room_received(self, room: int) -> None:
+        self._note(room, "")
+
+    def room_failed(self, room: int, reason: str) -> None:
+        self._note(room, reason)
+
+    def prefill_lost(self, address: tuple[str, int], reason: str) -> None:
+        pass
+
+    def wait_for(self, room: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: room in self._rooms, DEADLINE_S):
+                raise TimeoutError(f"room {room} did not arrive within {DEADLINE_S:.0f} s")
+            if self._rooms[room]:
+                raise RuntimeError(self._rooms[room])
+
+    def _note(self, room: int, outcome: str) -> None:
+        with self._changed:
+            self._rooms[room] = outcome
+            self._changed.notify_all()
+
+
+def serve(pipe: Connection, shape: Shape) -> None:
+    """Answer commands until ``("stop",)``. Runs in a process of its own."""
+    keep_freed_memory()  # as in a server
+    pool, received = Pool(shape, filled=False), _Received()
+    endpoints: dict[str, DecodeEndpoint] = {}
+    connections: dict[int, socket.socket] = {}
+    while True:
+        match pipe.recv():
+            case ("endpoint", name, settings, keys):
+                endpoints[name] = _endpoint(pool, received, settings, keys)
+                pipe.send("ready")
+            case ("open", name, room, address, seed):
+                pages = prompt_pages(shape, seed)
+                before = cpu_seconds()
+                endpoints[name].open(
+                    room,
+                    [Target(address)],
+                    pages=pages,
+                    state_rows=[],
+                    aux_row=0,
+                    prefix_tokens=0,
+                    num_receivers=1,
+                )
+                received.wait_for(room)
+                pipe.send((cpu_seconds() - before, 0))
+                pipe.send(pool.digest(pages))
+                endpoints[name].close_room(room)
+                pool.array[:] = 0
+            case ("raw", port, seed):
+                pages = prompt_pages(shape, seed)
+                if port not in connections:
+                    connections[port] = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+                before = cpu_seconds()
+                receive_prompt(connections[port], pool, pages)
+                pipe.send((cpu_seconds() - before, 0))
+                pipe.send(pool.digest(pages))
+                pool.array[:] = 0
+            case ("stop",):
+                break
+    for endpoint in endpoints.values():
+        endpoint.close()
+    for connection in connections.values():
+        connection.close()
+
+
+def _endpoint(
+    pool: Pool, received: Any, settings: TransferSettings, keys: Path | None
+) -> DecodeEndpoint:
+    return DecodeEndpoint(
+        layout=pool.layout,
+        memories=pool.memories,
+        listener=received,
+        settings=settings,
+        keys=None if keys is None else load_keys(keys, "decode"),
+    )

@@ -1,0 +1,175 @@
+"""How fast a prompt's pages come over, by each way, in turns, and what that costs in CPU time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.integration.malloc import keep_freed_memory
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.security import load_keys, make_keys
+from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.transfer.settings import TransferSettings
+from transfer_bench import decode_process
+from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
+from transfer_bench.raw_sockets import send_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+DEADLINE_S = 60.0
+RAW = "raw sockets"
+TCP = TransferSettings(same_host=False)
+WAYS: dict[str, tuple[TransferSettings, bool]] = {
+    "tcp": (TCP, False),
+    "tcp, 2 connections": (replace(TCP, num_connections=2), False),
+    "tcp, keys": (TCP, True),
+    "tcp, all encrypted": (replace(TCP, encrypt_data=True), True),
+    "same host": (TransferSettings(), False),
+}
+
+
+@dataclass
+class Samples:
+    """Seconds and CPU seconds of both processes, per prompt."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+class _Events:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._seen: set[tuple[str, int]] = set()
+        self._failed: dict[int, str] = {}
+
+    def room_ready(self, room: int, prefix_tokens: int) -> None:
+        self._note("ready", room)
+
+    def room_sent(self, room: int) -> None:
+        self._note("sent", room)
+
+    def room_failed(self, room: int, reason: str) -> None:
+        self._failed[room] = reason
+        self._note("failed", room)
+
+    def wait_for(self, kind: str, room: int) -> None:
+        with self._changed:
+            done = {(kind, room), ("failed", room)}
+            if not self._changed.wait_for(lambda: self._seen & done, DEADLINE_S):
+                raise TimeoutError(f"room {room} was not {kind} within {DEADLINE_S:.0f} s")
+        if room in self._failed:
+            raise RuntimeError(self._failed[room])
+
+    def _note(self, kind: str, room: int) -> None:
+        with self._changed:
+            self._seen.add((kind, room))
+            self._changed.notify_all()
+
+
+def measure(shape: Shape, num_rounds: int, ways: list[str]) -> dict[str, Samples]:
+    """Samples of plain sockets and of each way, one prompt each in turns; the first turn, which
+    connects, is not counted. Raises when a byte differs."""
+    keep_freed_memory()  # as in a server
+    samples = {name: Samples() for name in (RAW, *ways)}
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=decode_process.serve, args=(theirs, shape), daemon=True)
+    process.start()
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        pool = Pool(shape, filled=True)
+        keys = Path(folder) / "keys"
+        make_keys(keys)
+        senders = {name: _Sender(name, pool, pipe, keys) for name in ways}
+        raw = _RawSender(pool, pipe, server)
+        try:
+            for number in range(num_rounds + 1):
+                for name in _rotated(list(samples), number):
+                    sender: Any = raw if name == RAW else senders[name]
+                    seconds, cpu = sender.send(seed=number + 1)
+                    if number:
+                        samples[name].seconds.append(seconds)
+                        samples[name].cpu.append(cpu)
+        finally:
+            pipe.send(("stop",))
+            for endpoint in senders.values():
+                endpoint.close()
+            process.join(DEADLINE_S)
+    return samples
+
+
+class _Sender:
+    """One way: a prefill endpoint here and a decode endpoint there."""
+
+    _next_room = 1
+
+    def __init__(self, name: str, pool: Pool, pipe: Connection, keys: Path) -> None:
+        settings, has_keys = WAYS[name]
+        self._name, self._pool, self._pipe, self._events = name, pool, pipe, _Events()
+        self._endpoint = PrefillEndpoint(
+            host="127.0.0.1",
+            layout=pool.layout,
+            memories=pool.memories,
+            rank=0,
+            listener=self._events,
+            settings=settings,
+            keys=load_keys(keys, "prefill") if has_keys else None,
+        )
+        pipe.send(("endpoint", name, settings, keys if has_keys else None))
+        pipe.recv()
+
+    def send(self, seed: int) -> tuple[float, float]:
+        """Seconds from the send to the last confirmation, and CPU seconds of both processes."""
+        room = _Sender._next_room
+        _Sender._next_room += 1
+        # Other pages than the receiver's, in another order.
+        pages = prompt_pages(self._pool.shape, seed + 1000)
+        self._endpoint.expect(room)
+        address = ("127.0.0.1", self._endpoint.control_port)
+        self._pipe.send(("open", self._name, room, address, seed))
+        self._events.wait_for("ready", room)
+        begun, cpu = time.perf_counter(), cpu_seconds()
+        self._endpoint.send(room, Chunk(pages, 0, True, (), 0))
+        self._events.wait_for("sent", room)
+        seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+        return seconds, cpu + _checked(self._pipe, self._pool, pages)
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+
+class _RawSender:
+    def __init__(self, pool: Pool, pipe: Connection, server: socket.socket) -> None:
+        self._pool, self._pipe, self._server = pool, pipe, server
+        self._connection: socket.socket | None = None
+
+    def send(self, seed: int) -> tuple[float, float]:
+        pages = prompt_pages(self._pool.shape, seed + 1000)
+        self._pipe.send(("raw", self._server.getsockname()[1], seed))
+        if self._connection is None:
+            self._connection, _ = self._server.accept()
+        begun, cpu = time.perf_counter(), cpu_seconds()
+        send_prompt(self._connection, self._pool, pages)
+        seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+        return seconds, cpu + _checked(self._pipe, self._pool, pages)
+
+
+def _checked(pipe: Connection, pool: Pool, pages: Any) -> float:
+    """The receiver's CPU seconds, once its bytes are known to be ours."""
+    cpu: float = pipe.recv()[0]
+    if pipe.recv() != pool.digest(pages):
+        raise RuntimeError("the bytes that arrived are not those that were sent")
+    return cpu
+
+
+def _rotated(names: list[str], by: int) -> Iterator[str]:
+    """Everyone goes first in turn."""
+    for index in range(len(names)):
+        yield names[(index + by) % len(names)]
