@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS, PodConfig
 from sglang_tiered_kernels.pod_attention.interface import pod_attention
 from sglang_tiered_kernels.pod_attention.plan import PodPlan, is_decode_row, make_plan
 from sglang_tiered_kernels.pod_attention.reference import reference_pod_attention
@@ -12,7 +13,6 @@ from sglang_tiered_kernels.pod_attention.shape import (
     Tickets,
     supports,
 )
-from sglang_tiered_kernels.pod_attention.tuning import CONFIGS, PodConfig
 
 __all__ = [
     "CONFIGS",

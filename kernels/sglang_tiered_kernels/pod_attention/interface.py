@@ -40,6 +40,7 @@ def pod_attention(
     v_scale: float = 1.0,
     roles: Roles = Roles.PLANNED,
     schedule: Schedule = Schedule.TICKET,
+    trace: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of every new token of the batch to its row's keys, written to ``out``.
 
@@ -56,6 +57,10 @@ def pod_attention(
     k_scale, v_scale: what the cache's keys and values are to be multiplied with (fp8 caches).
     roles, schedule: see the enumerations. The tiles, and with them the results, are the same under
         every schedule, bit for bit.
+    trace: None, or [prefill tiles + decode tiles, 4] int64 zeros, in the order of the plan's units
+        and heads, which receive how often each tile ran, its SM, and its begin and end in
+        nanoseconds of the device's clock. A kernel of its own is compiled for it; the CPU path
+        leaves it alone.
 
     All tensors are borrowed, on the plan's device, contiguous in ``dim``. On a GPU nothing waits
     and nothing is read back. On a CPU the result comes from plain PyTorch, or, with
@@ -69,6 +74,11 @@ def pod_attention(
         raise ValueError(
             f"sinks {list(sinks.shape)} on {sinks.device}; give one per query head "
             f"([{q.shape[1]}]) on {q.device}"
+        )
+    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
+    if trace is not None and (trace.shape != (tiles, 4) or trace.dtype != torch.int64):
+        raise ValueError(
+            f"trace is {list(trace.shape)} {trace.dtype}; give [{tiles}, 4] torch.int64"
         )
     prefill = roles is not Roles.DECODE and len(plan.prefill_units) > 0
     decoding = roles is not Roles.PREFILL and len(plan.decode_units) > 0
@@ -110,6 +120,7 @@ def pod_attention(
         prefill=prefill,
         decoding=decoding,
         schedule=schedule if fused else None,
+        trace=trace,
     )
 
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_tiered_kernels.pod_attention import tuning
+from sglang_tiered_kernels.pod_attention import heuristics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
     from sglang_tiered_kernels.pod_attention.shape import PodShape
-    from sglang_tiered_kernels.pod_attention.tuning import PodConfig
 
 __all__ = [
     "DECODE_FIELDS",
@@ -177,7 +177,7 @@ def make_plan(
     before them, whose keys are in the pool already. A row without new tokens has no tiles.
     num_sms: multiprocessors of the device. window: a query at position ``p`` sees the keys from
     ``p - window`` on (SGLang's inclusive meaning); -1 for all. Layers that differ in window need a
-    plan each. config: tile sizes; by default ``tuning.choose_config`` picks.
+    plan each. config: tile sizes; by default ``heuristics.choose_config`` picks.
 
     No synchronisation: on a CUDA device the tables are copied from pinned memory in stream order.
     Raises ValueError for negative or unequal numbers of lengths, or too many tokens for int32.
@@ -186,17 +186,17 @@ def make_plan(
     prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
     _check(extend, prefix, num_sms, window)
     if config is None:
-        config = tuning.choose_config(shape, extend.tolist())
+        config = heuristics.choose_config(shape, extend.tolist())
     # The array form of ``is_decode_row``; a test holds the two together.
     decoding = (extend == 1) & (prefix > 0)
     first_query = np.cumsum(extend) - extend
 
     prefill = _prefill_units(extend, prefix, first_query, ~decoding, window, config)
-    prefill_s = tuning.prefill_tile_s(_prefill_steps(prefill, window, config), shape, config)
+    prefill_s = heuristics.prefill_tile_s(_prefill_steps(prefill, window, config), shape, config)
 
     kv_end = prefix[decoding] + 1
     kv_begin = np.maximum(0, kv_end - 1 - window) if window >= 0 else np.zeros_like(kv_end)
-    split_len = config.split_len or tuning.choose_split_len(
+    split_len = config.split_len or heuristics.choose_split_len(
         int((kv_end - kv_begin).sum()), shape, num_sms, config.block_n_decode
     )
     decode, merges = _decode_units(
@@ -207,11 +207,11 @@ def make_plan(
         split_len,
         config.block_n_decode,
     )
-    decode_s = tuning.decode_tile_s((decode[:, 3] - decode[:, 2]).astype(np.int64), shape)
+    decode_s = heuristics.decode_tile_s((decode[:, 3] - decode[:, 2]).astype(np.int64), shape)
 
     target = torch.device(device)
-    prefill_estimate_s = tuning.role_s(prefill_s, shape.num_q_heads, num_sms)
-    decode_estimate_s = tuning.role_s(decode_s, shape.num_kv_heads, num_sms)
+    prefill_estimate_s = heuristics.role_s(prefill_s, shape.num_q_heads, num_sms)
+    decode_estimate_s = heuristics.role_s(decode_s, shape.num_kv_heads, num_sms)
     return PodPlan(
         shape=shape,
         config=config,
@@ -225,10 +225,10 @@ def make_plan(
         merges=merges,
         table=_upload((prefill, decode, merges), target),
         split_len=split_len,
-        tickets=tuning.ticket_ratio(config.tickets, shape, prefill_s, decode_s),
+        tickets=heuristics.ticket_ratio(config.tickets, shape, prefill_s, decode_s),
         prefill_estimate_s=prefill_estimate_s,
         decode_estimate_s=decode_estimate_s,
-        fuse=tuning.worth_fusing(prefill_estimate_s, decode_estimate_s),
+        fuse=heuristics.worth_fusing(prefill_estimate_s, decode_estimate_s),
     )
 
 

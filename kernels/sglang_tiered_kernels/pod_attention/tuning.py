@@ -1,194 +1,195 @@
-"""Tile sizes, what they are expected to cost, and when one launch is worth more than two.
+"""Compile the kernel for sm_90 on any machine and read what limits its occupancy.
 
-``python -m sglang_tiered_kernels.pod_attention.tuning --report`` compiles every shipped
-configuration for sm_90, which needs no GPU, and prints what limits its occupancy.
+``python -m sglang_tiered_kernels.pod_attention.tuning --report`` prints it for every shipped
+configuration. ``heuristics`` has the configurations.
 
-The rates below only rank choices: they decide ratios and the gate, never a result. They are
-planning assumptions for an H100-class device, not measurements.
+Triton's wheel carries the assembler and the tools, so none of this needs a GPU or CUDA. Importing
+this needs Triton, and compiling needs ``TRITON_INTERPRET`` unset.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sglang_tiered_kernels.pod_attention.shape import PodShape, Tickets
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from sglang_tiered_kernels.pod_attention import launch
+from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS, PodConfig
+from sglang_tiered_kernels.pod_attention.shape import PodShape
+from sglang_tiered_kernels.pod_attention.triton_kernel import ANY_ALIGNMENT, PER_BATCH, pod_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
+__all__ = ["Compiled", "compile_pod", "report", "signature"]
 
-__all__ = [
-    "CONFIGS",
-    "DEFAULT_CONFIG",
-    "PodConfig",
-    "choose_config",
-    "choose_split_len",
-    "decode_tile_s",
-    "prefill_tile_s",
-    "role_s",
-    "ticket_ratio",
-    "worth_fusing",
-]
-
-# Sustained rates of the whole device: matrix products of a plain Triton tile, and memory reads.
-_MATMUL_FLOPS = 450e12
-_MEMORY_BYTES = 3.8e12
-# A decode tile's products are padded to 16 rows and run at a lower rate than prefill's.
-_DECODE_MATMUL_FLOPS = 150e12
-# Each role must be at least this share of the serial estimate. Below it there is too little of one
-# role to hide behind the other, and a fused launch can only lose (FlashInfer's issue 1022).
-_MIN_SHARE = 0.15
-# Decode tiles wanted per SM before rows are no longer split, and the bounds of a split in tokens.
-_DECODE_TILES_PER_SM = 4
-_MIN_SPLIT, _MAX_SPLIT = 256, 2048
-# Tickets count in a period of at most about twice this.
-_MAX_TICKETS = 16
-
-
-def _power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
+_TARGET = GPUTarget("cuda", 90, 32)
+# Of an SM of compute capability 9.0, CUDA C++ Programming Guide.
+_REGISTERS, _SHARED_BYTES, _WARPS = 65536, 227 * 1024, 64
+# What the runtime keeps of each block's shared memory.
+_RESERVED_SHARED_BYTES = 1024
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+# The shape the report is about: Llama 3 8B, token-slot indirection.
+_REPORTED = PodShape(32, 8, 128, 1, torch.bfloat16, torch.bfloat16)
+_ROLES = {"fused": launch.BOTH, "prefill": launch.PREFILL, "decode": launch.DECODE}
 
 
 @dataclass(frozen=True)
-class PodConfig:
-    """How a launch is cut and compiled. Raises ValueError for sizes the kernel cannot have.
+class Compiled:
+    """What one variant of the kernel needs of an SM.
 
-    block_m: query tokens of a prefill tile. block_n, block_n_decode: keys per step of a tile's
-    loop. num_warps, max_registers: of the fused and the prefill launch; a thread block has one
-    number for both roles. Stages: depth of the loops' software pipelines. decode_warps: of a launch
-    of decode tiles alone. split_len: tokens of a decode row that one tile reads at most, a multiple
-    of block_n_decode; 0 to choose it for each batch. ctas_per_sm: thread blocks that fit on an SM,
-    which a persistent launch fills and the ahead-of-time tests assert.
+    registers: per thread. spill_bytes: of local memory per thread. shared_bytes: per thread block.
+    tensor_ops: warp-group matrix instructions in the code; async_copies: loads from global to
+    shared memory that bypass registers. Both are counts of instructions, not of executions.
     """
 
-    name: str
-    block_m: int = 64
-    block_n: int = 64
-    block_n_decode: int = 64
-    num_warps: int = 4
-    max_registers: int | None = None
-    prefill_stages: int = 3
-    decode_stages: int = 3
-    decode_warps: int = 4
-    split_len: int = 0
-    ctas_per_sm: int = 2
-    tickets: Tickets = Tickets.PROPORTIONAL
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    tensor_ops: int
+    async_copies: int
 
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_n_decode"):
-            value = getattr(self, name)
-            if value < 16 or not _power_of_two(value):
-                raise ValueError(f"{name} is {value}; it must be a power of two from 16 up")
-        for name in ("num_warps", "decode_warps"):
-            if getattr(self, name) not in {1, 2, 4, 8}:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1, 2, 4 or 8")
-        if self.split_len < 0 or self.split_len % self.block_n_decode:
-            raise ValueError(
-                f"split_len is {self.split_len}; it must be a multiple of block_n_decode "
-                f"({self.block_n_decode}), or 0 to choose it for each batch"
-            )
-        if self.ctas_per_sm < 1:
-            raise ValueError(f"ctas_per_sm is {self.ctas_per_sm}; it must be at least 1")
+    @property
+    def ctas_per_sm(self) -> int:
+        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
+        by_shared = _SHARED_BYTES // (self.shared_bytes + _RESERVED_SHARED_BYTES)
+        return min(by_registers, by_shared, _WARPS // self.num_warps)
 
 
-# Letters as in the README's table of what the compiler made of each.
-CONFIGS: dict[str, PodConfig] = {
-    config.name: config
-    for config in (
-        PodConfig("A", block_m=64, block_n=64, num_warps=4),
-        PodConfig("B", block_m=128, block_n=32, num_warps=4),
-        PodConfig("C", block_m=128, block_n=64, num_warps=8, max_registers=128),
-        PodConfig("D", block_m=64, block_n=32, block_n_decode=32, num_warps=4, ctas_per_sm=3),
-    )
-}
-DEFAULT_CONFIG = CONFIGS["A"]
+def signature(
+    shape: PodShape, constants: dict[str, Any], index_dtype: torch.dtype = torch.int32
+) -> tuple[dict[str, str], dict[tuple[int], list[list[Any]]]]:
+    """The types of the kernel's arguments in order, and which are known to be multiples of 16, as
+    a launch of a server's tensors has them."""
+    query, cache = _POINTERS[shape.q_dtype], _POINTERS[shape.kv_dtype]
+    pointers = {
+        "q_ptr": query,
+        "out_ptr": query,
+        "sinks_ptr": query,
+        "k_ptr": cache,
+        "v_ptr": cache,
+        "partial_out": "*fp32",
+        "partial_lse": "*fp32",
+        "counters": "*i32",
+        "table": "*i32",
+        "kv_indptr": "*i32",
+        "kv_indices": "*i32" if index_dtype == torch.int32 else "*i64",
+        "trace": "*i64" if constants["TRACE"] else "*i32",
+    }
+    floats = {"qk_scale", "cap", "v_scale"}
+    types, attributes = {}, {}
+    for place, name in enumerate(pod_kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        types[name] = pointers.get(name, "fp32" if name in floats else "i32")
+        if name not in {*floats, *PER_BATCH, *ANY_ALIGNMENT}:
+            attributes[place,] = [["tt.divisibility", 16]]
+    return types, attributes
 
 
-def choose_config(shape: PodShape, extend_lens: Sequence[int]) -> PodConfig:
-    """The shipped configuration for a batch. Unmeasured as yet: the one with the least risk, which
-    is A, except that chunks below half a tile of it take D's narrower steps."""
-    del shape
-    longest = max(extend_lens, default=0)
-    return CONFIGS["D"] if longest <= DEFAULT_CONFIG.block_m // 2 else DEFAULT_CONFIG
-
-
-def choose_split_len(kv_tokens: int, shape: PodShape, num_sms: int, block_n_decode: int) -> int:
-    """Tokens per decode tile: the largest power of two that still gives every SM several tiles.
-
-    kv_tokens: keys of all decode rows together, each counted once.
-    """
-    wanted_units = max(1, -(-_DECODE_TILES_PER_SM * num_sms // shape.num_kv_heads))
-    split = max(1, kv_tokens // wanted_units)
-    split = 1 << (split.bit_length() - 1)
-    return max(block_n_decode, min(_MAX_SPLIT, max(_MIN_SPLIT, split)))
-
-
-def prefill_tile_s(
-    steps: NDArray[np.int64], shape: PodShape, config: PodConfig
-) -> NDArray[np.float64]:
-    """Estimated device-seconds of prefill tiles with these numbers of steps of ``block_n`` keys."""
-    return steps * (4 * config.block_m * config.block_n * shape.head_dim / _MATMUL_FLOPS)
-
-
-def decode_tile_s(tokens: NDArray[np.int64], shape: PodShape) -> NDArray[np.float64]:
-    """Estimated device-seconds of decode tiles that read these numbers of keys of one KV head."""
-    rows = max(16, shape.group)
-    memory_s = shape.kv_token_bytes / shape.num_kv_heads / _MEMORY_BYTES
-    matmul_s = 4 * rows * shape.head_dim / _DECODE_MATMUL_FLOPS
-    return tokens * max(memory_s, matmul_s)
-
-
-def role_s(tile_s: NDArray[np.float64], heads: int, num_sms: int) -> float:
-    """Estimated seconds of a role alone. tile_s: device-seconds of a tile of each unit, which runs
-    once per head. A role with fewer tiles than SMs takes as long as its longest tile."""
-    return max(float(tile_s.sum()) * heads, float(tile_s.max(initial=0)) * num_sms)
-
-
-def worth_fusing(prefill_s: float, decode_s: float) -> bool:
-    """The gate: whether each role is enough of the serial estimate for the other to hide."""
-    return min(prefill_s, decode_s) >= _MIN_SHARE * (prefill_s + decode_s) > 0
-
-
-def ticket_ratio(
-    tickets: Tickets,
+def compile_pod(
     shape: PodShape,
-    prefill_s: NDArray[np.float64],
-    decode_s: NDArray[np.float64],
-) -> tuple[int, int]:
-    """Tickets of a period for prefill and for decode tiles: small, coprime, both at least 1.
+    config: PodConfig,
+    roles: int,
+    *,
+    index_dtype: torch.dtype = torch.int32,
+    **options: Any,
+) -> Compiled:
+    """Compile for sm_90. options: of ``launch.constants``. Takes seconds; Triton caches the
+    result by the sources. Raises RuntimeError under ``TRITON_INTERPRET``."""
+    if not isinstance(pod_kernel, triton.JITFunction):
+        raise RuntimeError("TRITON_INTERPRET is set, so there is no compiler; unset it")
+    constants = launch.constants(shape, config, roles=roles, **options)
+    compiler_options = {
+        name: constants.pop(name) for name in launch.COMPILER_OPTIONS if name in constants
+    }
+    types, attributes = signature(shape, constants, index_dtype)
+    source = ASTSource(
+        fn=pod_kernel,
+        signature=types,
+        constexprs={(pod_kernel.arg_names.index(k),): v for k, v in constants.items()},
+        attrs=attributes,
+    )
+    kernel = triton.compile(source, target=_TARGET, options=compiler_options)
+    usage, code = _inspect(kernel.asm["cubin"])
+    return Compiled(
+        registers=usage["REG"],
+        spill_bytes=usage["STACK"],
+        shared_bytes=kernel.metadata.shared,
+        num_warps=compiler_options["num_warps"],
+        tensor_ops=len(re.findall(r"\bHGMMA\b", code)),
+        async_copies=len(re.findall(r"\bLDGSTS\b", code)),
+    )
 
-    prefill_s, decode_s: estimated seconds of a tile of each unit.
-    """
-    if tickets is Tickets.EQUAL or not len(prefill_s) or not len(decode_s):
-        return 1, 1
-    if tickets is Tickets.PROPORTIONAL:
-        ratio = Fraction(len(prefill_s) * shape.num_q_heads, len(decode_s) * shape.num_kv_heads)
-    else:
-        ratio = Fraction(float(decode_s.mean() / prefill_s.mean()))
-    # Neither role is starved, and a period stays short.
-    ratio = min(max(ratio, Fraction(1, _MAX_TICKETS)), Fraction(_MAX_TICKETS))
-    rounded = ratio.limit_denominator(_MAX_TICKETS)
-    return rounded.numerator, rounded.denominator
+
+def _inspect(cubin: bytes) -> tuple[dict[str, int], str]:
+    """Resource usage by the assembler's names, and the machine code as text."""
+    tools = Path(nvidia.__file__).parent / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def output(*command: str | Path) -> str:
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=60
+            ).stdout
+
+        usage = output(tools / "cuobjdump", "-res-usage", path)
+        code = output(tools / "nvdisasm", "-c", path)
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    return {name: int(value) for name, value in found.items()}, code
+
+
+def report() -> str:
+    """A Markdown table of every shipped configuration in every role."""
+    lines = [
+        f"Triton {triton.__version__}, sm_90, {_REPORTED.num_q_heads} query heads, "
+        f"{_REPORTED.num_kv_heads} KV heads, head_dim {_REPORTED.head_dim}, bfloat16, "
+        "32-bit token slots, ticket schedule",
+        "",
+        "| config | role | warps | block_m x block_n, decode | registers | spill bytes "
+        "| shared KiB | CTAs per SM |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for config in CONFIGS.values():
+        for name, roles in _ROLES.items():
+            made = compile_pod(_REPORTED, config, roles)
+            lines.append(
+                f"| {config.name} | {name} | {made.num_warps} "
+                f"| {config.block_m} x {config.block_n}, {config.block_n_decode} "
+                f"| {made.registers} | {made.spill_bytes} | {made.shared_bytes / 1024:.1f} "
+                f"| {made.ctas_per_sm} |"
+            )
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m sglang_tiered_kernels.pod_attention.tuning")
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_tiered_kernels.pod_attention.tuning",
+        description="Compile the shipped configurations for sm_90. Needs no GPU.",
+    )
     parser.add_argument(
-        "--report",
-        action="store_true",
-        required=True,
-        help="compile the shipped configurations for sm_90 and print what each one needs",
+        "--report", action="store_true", required=True, help="print what each one needs of an SM"
     )
     parser.parse_args(arguments)
-    # The compiler is loaded for the report only.
-    from sglang_tiered_kernels.pod_attention import ahead_of_time  # noqa: PLC0415
-
-    print(ahead_of_time.report())
+    print(report())
 
 
 if __name__ == "__main__":

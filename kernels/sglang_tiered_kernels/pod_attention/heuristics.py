@@ -1,0 +1,174 @@
+"""Tile sizes, what they are expected to cost, and when one launch is worth more than two.
+
+The rates below only rank choices: they decide ratios and the gate, never a result. They are
+planning assumptions for an H100-class device, not measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_tiered_kernels.pod_attention.shape import PodShape, Tickets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "CONFIGS",
+    "DEFAULT_CONFIG",
+    "PodConfig",
+    "choose_config",
+    "choose_split_len",
+    "decode_tile_s",
+    "prefill_tile_s",
+    "role_s",
+    "ticket_ratio",
+    "worth_fusing",
+]
+
+# Sustained rates of the whole device: matrix products of a plain Triton tile, and memory reads.
+_MATMUL_FLOPS = 450e12
+_MEMORY_BYTES = 3.8e12
+# A decode tile's products are padded to 16 rows and run at a lower rate than prefill's.
+_DECODE_MATMUL_FLOPS = 150e12
+# Each role must be at least this share of the serial estimate. Below it there is too little of one
+# role to hide behind the other, and a fused launch can only lose (FlashInfer's issue 1022).
+_MIN_SHARE = 0.15
+# Decode tiles wanted per SM before rows are no longer split, and the bounds of a split in tokens.
+_DECODE_TILES_PER_SM = 4
+_MIN_SPLIT, _MAX_SPLIT = 256, 2048
+# Tickets count in a period of at most about twice this.
+_MAX_TICKETS = 16
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclass(frozen=True)
+class PodConfig:
+    """How a launch is cut and compiled. Raises ValueError for sizes the kernel cannot have.
+
+    block_m: query tokens of a prefill tile. block_n, block_n_decode: keys per step of a tile's
+    loop. num_warps, max_registers: of the fused and the prefill launch; a thread block has one
+    number for both roles. Stages: depth of the loops' software pipelines. decode_warps: of a launch
+    of decode tiles alone. split_len: tokens of a decode row that one tile reads at most, a multiple
+    of block_n_decode; 0 to choose it for each batch. ctas_per_sm: thread blocks that fit on an SM,
+    which a persistent launch fills and the ahead-of-time tests assert.
+    """
+
+    name: str
+    block_m: int = 64
+    block_n: int = 64
+    block_n_decode: int = 64
+    num_warps: int = 4
+    max_registers: int | None = None
+    prefill_stages: int = 3
+    decode_stages: int = 3
+    decode_warps: int = 4
+    split_len: int = 0
+    ctas_per_sm: int = 2
+    tickets: Tickets = Tickets.PROPORTIONAL
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_n_decode"):
+            value = getattr(self, name)
+            if value < 16 or not _power_of_two(value):
+                raise ValueError(f"{name} is {value}; it must be a power of two from 16 up")
+        for name in ("num_warps", "decode_warps"):
+            if getattr(self, name) not in {1, 2, 4, 8}:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1, 2, 4 or 8")
+        if self.split_len < 0 or self.split_len % self.block_n_decode:
+            raise ValueError(
+                f"split_len is {self.split_len}; it must be a multiple of block_n_decode "
+                f"({self.block_n_decode}), or 0 to choose it for each batch"
+            )
+        if self.ctas_per_sm < 1:
+            raise ValueError(f"ctas_per_sm is {self.ctas_per_sm}; it must be at least 1")
+
+
+# Letters as in the README's table of what the compiler made of each.
+CONFIGS: dict[str, PodConfig] = {
+    config.name: config
+    for config in (
+        PodConfig("A", block_m=64, block_n=64, num_warps=4),
+        PodConfig("B", block_m=128, block_n=32, num_warps=4),
+        PodConfig("C", block_m=128, block_n=64, num_warps=8, max_registers=128),
+        PodConfig("D", block_m=64, block_n=32, block_n_decode=32, num_warps=4, ctas_per_sm=3),
+    )
+}
+DEFAULT_CONFIG = CONFIGS["A"]
+
+
+def choose_config(shape: PodShape, extend_lens: Sequence[int]) -> PodConfig:
+    """The shipped configuration for a batch. Unmeasured as yet: the one with the least risk, which
+    is A, except that chunks below half a tile of it take D's narrower steps."""
+    del shape
+    longest = max(extend_lens, default=0)
+    return CONFIGS["D"] if longest <= DEFAULT_CONFIG.block_m // 2 else DEFAULT_CONFIG
+
+
+def choose_split_len(kv_tokens: int, shape: PodShape, num_sms: int, block_n_decode: int) -> int:
+    """Tokens per decode tile: the largest power of two that still gives every SM several tiles.
+
+    kv_tokens: keys of all decode rows together, each counted once.
+    """
+    wanted_units = max(1, -(-_DECODE_TILES_PER_SM * num_sms // shape.num_kv_heads))
+    split = max(1, kv_tokens // wanted_units)
+    split = 1 << (split.bit_length() - 1)
+    return max(block_n_decode, min(_MAX_SPLIT, max(_MIN_SPLIT, split)))
+
+
+def prefill_tile_s(
+    steps: NDArray[np.int64], shape: PodShape, config: PodConfig
+) -> NDArray[np.float64]:
+    """Estimated device-seconds of prefill tiles with these numbers of steps of ``block_n`` keys."""
+    step_s = 4 * config.block_m * config.block_n * shape.head_dim / _MATMUL_FLOPS
+    return (steps * step_s).astype(np.float64)
+
+
+def decode_tile_s(tokens: NDArray[np.int64], shape: PodShape) -> NDArray[np.float64]:
+    """Estimated device-seconds of decode tiles that read these numbers of keys of one KV head."""
+    rows = max(16, shape.group)
+    memory_s = shape.kv_token_bytes / shape.num_kv_heads / _MEMORY_BYTES
+    matmul_s = 4 * rows * shape.head_dim / _DECODE_MATMUL_FLOPS
+    return (tokens * max(memory_s, matmul_s)).astype(np.float64)
+
+
+def role_s(tile_s: NDArray[np.float64], heads: int, num_sms: int) -> float:
+    """Estimated seconds of a role alone. tile_s: device-seconds of a tile of each unit, which runs
+    once per head. A role with fewer tiles than SMs takes as long as its longest tile."""
+    return max(float(tile_s.sum()) * heads, float(tile_s.max(initial=0)) * num_sms)
+
+
+def worth_fusing(prefill_s: float, decode_s: float) -> bool:
+    """The gate: whether each role is enough of the serial estimate for the other to hide."""
+    return min(prefill_s, decode_s) >= _MIN_SHARE * (prefill_s + decode_s) > 0
+
+
+def ticket_ratio(
+    tickets: Tickets,
+    shape: PodShape,
+    prefill_s: NDArray[np.float64],
+    decode_s: NDArray[np.float64],
+) -> tuple[int, int]:
+    """Tickets of a period for prefill and for decode tiles: small, coprime, both at least 1.
+
+    prefill_s, decode_s: estimated seconds of a tile of each unit.
+    """
+    if tickets is Tickets.EQUAL or not len(prefill_s) or not len(decode_s):
+        return 1, 1
+    if tickets is Tickets.PROPORTIONAL:
+        ratio = Fraction(len(prefill_s) * shape.num_q_heads, len(decode_s) * shape.num_kv_heads)
+    else:
+        ratio = Fraction(float(decode_s.mean() / prefill_s.mean()))
+    # Neither role is starved, and a period stays short.
+    ratio = min(max(ratio, Fraction(1, _MAX_TICKETS)), Fraction(_MAX_TICKETS))
+    rounded = ratio.limit_denominator(_MAX_TICKETS)
+    return rounded.numerator, rounded.denominator

@@ -1,0 +1,226 @@
+"""From tensors and a plan to kernel arguments. Importing this needs Triton."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+
+from sglang_tiered_kernels.pod_attention.plan import NUM_SM_SLOTS
+from sglang_tiered_kernels.pod_attention.shape import Schedule
+from sglang_tiered_kernels.pod_attention.triton_kernel import merge_kernel, pod_kernel
+
+if TYPE_CHECKING:
+    from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
+    from sglang_tiered_kernels.pod_attention.plan import PodPlan
+    from sglang_tiered_kernels.pod_attention.shape import PodShape
+
+__all__ = [
+    "BOTH",
+    "COMPILER_OPTIONS",
+    "DECODE",
+    "PREFILL",
+    "Launch",
+    "constants",
+    "pod_launch",
+    "run",
+]
+
+# ROLES of the kernel.
+PREFILL, DECODE, BOTH = 1, 2, 3
+# Of ``constants``, those that are the compiler's and not the kernel's.
+COMPILER_OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
+_SCHEDULES = {Schedule.TICKET: 0, Schedule.STATIC: 1, Schedule.PERSISTENT: 2}
+_LOG2_E = math.log2(math.e)
+# Partial results merged per step.
+_MERGE_BLOCK = 16
+_INTERPRETED = not isinstance(pod_kernel, triton.JITFunction)
+
+
+class Launch(NamedTuple):
+    """One launch of ``pod_kernel``: ``pod_kernel[grid](*arguments, **options)``."""
+
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def constants(
+    shape: PodShape,
+    config: PodConfig,
+    *,
+    roles: int,
+    schedule: Schedule = Schedule.TICKET,
+    window: bool = False,
+    logit_cap: bool = False,
+    sinks: bool = False,
+    index64: bool = False,
+    trace: bool = False,
+    fake_sms: int = 0,
+) -> dict[str, Any]:
+    """What the kernel is compiled for: its constexprs by name and the compiler's options."""
+    options: dict[str, Any] = {
+        "Q_HEADS": shape.num_q_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "D": shape.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        # Matrix products have at least 16 rows.
+        "BLOCK_H": max(16, triton.next_power_of_2(shape.group)),
+        "BLOCK_N_DECODE": config.block_n_decode,
+        "ROLES": roles,
+        "SCHEDULE": _SCHEDULES[schedule] if roles == BOTH else 0,
+        "WINDOW": window,
+        "LOGIT_CAP": logit_cap,
+        "SINKS": sinks,
+        "AFFINE": shape.page_size % config.block_n == 0,
+        "AFFINE_DECODE": shape.page_size % config.block_n_decode == 0,
+        "INDEX64": index64,
+        "UPCAST": _INTERPRETED and shape.q_dtype == torch.bfloat16,
+        "TRACE": trace,
+        "SM_SLOTS": NUM_SM_SLOTS,
+        "FAKE_SMS": fake_sms,
+        "STAGES": config.prefill_stages,
+        "STAGES_DECODE": config.decode_stages,
+        "num_warps": config.decode_warps if roles == DECODE else config.num_warps,
+        # Said, since the default is about to change and with it the rounding.
+        "enable_fp_fusion": True,
+    }
+    if config.max_registers is not None and roles != DECODE:
+        options["maxnreg"] = config.max_registers
+    return options
+
+
+def pod_launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    plan: PodPlan,
+    *,
+    roles: int,
+    scale: float,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
+    v_scale: float,
+    schedule: Schedule,
+    trace: torch.Tensor | None,
+) -> Launch:
+    shape, config = plan.shape, plan.config
+    partial_out, partial_lse = _partials(plan)
+    num_prefill, num_decode = plan.num_prefill_tiles, plan.num_decode_tiles
+    tiles = {PREFILL: num_prefill, DECODE: num_decode, BOTH: num_prefill + num_decode}[roles]
+    if roles == BOTH and schedule is Schedule.PERSISTENT:
+        tiles = min(tiles, plan.num_sms * config.ctas_per_sm)
+    counts = roles == BOTH and schedule is not Schedule.STATIC
+    capped = logit_cap > 0
+    furthest = max(
+        cache.shape[0] * cache.stride(0) + cache.shape[1] * cache.stride(1)
+        for cache in (k_cache, v_cache)
+    )
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        out,
+        q if sinks is None else sinks,
+        partial_out,
+        partial_lse,
+        plan.counters() if counts else plan.table,
+        plan.table,
+        kv_indptr,
+        kv_indices,
+        plan.table if trace is None else trace,
+        num_prefill,
+        num_decode,
+        *plan.tickets,
+        plan.decode_table_offset,
+        plan.window,
+        # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
+        2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
+        logit_cap * _LOG2_E,
+        v_scale,
+        *q.stride()[:2],
+        *out.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+    )
+    options = constants(
+        shape,
+        config,
+        roles=roles,
+        schedule=schedule,
+        window=plan.window >= 0,
+        logit_cap=capped,
+        sinks=sinks is not None,
+        index64=furthest > 2**31 - 1,
+        trace=trace is not None,
+        fake_sms=plan.num_sms if _INTERPRETED else 0,
+    )
+    return Launch((tiles,), arguments, options)
+
+
+def run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    plan: PodPlan,
+    *,
+    prefill: bool,
+    decoding: bool,
+    schedule: Schedule | None,
+    sinks: torch.Tensor | None,
+    v_scale: float,
+    **options: Any,
+) -> None:
+    """Launch the chosen roles: together under a schedule, or one after the other under None."""
+    if prefill and decoding and schedule is not None:
+        launches = [BOTH]
+    else:
+        launches = [PREFILL] * prefill + [DECODE] * decoding
+    for roles in launches:
+        grid, arguments, meta = pod_launch(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            kv_indptr,
+            kv_indices,
+            plan,
+            roles=roles,
+            schedule=schedule or Schedule.TICKET,
+            sinks=sinks,
+            v_scale=v_scale,
+            **options,
+        )
+        pod_kernel[grid](*arguments, **meta)
+    if decoding and len(plan.merges):
+        merge_kernel[(len(plan.merges), plan.shape.num_q_heads)](
+            *_partials(plan),
+            out,
+            q if sinks is None else sinks,
+            plan.table[plan.merge_table_offset :],
+            v_scale,
+            *out.stride()[:2],
+            Q_HEADS=plan.shape.num_q_heads,
+            D=plan.shape.head_dim,
+            SINKS=sinks is not None,
+            BLOCK_S=_MERGE_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+def _partials(plan: PodPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The workspace as [partials, q_heads, dim] and [partials, q_heads], both float32."""
+    workspace = plan.workspace()
+    heads, dim = plan.shape.num_q_heads, plan.shape.head_dim
+    outputs = plan.num_partials * heads * dim
+    return workspace[:outputs], workspace[outputs:]
