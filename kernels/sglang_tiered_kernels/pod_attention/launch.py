@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 
-from sglang_tiered_kernels.pod_attention.plan import NUM_SM_SLOTS
+from sglang_tiered_kernels.pod_attention.plan import FIRST_TICKET, NUM_SM_SLOTS
 from sglang_tiered_kernels.pod_attention.shape import Schedule
 from sglang_tiered_kernels.pod_attention.triton_kernel import merge_kernel, pod_kernel
 
@@ -81,6 +81,7 @@ def constants(
         "UPCAST": _INTERPRETED and shape.q_dtype == torch.bfloat16,
         "TRACE": trace,
         "SM_SLOTS": NUM_SM_SLOTS,
+        "FIRST_TICKET": FIRST_TICKET,
         "FAKE_SMS": fake_sms,
         "STAGES": config.prefill_stages,
         "STAGES_DECODE": config.decode_stages,
@@ -143,7 +144,7 @@ def pod_launch(
         # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
         2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
         logit_cap * _LOG2_E,
-        v_scale,
+        float(v_scale),
         *q.stride()[:2],
         *out.stride()[:2],
         *k_cache.stride()[:2],
@@ -207,7 +208,7 @@ def run(
             out,
             q if sinks is None else sinks,
             plan.table[plan.merge_table_offset :],
-            v_scale,
+            float(v_scale),
             *out.stride()[:2],
             Q_HEADS=plan.shape.num_q_heads,
             D=plan.shape.head_dim,

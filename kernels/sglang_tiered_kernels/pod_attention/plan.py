@@ -40,7 +40,11 @@ MERGE_FIELDS = ("query", "first_partial", "num_partials")
 # SM numbers are taken modulo this: %smid is below it on every device so far, and a clash would only
 # share a ticket counter. %nsmid is not trusted, since it was never checked under partitioning.
 NUM_SM_SLOTS = 256
-_COUNTERS_PER_LAUNCH = 2 + NUM_SM_SLOTS
+# Tickets begin a cache line (32 int32) after the tiles' counters, which every thread block asks.
+# A launch's counters are whole lines, so that all begin equally aligned: the compiler specialises
+# on a pointer's alignment.
+FIRST_TICKET = 32
+_COUNTERS_PER_LAUNCH = FIRST_TICKET + NUM_SM_SLOTS
 # Launches that one clearing of the counters serves: a forward's layers, mostly.
 _LAUNCHES_PER_CLEARING = 64
 _MAX_INT32 = 2**31 - 1
@@ -140,8 +144,8 @@ class PodPlan:
         return kept
 
     def counters(self) -> torch.Tensor:
-        """[2 + NUM_SM_SLOTS] int32 zeros for one launch: the next prefill tile, the next decode
-        tile, the next ticket of each SM.
+        """int32 zeros for one launch: the next prefill tile, the next decode tile and, from
+        ``FIRST_TICKET`` on, the next ticket of each SM.
 
         Each launch gets counters of its own out of a block that is cleared once per
         ``_LAUNCHES_PER_CLEARING`` launches, so a forward pays one memset and not one per layer. A

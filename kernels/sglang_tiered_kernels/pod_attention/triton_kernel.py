@@ -119,7 +119,7 @@ def pod_kernel(
     sinks_ptr,
     partial_out,
     partial_lse,
-    counters,  # [2 + SM_SLOTS] int32 zeros: next prefill tile, next decode tile, tickets per SM
+    counters,  # int32 zeros: next prefill tile, next decode tile, and tickets from FIRST_TICKET
     table,
     kv_indptr,
     kv_indices,
@@ -159,6 +159,7 @@ def pod_kernel(
     UPCAST: tl.constexpr,
     TRACE: tl.constexpr,
     SM_SLOTS: tl.constexpr,
+    FIRST_TICKET: tl.constexpr,
     FAKE_SMS: tl.constexpr,
     STAGES: tl.constexpr,
     STAGES_DECODE: tl.constexpr,
@@ -196,7 +197,7 @@ def pod_kernel(
         )  # fmt: skip
     else:
         slot = _sm_id(FAKE_SMS) % SM_SLOTS
-        ticket = tl.atomic_add(counters + 2 + slot, 1, sem="relaxed")
+        ticket = tl.atomic_add(counters + FIRST_TICKET + slot, 1, sem="relaxed")
         # Spread evenly over a period: the two numbers are coprime. The first ticket is prefill's.
         period = prefill_tickets + decode_tickets
         role = tl.where(ticket % period * prefill_tickets % period < prefill_tickets, 0, 1)
@@ -226,7 +227,7 @@ def pod_kernel(
                     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["units", "sinks_ptr"])
 def merge_kernel(
     partial_out,
     partial_lse,
