@@ -1,0 +1,173 @@
+"""A plan covers every query and every key once, for any batch. No kernel runs here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pod_cases import SMALL, shape_of
+
+from sglang_tiered_kernels.pod_attention import (
+    PodConfig,
+    PodPlan,
+    is_decode_row,
+    make_plan,
+)
+from sglang_tiered_kernels.pod_attention import plan as plan_module
+
+ROWS = st.lists(
+    st.tuples(
+        st.one_of(st.just(1), st.integers(0, 3), st.integers(0, 400)),
+        st.one_of(st.just(0), st.integers(0, 40), st.integers(0, 3000)),
+    ),
+    max_size=12,
+)
+CONFIGS = st.builds(
+    PodConfig,
+    name=st.just("any"),
+    block_m=st.sampled_from([16, 64, 128]),
+    block_n=st.sampled_from([16, 64]),
+    block_n_decode=st.sampled_from([32, 64]),
+    split_len=st.sampled_from([0, 64, 256]),
+)
+WINDOWS = st.one_of(st.just(-1), st.integers(0, 600))
+
+
+def plan_of(rows: list[tuple[int, int]], **options: object) -> PodPlan:
+    options = {"num_sms": 132, "config": SMALL, **options}
+    return make_plan(
+        [extend for extend, _ in rows],
+        [prefix for _, prefix in rows],
+        shape_of(heads=(8, 2)),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=ROWS, config=CONFIGS, window=WINDOWS)
+def test_every_query_is_in_one_unit_at_its_own_position(
+    rows: list[tuple[int, int]], config: PodConfig, window: int
+) -> None:
+    plan = plan_of(rows, config=config, window=window)
+    seen = np.zeros(plan.num_tokens, dtype=int)
+    position = np.full(plan.num_tokens, -1)
+    owner = np.full(plan.num_tokens, -1)
+    for row, first, count, begin in plan.prefill_units.tolist():
+        assert 1 <= count <= config.block_m
+        seen[first : first + count] += 1
+        position[first : first + count] = range(begin, begin + count)
+        owner[first : first + count] = row
+    for row, query, _, kv_end, _ in plan.decode_units.tolist():
+        seen[query] = 1
+        position[query] = max(position[query], kv_end - 1)
+        owner[query] = row
+    assert seen.tolist() == [1] * plan.num_tokens
+    expected = [(i, prefix + j) for i, (extend, prefix) in enumerate(rows) for j in range(extend)]
+    assert list(zip(owner.tolist(), position.tolist(), strict=True)) == expected
+    prefilled = set(plan.prefill_units[:, 0].tolist())
+    decoded = set(plan.decode_units[:, 0].tolist())
+    assert decoded == {i for i, row in enumerate(rows) if is_decode_row(*row)}
+    assert prefilled == {i for i, row in enumerate(rows) if row[0] and not is_decode_row(*row)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=ROWS, config=CONFIGS, window=WINDOWS)
+def test_every_visible_key_of_a_decode_row_is_in_one_split(
+    rows: list[tuple[int, int]], config: PodConfig, window: int
+) -> None:
+    plan = plan_of(rows, config=config, window=window)
+    partials: dict[int, list[int]] = {}
+    for row, (extend, prefix) in enumerate(rows):
+        units = plan.decode_units[plan.decode_units[:, 0] == row]
+        if not is_decode_row(extend, prefix):
+            assert not len(units)
+            continue
+        units = units[units[:, 2].argsort()]
+        begins, ends = units[:, 2].tolist(), units[:, 3].tolist()
+        assert begins[0] == (max(0, prefix - window) if window >= 0 else 0)
+        assert ends[-1] == prefix + 1
+        assert begins[1:] == ends[:-1], "a key is missing or counted twice"
+        assert all(begin % config.block_n_decode == 0 for begin in begins[1:])
+        assert (units[:, 3] - units[:, 2]).max() <= plan.split_len
+        if len(units) == 1:
+            assert units[0, 4] == -1
+        else:
+            partials[units[0, 1]] = units[:, 4].tolist()
+    merged = {query: list(range(first, first + n)) for query, first, n in plan.merges.tolist()}
+    assert partials == merged
+    places = sorted(place for own in merged.values() for place in own)
+    assert places == list(range(plan.num_partials))
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=ROWS, window=WINDOWS)
+def test_the_longest_tiles_start_first_and_the_table_holds_the_records(
+    rows: list[tuple[int, int]], window: int
+) -> None:
+    plan = plan_of(rows, window=window)
+    first = plan.prefill_units[:, 3]
+    end = first + plan.prefill_units[:, 2]
+    begin = np.maximum(0, first - window) if window >= 0 else np.zeros_like(first)
+    steps = -(-end // SMALL.block_n) - begin // SMALL.block_n
+    assert (np.diff(steps) <= 0).all()
+    assert (np.diff(plan.decode_units[:, 3] - plan.decode_units[:, 2]) <= 0).all()
+    table = plan.table.tolist()
+    places = (0, plan.decode_table_offset, plan.merge_table_offset)
+    for place, records in zip(
+        places, (plan.prefill_units, plan.decode_units, plan.merges), strict=True
+    ):
+        flat = records.reshape(-1).tolist()
+        assert table[place : place + len(flat)] == flat
+    assert plan.table.dtype == torch.int32
+
+
+def test_one_new_token_is_decode_only_with_something_before_it() -> None:
+    assert is_decode_row(1, 1)
+    assert not is_decode_row(1, 0), "a one-token prompt attends to itself; nothing is read"
+    assert not is_decode_row(2, 5)
+    assert not is_decode_row(0, 5)
+
+
+def test_many_short_decodes_are_not_split_and_few_long_ones_are() -> None:
+    auto = PodConfig("auto")
+    many = plan_of([(1, 1000)] * 500, config=auto)
+    assert not many.num_partials
+    few = plan_of([(1, 60_000)] * 2, config=auto)
+    assert few.num_decode_tiles >= 4 * few.num_sms
+
+
+def test_counters_are_zero_at_every_launch_and_equally_aligned() -> None:
+    plan = plan_of([(20, 5), (1, 90)])
+    for _ in range(3 * plan_module._LAUNCHES_PER_CLEARING):
+        counters = plan.counters()
+        assert not counters.any()
+        assert counters.data_ptr() % 16 == 0
+        counters.fill_(7)
+
+
+def test_launches_in_flight_do_not_share_counters() -> None:
+    plan = plan_of([(20, 5), (1, 90)])
+    starts = {plan.counters().data_ptr() for _ in range(plan_module._LAUNCHES_PER_CLEARING)}
+    assert len(starts) == plan_module._LAUNCHES_PER_CLEARING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"extend": [1, 2], "prefix": [3]}, "2 extend lengths for 1 prefix lengths"),
+        ({"extend": [4, -1], "prefix": [0, 0]}, "the extend length of row 1 is -1"),
+        ({"extend": [4], "prefix": [-2]}, "the prefix length of row 0 is -2"),
+        ({"extend": [4], "prefix": [2**31]}, "2147483652 tokens in one batch"),
+        ({"extend": [4], "prefix": [0], "num_sms": 0}, "num_sms is 0"),
+        ({"extend": [4], "prefix": [0], "window": -2}, "window is -2"),
+    ],
+)
+def test_an_impossible_batch_is_refused_with_its_value(
+    arguments: dict[str, object], message: str
+) -> None:
+    extend, prefix = arguments.pop("extend"), arguments.pop("prefix")
+    arguments.setdefault("num_sms", 8)
+    with pytest.raises(ValueError, match=message):
+        make_plan(extend, prefix, shape_of(), **arguments)  # type: ignore[arg-type]

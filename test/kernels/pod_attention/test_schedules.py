@@ -1,0 +1,124 @@
+"""Every tile runs once, whatever the SMs are called, and the tickets mix the roles as promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted import interpreted
+from pod_cases import SMALL, Case, make_case, shape_of
+
+from sglang_tiered_kernels.pod_attention import PodPlan, Roles, Schedule, Tickets
+
+# Count, SM, begin, end; the interpreter's clock is the number of the running block.
+COUNT, SM, BEGIN = range(3)
+
+
+def mixed(extend: int, decodes: int) -> Case:
+    """Decode rows of about two splits beside one chunk."""
+    prefix = [33 + 11 * i for i in range(decodes)]
+    return make_case([extend] + [1] * decodes, [20, *prefix], shape_of(heads=(2, 1)))
+
+
+def traced(case: Case, plan: PodPlan, schedule: Schedule) -> torch.Tensor:
+    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
+    trace = torch.zeros(tiles, 4, dtype=torch.int64)
+    case.run(plan, roles=Roles.FUSED, schedule=schedule, trace=trace)
+    return trace
+
+
+@interpreted
+def check_once(schedule: Schedule, num_sms: int, extend: int, decodes: int) -> None:
+    case = mixed(extend, decodes)
+    serial = case.run(case.plan(), roles=Roles.SERIAL).clone()
+    plan = case.plan(num_sms=num_sms)
+    trace = traced(case, plan, schedule)
+    assert trace[:, COUNT].tolist() == [1] * len(trace)
+    assert torch.equal(case.out[: plan.num_tokens], serial)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 300])
+def test_tickets_run_every_tile_once_whatever_sms_are_called(num_sms: int) -> None:
+    check_once(schedule=Schedule.TICKET, num_sms=num_sms, extend=90, decodes=5)
+
+
+@pytest.mark.parametrize(("extend", "decodes"), [(130, 1), (20, 9)])
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_role_that_runs_dry_early_leaves_no_tile_behind(
+    schedule: Schedule, extend: int, decodes: int
+) -> None:
+    check_once(schedule=schedule, num_sms=2, extend=extend, decodes=decodes)
+
+
+@interpreted
+def check_mix(tickets: Tickets, num_sms: int) -> None:
+    case = mixed(130, 6)
+    plan = case.plan(replace(SMALL, tickets=tickets), num_sms=num_sms)
+    prefill_tickets, decode_tickets = plan.tickets
+    period = prefill_tickets + decode_tickets
+    trace = traced(case, plan, Schedule.TICKET)
+    order = trace[:, BEGIN].argsort()
+    was_prefill = (order < plan.num_prefill_tiles).tolist()
+
+    # What the paper's figure 9 does, block by block.
+    left = {True: plan.num_prefill_tiles, False: plan.num_decode_tiles}
+    taken = [0] * num_sms
+    for block, prefill in enumerate(was_prefill):
+        sm = block % num_sms
+        assert trace[order[block], SM] == sm
+        wanted = taken[sm] % period * prefill_tickets % period < prefill_tickets
+        taken[sm] += 1
+        expected = wanted if left[wanted] else not wanted
+        assert prefill is expected, f"block {block} on SM {sm}"
+        left[expected] -= 1
+    assert left == {True: 0, False: 0}
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+@pytest.mark.parametrize("tickets", list(Tickets))
+def test_an_sm_gets_roles_in_the_planned_ratio(tickets: Tickets, num_sms: int) -> None:
+    check_mix(tickets=tickets, num_sms=num_sms)
+
+
+@interpreted
+def test_a_static_launch_spreads_prefill_over_the_grid() -> None:
+    case = mixed(130, 6)
+    plan = case.plan()
+    trace = traced(case, plan, Schedule.STATIC)
+    blocks = trace[: plan.num_prefill_tiles, BEGIN]
+    gaps = blocks.diff()
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+@interpreted
+def test_a_plan_serves_layer_after_layer() -> None:
+    case = mixed(40, 2)
+    plan = case.plan()
+    first = case.run(plan, roles=Roles.FUSED).clone()
+    for schedule in (Schedule.TICKET, Schedule.PERSISTENT, Schedule.TICKET):
+        assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
+
+
+@interpreted
+def test_a_role_alone_is_traced_at_its_own_tiles() -> None:
+    case = mixed(40, 2)
+    plan = case.plan()
+    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
+    trace = torch.zeros(tiles, 4, dtype=torch.int64)
+    case.run(plan, roles=Roles.DECODE, trace=trace)
+    counts = trace[:, COUNT].tolist()
+    assert counts == [0] * plan.num_prefill_tiles + [1] * plan.num_decode_tiles
+
+
+def test_the_ticket_period_is_exact() -> None:
+    """Of every period's tickets, exactly the planned number are prefill's: the two are coprime."""
+    for prefill_tickets in range(1, 17):
+        for decode_tickets in range(1, 17):
+            period = prefill_tickets + decode_tickets
+            if torch.gcd(torch.tensor(prefill_tickets), torch.tensor(decode_tickets)) > 1:
+                continue
+            roles = [t * prefill_tickets % period < prefill_tickets for t in range(period)]
+            assert roles[0]
+            assert sum(roles) == prefill_tickets
