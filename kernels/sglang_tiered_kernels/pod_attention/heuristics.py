@@ -43,7 +43,7 @@ _MIN_SHARE = 0.15
 # Decode tiles wanted per SM before rows are no longer split, and the bounds of a split in tokens.
 _DECODE_TILES_PER_SM = 4
 _MIN_SPLIT, _MAX_SPLIT = 256, 2048
-# Tickets count in a period of at most about twice this.
+# Tickets of one role in a period, at most.
 _MAX_TICKETS = 16
 
 
@@ -168,7 +168,8 @@ def ticket_ratio(
         ratio = Fraction(len(prefill_s) * shape.num_q_heads, len(decode_s) * shape.num_kv_heads)
     else:
         ratio = Fraction(float(decode_s.mean() / prefill_s.mean()))
-    # Neither role is starved, and a period stays short.
+    # Neither role is starved, and neither number outgrows the other's whole range.
     ratio = min(max(ratio, Fraction(1, _MAX_TICKETS)), Fraction(_MAX_TICKETS))
-    rounded = ratio.limit_denominator(_MAX_TICKETS)
-    return rounded.numerator, rounded.denominator
+    small = min(ratio, 1 / ratio).limit_denominator(_MAX_TICKETS)
+    pair = (small.numerator, small.denominator)
+    return pair if ratio <= 1 else pair[::-1]

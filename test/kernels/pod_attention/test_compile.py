@@ -1,0 +1,197 @@
+"""What the compiler makes of the kernel for sm_90, which takes no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from pod_cases import make_case, shape_of, sinks_of
+
+from sglang_tiered_kernels.pod_attention import CONFIGS, PodShape, Schedule, make_plan
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no compiler"
+    ),
+]
+
+LLAMA = PodShape(32, 8, 128, 1, torch.bfloat16, torch.bfloat16)
+# C keeps a handful of values in local memory as the price of two thread blocks of eight warps on an
+# SM.
+SPILL_BYTES = {"C": 64}
+FUSED = 3
+
+
+def compiled(shape: PodShape, config: str, roles: int = FUSED, **options: Any) -> Any:
+    from sglang_tiered_kernels.pod_attention import tuning  # noqa: PLC0415 - loads the compiler
+
+    return tuning.compile_pod(shape, CONFIGS[config], roles, **options)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_both_roles_fit_on_an_sm_together(config: str) -> None:
+    made = compiled(LLAMA, config)
+    assert made.ctas_per_sm >= 2, "a prefill and a decode block would never share an SM"
+    assert made.ctas_per_sm >= CONFIGS[config].ctas_per_sm
+    assert made.spill_bytes <= SPILL_BYTES.get(config, 0)
+    assert made.tensor_ops > 0, "prefill does not run on the tensor cores' fast path"
+    assert made.async_copies > 0, "loads are not pipelined"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "head size 64": {"shape": PodShape(32, 8, 64, 1, torch.bfloat16, torch.bfloat16)},
+    "fp16": {"shape": PodShape(32, 8, 128, 1, torch.float16, torch.float16)},
+    "fp8": {"shape": PodShape(32, 8, 128, 1, torch.bfloat16, torch.float8_e4m3fn)},
+    "pages": {"shape": PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)},
+    "window, cap and sinks": {"window": True, "logit_cap": True, "sinks": True},
+    "64-bit slots": {"index64": True, "index_dtype": torch.int64},
+    "static": {"schedule": Schedule.STATIC},
+    "traced": {"trace": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_default_keeps_two_blocks_on_an_sm(variant: str) -> None:
+    options = dict(VARIANTS[variant])
+    made = compiled(options.pop("shape", LLAMA), "A", **options)
+    assert made.ctas_per_sm >= 2
+    assert made.spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", [1, 2], ids=["prefill", "decode"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_role_alone_needs_no_more_than_both(config: str, roles: int) -> None:
+    made = compiled(LLAMA, config, roles)
+    assert made.ctas_per_sm >= CONFIGS[config].ctas_per_sm
+    assert made.spill_bytes <= SPILL_BYTES.get(config, 0)
+
+
+@pytest.mark.slow
+def test_a_persistent_launch_compiles() -> None:
+    # The loop around the tiles costs registers; it is there for comparison.
+    assert compiled(LLAMA, "D", schedule=Schedule.PERSISTENT).ctas_per_sm >= 2
+
+
+@pytest.mark.slow
+def test_the_report_has_a_line_for_every_configuration_and_role() -> None:
+    command = [sys.executable, "-W", "error"]
+    command += ["-m", "sglang_tiered_kernels.pod_attention.tuning", "--report"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + 3 * len(CONFIGS)
+
+
+class NoDevice:
+    """Stands in for Triton's driver: says what to compile for and runs nothing."""
+
+    def get_current_device(self) -> str:
+        return "no device"
+
+    def get_current_stream(self, device: object) -> int:
+        del device
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Collects what every launch asks of the compiler, in place of compiling and launching."""
+    from triton import knobs  # noqa: PLC0415
+    from triton.runtime.driver import driver  # noqa: PLC0415
+
+    collected: list[dict[str, Any]] = []
+
+    def collect(**request: Any) -> bool:
+        collected.append(request["compile"])
+        return True
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", collect)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    return collected
+
+
+BATCHES = [
+    # Tile counts, tickets, offsets and splits that are 1, odd, and multiples of 16.
+    ([16], [16]),
+    ([1], [16]),
+    ([61, 1, 1, 1, 5, 0], [90, 22, 150, 40, 0, 7]),
+    ([64, 1], [0, 31]),
+    ([1] * 16, [300] * 16),
+    ([512] + [1] * 33, [17] + [900] * 33),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "logit_cap": 5.0, "window": 400}])
+def test_no_batch_makes_a_server_compile_again(
+    requests: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    from sglang_tiered_kernels.pod_attention import launch  # noqa: PLC0415
+
+    shape = shape_of(heads=(8, 2), head_dim=128)
+    window = options.pop("window", -1)
+    with_sinks = options.pop("sinks", False)
+    for layer, (extend, prefix) in enumerate(BATCHES * 2):
+        case = make_case(extend, prefix, shape, window=window)
+        plan = make_plan(extend, prefix, shape, num_sms=132, window=window, config=CONFIGS["A"])
+        # Views into larger buffers begin anywhere.
+        indices = torch.cat([torch.zeros(layer % 4, dtype=torch.int64), case.kv_indices])
+        launch.run(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.kv_indptr,
+            indices[layer % 4 :],
+            plan,
+            prefill=len(plan.prefill_units) > 0,
+            decoding=len(plan.decode_units) > 0,
+            schedule=Schedule.TICKET,
+            scale=0.125,
+            v_scale=1,
+            sinks=sinks_of(shape) if with_sinks else None,
+            trace=None,
+            **{"logit_cap": 0.0, **options},
+        )
+    # One of each role, one fused and the merge.
+    assert len({request["key"] for request in requests}) == 4
+
+
+def test_the_report_compiles_what_a_launch_would(requests: list[dict[str, Any]]) -> None:
+    from sglang_tiered_kernels.pod_attention import launch, tuning  # noqa: PLC0415
+
+    shape = shape_of(heads=(8, 2), head_dim=128, dtype=torch.bfloat16)
+    case = make_case([40, 1], [7, 90], shape, index_dtype=torch.int32)
+    plan = make_plan([40, 1], [7, 90], shape, num_sms=132, config=CONFIGS["A"])
+    tensors = (case.q, case.k_cache, case.v_cache, case.out, case.kv_indptr, case.kv_indices)
+    launch.run(
+        *tensors,
+        plan,
+        prefill=True,
+        decoding=True,
+        schedule=Schedule.TICKET,
+        scale=0.125,
+        v_scale=1.0,
+        sinks=None,
+        logit_cap=0.0,
+        trace=None,
+    )
+    request = requests[0]
+    constants = launch.constants(shape, plan.config, roles=FUSED)
+    types, attributes = tuning.signature(
+        shape, {k: v for k, v in constants.items() if k not in launch.COMPILER_OPTIONS}
+    )
+    assert request["signature"] == types
+    (configs,) = request["configs"]
+    assert {place: attrs for place, attrs in configs.items() if attrs} == attributes
