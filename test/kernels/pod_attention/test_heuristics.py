@@ -1,0 +1,126 @@
+"""Choices made on the host: the gate, tickets, splits and configurations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered_kernels.pod_attention import (
+    CONFIGS,
+    PodConfig,
+    PodPlan,
+    PodShape,
+    Tickets,
+    make_plan,
+)
+from sglang_tiered_kernels.pod_attention.heuristics import choose_config, choose_split_len
+
+LLAMA = PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)
+
+
+def mixed(chunk: int, decodes: int, context: int, **options: object) -> PodPlan:
+    extend, prefix = [1] * decodes, [context - 1] * decodes
+    if chunk:
+        extend, prefix = [chunk, *extend], [context - chunk, *prefix]
+    return make_plan(extend, prefix, LLAMA, num_sms=132, **options)  # type: ignore[arg-type]
+
+
+def test_both_roles_large_are_fused() -> None:
+    plan = mixed(2048, 64, 8192)
+    assert plan.fuse
+    assert plan.prefill_estimate_s > 0
+    assert plan.decode_estimate_s > 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "decodes", "context"),
+    [(0, 64, 8192), (2048, 0, 8192), (8192, 1, 8192), (16, 256, 8192)],
+    ids=[
+        "no prefill",
+        "no decode",
+        "one decode beside a large chunk",
+        "a tail beside many decodes",
+    ],
+)
+def test_a_small_role_is_not_worth_fusing(chunk: int, decodes: int, context: int) -> None:
+    assert not mixed(chunk, decodes, context).fuse
+
+
+def test_estimates_grow_with_the_work() -> None:
+    small, large = mixed(1024, 32, 4096), mixed(2048, 64, 8192)
+    assert large.prefill_estimate_s > 2 * small.prefill_estimate_s
+    assert large.decode_estimate_s > 2 * small.decode_estimate_s
+
+
+def test_a_window_is_not_paid_for_beyond_its_keys() -> None:
+    whole, window = mixed(2048, 64, 8192), mixed(2048, 64, 8192, window=512)
+    assert window.prefill_estimate_s < whole.prefill_estimate_s / 3
+    assert window.decode_estimate_s < whole.decode_estimate_s / 3
+
+
+@given(
+    chunk=st.integers(2, 4096),
+    decodes=st.integers(1, 64),
+    context=st.integers(4096, 20_000),
+    tickets=st.sampled_from(list(Tickets)),
+)
+def test_tickets_are_coprime_and_few(
+    chunk: int, decodes: int, context: int, tickets: Tickets
+) -> None:
+    config = PodConfig("any", tickets=tickets)
+    prefill, decode = mixed(chunk, decodes, context, config=config).tickets
+    assert math.gcd(prefill, decode) == 1
+    assert 1 <= prefill <= 16
+    assert 1 <= decode <= 16
+
+
+def test_tickets_follow_counts_or_times() -> None:
+    # 32 blocks of 64 queries by 32 heads, and 64 rows in 4 splits by 8 heads: 1024 to 2048.
+    proportional = mixed(2048, 64, 8192, config=PodConfig("p", split_len=2048))
+    assert proportional.num_prefill_tiles == 1024
+    assert proportional.num_decode_tiles == 64 * 4 * 8
+    assert proportional.tickets == (1, 2)
+    weighted = mixed(
+        2048, 64, 8192, config=PodConfig("w", split_len=2048, tickets=Tickets.TIME_WEIGHTED)
+    )
+    mean_prefill_s = weighted.prefill_estimate_s / weighted.num_prefill_tiles
+    mean_decode_s = weighted.decode_estimate_s / weighted.num_decode_tiles
+    prefill, decode = weighted.tickets
+    # The slower tile gets fewer tickets, so that both spend equal time on an SM.
+    assert prefill * mean_prefill_s == pytest.approx(decode * mean_decode_s, rel=0.1)
+    equal = mixed(2048, 64, 8192, config=PodConfig("e", tickets=Tickets.EQUAL))
+    assert equal.tickets == (1, 1)
+
+
+@given(tokens=st.integers(1, 10_000_000), sms=st.integers(1, 200))
+def test_a_split_is_whole_steps_within_its_bounds(tokens: int, sms: int) -> None:
+    split = choose_split_len(tokens, LLAMA, sms, 64)
+    assert 256 <= split <= 2048
+    assert split % 64 == 0
+
+
+def test_a_shipped_configuration_is_found_by_its_name() -> None:
+    assert all(name == config.name for name, config in CONFIGS.items())
+    assert choose_config(LLAMA, [2048, 1]) in CONFIGS.values()
+    assert choose_config(LLAMA, []) in CONFIGS.values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_m": 48}, "block_m is 48; it must be a power of two"),
+        ({"block_n": 8}, "block_n is 8"),
+        ({"num_warps": 3}, "num_warps is 3"),
+        ({"split_len": 100}, "split_len is 100; it must be a multiple of block_n_decode"),
+        ({"ctas_per_sm": 0}, "ctas_per_sm is 0"),
+    ],
+)
+def test_a_configuration_the_kernel_cannot_have_is_refused(
+    changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PodConfig("bad", **changes)  # type: ignore[arg-type]

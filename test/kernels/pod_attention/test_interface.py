@@ -1,0 +1,183 @@
+"""The plain PyTorch path against the reference, and refusals in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
+
+from sglang_tiered_kernels.pod_attention import PodShape, Roles, make_plan, supports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXTEND = [61, 1, 1, 1, 5, 0]
+PREFIX = [70, 22, 150, 64, 0, 7]
+
+
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The path of a machine without a GPU, on one thread: tensors this small lose to more."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+        {"heads": (6, 2), "head_dim": 80, "dtype": torch.float32, "page_size": 16},
+    ],
+    ids=["fp16", "fp32", "bf16", "fp8", "any head size"],
+)
+@pytest.mark.parametrize("window", [-1, 0, 40])
+def test_a_cpu_computes_the_same(shape: dict[str, Any], window: int) -> None:
+    case = make_case(EXTEND, PREFIX, shape_of(**shape), window=window)
+    for options in (
+        {},
+        {"logit_cap": 4.0, "sinks": sinks_of(case.shape), "k_scale": 0.5, "v_scale": 2.0},
+    ):
+        actual = case.run(case.plan(), **options)
+        assert_close(actual, case.expected(**options))
+        assert case.out[len(actual) :].isnan().all(), "tokens beyond the batch's were written"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3) | st.integers(0, 40), st.integers(0, 60)), max_size=6
+    ),
+    page_size=st.sampled_from([1, 16]),
+    window=st.sampled_from([-1, 0, 7, 50]),
+)
+def test_a_cpu_computes_any_batch(rows: list[tuple[int, int]], page_size: int, window: int) -> None:
+    shape = shape_of(page_size=page_size, dtype=torch.float32)
+    case = make_case([e for e, _ in rows], [p for _, p in rows], shape, window=window)
+    assert_close(case.run(case.plan()), case.expected())
+
+
+def test_a_role_alone_writes_its_own_queries_only_on_a_cpu() -> None:
+    case = make_case(EXTEND, PREFIX)
+    decoding = torch.zeros(69, dtype=torch.bool)
+    decoding[61:64] = True
+    for roles, own in ((Roles.PREFILL, ~decoding), (Roles.DECODE, decoding)):
+        actual = case.run(case.plan(), roles=roles)
+        assert_close(actual[own], case.expected()[own])
+        assert actual[~own].isnan().all()
+
+
+def test_a_plan_used_with_other_slots_reads_the_other_slots() -> None:
+    case = make_case(EXTEND, PREFIX)
+    plan = case.plan()
+    case.run(plan)
+    other = make_case(EXTEND, PREFIX, seed=1)
+    assert_close(other.run(plan), other.expected())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 96}, "head_dim 96 is not supported .* use another"),
+        ({"q_dtype": torch.float32, "kv_dtype": torch.float32}, "queries in torch.float32"),
+        ({"kv_dtype": torch.uint8}, "a KV cache in torch.uint8"),
+        ({"kv_dtype": torch.float16}, "torch.bfloat16 with a KV cache in torch.float16"),
+        ({"num_q_heads": 128, "num_kv_heads": 1}, "128 query heads per KV head"),
+    ],
+)
+def test_a_gpu_refuses_what_its_kernel_lacks(changes: dict[str, Any], message: str) -> None:
+    shape = PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)
+    assert supports(shape) is None
+    refusal = supports(dataclasses.replace(shape, **changes))
+    assert refusal is not None
+    assert re.search(message, refusal)
+    assert supports(dataclasses.replace(shape, **changes), "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_q_heads": 0}, "num_q_heads is 0"),
+        ({"page_size": -1}, "page_size is -1"),
+        ({"num_q_heads": 5}, "5 query heads cannot share 2 KV heads"),
+    ],
+)
+def test_an_impossible_shape_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(shape_of(), **changes)
+
+
+def bad(case: Case, name: str) -> dict[str, Any]:
+    """A change of one argument, by the hazard it stands for."""
+    tensors: dict[str, dict[str, Any]] = {
+        "flat queries": {"q": case.q.flatten(1)},
+        "other heads": {"q": case.q[:, :2]},
+        "other dtype": {"k_cache": case.k_cache.float()},
+        "scattered heads": {"v_cache": case.v_cache.mT.contiguous().mT},
+        "too few queries": {"q": case.q[:60]},
+        "too small an output": {"out": case.out[:60]},
+        "a row too few": {"kv_indptr": case.kv_indptr[1:]},
+        "int64 starts": {"kv_indptr": case.kv_indptr.long()},
+        "slots of the prefix only": {"kv_indices": case.kv_indices[:313]},
+        "float slots": {"kv_indices": case.kv_indices.float()},
+        "another device": {"out": case.out.to("meta")},
+        "no scale": {"sm_scale": 0.0},
+        "negative key scale": {"k_scale": -1.0},
+        "infinite scale": {"sm_scale": float("inf")},
+        "too few sinks": {"sinks": torch.zeros(2)},
+        "a short trace": {"trace": torch.zeros(3, 4, dtype=torch.int64)},
+    }
+    return tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flat queries", r"q has shape \[72, 256\]; the plan is for \[n, 4, 64\]"),
+        ("other heads", r"q has shape \[72, 2, 64\]"),
+        ("other dtype", "k_cache is torch.float32; the plan is for torch.float16"),
+        ("scattered heads", "v_cache has stride 2 within a head"),
+        ("too few queries", "q has 60 tokens; the plan's rows have 69"),
+        ("too small an output", "out has 60 tokens"),
+        ("a row too few", r"kv_indptr is \[6\] torch.int32; give \[7\]"),
+        ("int64 starts", "torch.int64; give"),
+        ("slots of the prefix only", "kv_indices has 313 slots; the plan's rows have 382"),
+        ("float slots", "torch.float32; give one dimension of int32 or int64"),
+        ("another device", "on meta; the plan is on cpu"),
+        ("no scale", "sm_scale 0.0"),
+        ("negative key scale", "k_scale -1.0"),
+        ("infinite scale", "sm_scale inf"),
+        ("too few sinks", r"sinks \[2\] on cpu; give one per query head \(\[4\]\)"),
+        ("a short trace", r"trace is \[3, 4\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(
+    name: str, message: str
+) -> None:
+    case = make_case(EXTEND, PREFIX)
+    changes = bad(case, name)
+    options = {k: v for k, v in changes.items() if not hasattr(case, k)}
+    broken = dataclasses.replace(case, **{k: v for k, v in changes.items() if hasattr(case, k)})
+    out = case.out.clone()
+    with pytest.raises(ValueError, match=message):
+        broken.run(case.plan(), **options)
+    assert torch.equal(case.out.isnan(), out.isnan())
+
+
+def test_a_plan_of_an_unsupported_shape_is_refused_where_it_would_run() -> None:
+    shape = shape_of(head_dim=80)
+    plan = make_plan([3], [0], shape, num_sms=1)
+    plan.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="head_dim 80 is not supported"):
+        make_case([3], [0], shape).run(plan)
