@@ -1,0 +1,29 @@
+"""Page copies by PyTorch's index operations: the path of CPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["gather_pages", "scatter_pages"]
+
+
+def gather_pages(buffers: Sequence[torch.Tensor], pages: torch.Tensor, slab: torch.Tensor) -> None:
+    """buffers: [pool pages, page_bytes] each. pages: [n]. slab: [buffers, n, page_bytes], any
+    strides. Raises IndexError for a page beyond the pool."""
+    for buffer, target in zip(buffers, slab, strict=True):
+        if target.is_contiguous():
+            torch.index_select(buffer, 0, pages, out=target)
+        else:
+            target.copy_(buffer.index_select(0, pages))
+
+
+def scatter_pages(slab: torch.Tensor, pages: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+    """The inverse. Raises IndexError for a page beyond the pool, which is then partly written."""
+    pages = pages.long()
+    for source, buffer in zip(slab, buffers, strict=True):
+        buffer.index_copy_(0, pages, source)

@@ -1,0 +1,204 @@
+"""Page copies: bytes arrive where they belong and nothing else moves."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from interpreted import interpreted
+
+from sglang_tiered_kernels.page_copy import PagedPool, SlabLayout, gather, scatter
+
+NUM_SLOTS = 48
+# For one page of 16 slots of ``buffers_of``'s default.
+SLAB = torch.zeros(1, 3, 512, dtype=torch.uint8)
+
+
+def buffers_of(
+    dtype: torch.dtype = torch.bfloat16, row: tuple[int, ...] = (2, 8), count: int = 3
+) -> list[torch.Tensor]:
+    """Random bytes, so that NaN patterns must survive too."""
+    generator = torch.Generator().manual_seed(0)
+    width = torch.Size(row).numel() * dtype.itemsize
+    return [
+        torch.randint(0, 256, (NUM_SLOTS, width), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(NUM_SLOTS, *row)
+        for _ in range(count)
+    ]
+
+
+def pages_of(pool: PagedPool, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randperm(pool.num_pages, generator=generator)[: pool.num_pages // 2 + 1].to(dtype)
+
+
+def check_copies(
+    dtype: torch.dtype,
+    row: tuple[int, ...],
+    page_size: int,
+    layout: SlabLayout,
+    index_dtype: torch.dtype = torch.int64,
+    shift: int = 0,
+) -> None:
+    """Out to a slab and into another pool, against plain indexing. shift: bytes by which the slab
+    misses alignment."""
+    buffers = buffers_of(dtype, row)
+    pool = PagedPool(buffers, page_size)
+    pages = pages_of(pool, index_dtype)
+    shape = pool.slab_shape(len(pages), layout)
+    memory = torch.full((torch.Size(shape).numel() + shift + 5,), 0xA5, dtype=torch.uint8)
+    slab = memory[shift:-5].view(shape)
+    gather(pool, pages, slab, layout)
+
+    raw = [b.view(torch.uint8).view(NUM_SLOTS // page_size, -1) for b in buffers]
+    expected = torch.stack([buffer[pages.long()] for buffer in raw])
+    if layout is SlabLayout.PAGE_FIRST:
+        expected = expected.transpose(0, 1)
+    assert torch.equal(slab, expected)
+    assert (memory[:shift] == 0xA5).all(), "bytes before the slab were written"
+    assert (memory[-5:] == 0xA5).all(), "bytes after the slab were written"
+
+    others = [torch.full_like(b.view(torch.uint8), 0x5A).view(dtype) for b in buffers]
+    scatter(slab, pages, PagedPool(others, page_size), layout)
+    untouched = torch.ones(NUM_SLOTS // page_size, dtype=torch.bool)
+    untouched[pages.long()] = False
+    for source, other in zip(raw, others, strict=True):
+        written = other.view(torch.uint8).view(len(untouched), -1)
+        assert torch.equal(written[pages.long()], source[pages.long()])
+        assert (written[untouched] == 0x5A).all(), "a page that was not named was written"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16 pages": {"dtype": torch.bfloat16, "row": (2, 8), "page_size": 16},
+    "fp8 token rows": {"dtype": torch.float8_e4m3fn, "row": (2, 64), "page_size": 1},
+    "more than a block": {"dtype": torch.float32, "row": (4, 40), "page_size": 16},
+    "rows of 30 bytes": {"dtype": torch.float16, "row": (3, 5), "page_size": 1},
+    "rows of 7 bytes": {"dtype": torch.uint8, "row": (7,), "page_size": 3},
+    "int32 pages": {
+        "dtype": torch.bfloat16,
+        "row": (8,),
+        "page_size": 4,
+        "index_dtype": torch.int32,
+    },
+    "a slab off by 4": {"dtype": torch.bfloat16, "row": (8,), "page_size": 4, "shift": 4},
+    "a slab off by 1": {"dtype": torch.bfloat16, "row": (8,), "page_size": 4, "shift": 1},
+}
+
+
+@pytest.mark.parametrize("layout", list(SlabLayout))
+@pytest.mark.parametrize("name", CASES)
+@interpreted
+def test_the_kernel_copies_bytes_and_only_those(name: str, layout: SlabLayout) -> None:
+    check_copies(layout=layout, **CASES[name])
+
+
+@pytest.mark.parametrize("layout", list(SlabLayout))
+@pytest.mark.parametrize("name", CASES)
+def test_a_cpu_copies_bytes_and_only_those(
+    name: str, layout: SlabLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_copies(layout=layout, **CASES[name])
+
+
+@interpreted
+def test_no_pages_are_no_launch() -> None:
+    pool = PagedPool(buffers_of(), 16)
+    none = torch.zeros(0, dtype=torch.int64)
+    slab = torch.zeros(pool.slab_shape(0), dtype=torch.uint8)
+    gather(pool, none, slab)
+    scatter(slab, none, pool)
+
+
+def test_a_page_beyond_the_pool_is_an_error_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pool = PagedPool(buffers_of(), 16)
+    slab = torch.zeros(pool.slab_shape(1), dtype=torch.uint8)
+    for call in (
+        lambda: gather(pool, torch.tensor([3]), slab),
+        lambda: scatter(slab, torch.tensor([3]), pool),
+    ):
+        with pytest.raises(IndexError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "page_size", "message"),
+    [
+        ([], 1, "a pool of no buffers"),
+        ([torch.zeros(4, 6).T], 1, r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
+        ([torch.zeros(4, 6), torch.zeros(4, 5)], 1, "buffer 1 has 4 slots in 80 bytes"),
+        ([torch.zeros(4, 6), torch.zeros(6, 4)], 1, "buffer 1 has 6 slots in 96 bytes"),
+        ([torch.zeros(4, 6)], 3, "pages of 3 slots do not divide 4 slots"),
+        ([torch.zeros(4, 6)], 0, "pages of 0 slots"),
+    ],
+)
+def test_buffers_that_are_no_pool_are_refused(
+    buffers: list[torch.Tensor], page_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedPool(buffers, page_size)
+
+
+@pytest.mark.parametrize(
+    ("pages", "slab", "message"),
+    [
+        (torch.zeros(1, 1).long(), SLAB, r"pages is \[1, 1\] torch.int64"),
+        (torch.zeros(1), SLAB, "torch.float32; give one dimension"),
+        (torch.zeros(2).long(), SLAB, r"2 pages need \[2, 3, 512\]"),
+        (torch.zeros(1).long(), SLAB.transpose(0, 1), r"1 pages need \[1, 3, 512\]"),
+        (torch.zeros(1).long(), SLAB.float(), r"\[1, 3, 512\] torch.float32; 1 pages need"),
+        (torch.zeros(1).long(), SLAB.repeat(1, 1, 2)[..., ::2], "uint8, contiguous"),
+        (torch.zeros(1).long(), SLAB.to("meta"), "a slab on meta"),
+    ],
+)
+def test_a_slab_that_does_not_fit_is_refused(
+    pages: torch.Tensor, slab: torch.Tensor, message: str
+) -> None:
+    pool = PagedPool(buffers_of(), 16)
+    with pytest.raises(ValueError, match=message):
+        gather(pool, pages, slab)
+    with pytest.raises(ValueError, match=message):
+        scatter(slab, pages, pool)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
+@pytest.mark.parametrize("to_slab", [True, False], ids=["gather", "scatter"])
+def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
+    import triton  # noqa: PLC0415 - loads the compiler
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    from sglang_tiered_kernels.page_copy.triton_kernel import page_copy_kernel  # noqa: PLC0415
+
+    constants = {"TO_SLAB": to_slab, "PAGE_FIRST": True, "ALIGNED": True, "BLOCK": 1024}
+    constants["ELEMENT"] = triton.language.int64
+    types = {
+        "addresses": "*i64",
+        "pages": "*i64",
+        "slab": "*i64",
+        "num_pages": "i32",
+        "num_buffers": "i32",
+        "page_elements": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = page_copy_kernel.arg_names
+    source = ASTSource(
+        fn=page_copy_kernel,
+        signature={name: types[name] for name in names},
+        constexprs={(names.index(k),): v for k, v in constants.items()},
+        attrs={
+            (names.index(k),): [["tt.divisibility", 16]]
+            for k in ("addresses", "slab", "page_elements")
+        },
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}
+    )
+    for verb in ("ld", "st"):
+        moves = re.findall(rf"{verb}\.global\.v2\.b64", made.asm["ptx"])
+        assert len(moves) == 4, f"four 16-byte {verb} of each of 128 threads in a block of 8 KiB"
