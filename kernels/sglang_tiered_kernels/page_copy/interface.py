@@ -97,7 +97,8 @@ def gather(
 
     pages: [n] int32 or int64, page numbers (slot // page_size) on the pool's device, each below
     ``num_pages``; a GPU does not check that. slab: uint8, contiguous, of ``slab_shape``, and
-    overwritten. In stream order; nothing waits. Raises ValueError for a slab or pages that do not fit.
+    overwritten. In stream order; nothing waits.
+    Raises ValueError for a slab or pages that do not fit.
     """
     _copy(pool, pages, slab, layout, to_slab=True)
 
