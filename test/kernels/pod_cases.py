@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +63,22 @@ class Case:
             num_sms=num_sms,
             window=self.window,
             config=config,
+            device=self.q.device,
         )
+
+    def to(self, device: str) -> Case:
+        moved = {
+            name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **moved)
 
     def run(self, plan: PodPlan, **options: Any) -> torch.Tensor:
         """The batch's part of ``out``, poisoned before."""
         self.out.fill_(math.nan)
+        self.launch(plan, **options)
+        return self.out[: plan.num_tokens]
+
+    def launch(self, plan: PodPlan, **options: Any) -> None:
         options.setdefault("sm_scale", self.shape.head_dim**-0.5)
         pod_attention(
             self.q,
@@ -79,7 +90,6 @@ class Case:
             plan,
             **options,
         )
-        return self.out[: plan.num_tokens]
 
     def expected(self, **options: Any) -> torch.Tensor:
         options.setdefault("sm_scale", self.shape.head_dim**-0.5)

@@ -8,6 +8,7 @@ records' fields. The tables travel as one int32 tensor in one copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class PodPlan:
     the assumptions of ``tuning``. fuse: the gate's verdict.
 
     The plan owns the workspace and the counters of its launches, made at the first launch that
-    needs them; that is why two streams must not share a plan.
+    needs them, so two streams must not share a plan; but one may run its prefill role and another
+    its decode role. Make a plan before capturing a CUDA graph, not within.
     """
 
     shape: PodShape
@@ -100,12 +102,12 @@ class PodPlan:
     def num_rows(self) -> int:
         return len(self.extend_lens)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Queries of the batch."""
         return int(self.extend_lens.sum())
 
-    @property
+    @cached_property
     def num_kv_tokens(self) -> int:
         """Entries of ``kv_indices`` that the rows use together."""
         return self.num_tokens + int(self.prefix_lens.sum())
@@ -118,7 +120,7 @@ class PodPlan:
     def num_decode_tiles(self) -> int:
         return len(self.decode_units) * self.shape.num_kv_heads
 
-    @property
+    @cached_property
     def num_partials(self) -> int:
         """Decode units whose results are merged afterwards."""
         return int(self.merges[:, 2].sum())

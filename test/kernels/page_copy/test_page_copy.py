@@ -202,3 +202,27 @@ def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
     for verb in ("ld", "st"):
         moves = re.findall(rf"{verb}\.global\.v2\.b64", made.asm["ptx"])
         assert len(moves) == 4, f"four 16-byte {verb} of each of 128 threads in a block of 8 KiB"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", list(SlabLayout))
+@pytest.mark.parametrize("row", [(8, 128), (3, 5)])
+def test_a_gpu_copies_pages_out_and_back(row: tuple[int, int], layout: SlabLayout) -> None:
+    generator = torch.Generator().manual_seed(0)
+    buffers = [
+        torch.randn(64 * 100, *row, generator=generator).to(torch.bfloat16).to("cuda")
+        for _ in range(8)
+    ]
+    pool = PagedPool(buffers, 64)
+    pages = torch.randperm(100, generator=generator)[:37].to("cuda")
+    slab = torch.zeros(pool.slab_shape(37, layout), dtype=torch.uint8, device="cuda")
+    gather(pool, pages, slab, layout)
+    copies = [torch.zeros_like(buffer) for buffer in buffers]
+    scatter(slab, pages, PagedPool(copies, 64), layout)
+    named = torch.zeros(100, dtype=torch.bool, device="cuda")
+    named[pages] = True
+    for buffer, copied in zip(buffers, copies, strict=True):
+        source, target = buffer.view(100, -1), copied.view(100, -1)
+        assert torch.equal(target[named], source[named])
+        assert not target[~named].any()

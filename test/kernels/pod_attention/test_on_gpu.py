@@ -1,0 +1,116 @@
+"""What only a GPU can show: bfloat16's arithmetic, real SM numbers, streams and CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
+
+from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXTEND = [700, 1, 1, 1, 127, 1, 0]
+PREFIX = [900, 63, 5000, 640, 0, 1999, 7]
+DTYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
+
+
+def plan_of(case: Case, name: str = "A") -> PodPlan:
+    properties = torch.cuda.get_device_properties(0)
+    return case.plan(CONFIGS[name], num_sms=properties.multi_processor_count)
+
+
+def large() -> Case:
+    """Enough tiles of both roles to fill any GPU several times."""
+    shape = shape_of(heads=(32, 8), head_dim=128, page_size=64, dtype=torch.bfloat16)
+    return make_case([2048] + [1] * 64, [2048] + [2000] * 64, shape).to("cuda")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+def test_every_configuration_matches_the_reference(
+    name: str, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    for page_size, window in ((1, -1), (64, -1), (64, 300)):
+        shape = shape_of(
+            heads=(8, 2), head_dim=head_dim, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype
+        )
+        case = make_case(EXTEND, PREFIX, shape, window=window).to("cuda")
+        plan = plan_of(case, name)
+        for options in ({}, {"logit_cap": 30.0, "sinks": sinks_of(shape).to("cuda")}):
+            expected = case.expected(**options)
+            for roles in (Roles.FUSED, Roles.SERIAL):
+                assert_close(case.run(plan, roles=roles, **options), expected)
+
+
+def test_schedules_differ_in_order_only() -> None:
+    case = large()
+    plan = plan_of(case)
+    serial = case.run(plan, roles=Roles.SERIAL).clone()
+    assert not serial.isnan().any()
+    for _ in range(20):  # of the counters' block, and of races
+        for schedule in Schedule:
+            assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), serial)
+
+
+def test_both_roles_meet_on_every_sm() -> None:
+    case = large()
+    plan = plan_of(case)
+    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
+    trace = torch.zeros(tiles, 4, dtype=torch.int64, device="cuda")
+    case.run(plan, roles=Roles.FUSED, trace=trace)
+    count, sm, begin, end = trace.cpu().unbind(1)
+    assert (count == 1).all()
+    assert (end >= begin).all()
+    prefill = torch.arange(tiles) < plan.num_prefill_tiles
+    assert sm.max() < 256, "tickets of two SMs share a counter; enlarge NUM_SM_SLOTS"
+    for number in sm.unique().tolist():
+        here = sm == number
+        assert (here & prefill).any()
+        assert (here & ~prefill).any()
+
+
+def test_a_captured_launch_replays_with_fresh_counters() -> None:
+    case = large()
+    plan = plan_of(case)
+    expected = case.run(plan, roles=Roles.FUSED).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            case.run(plan, roles=Roles.FUSED)
+    for _ in range(5):
+        case.out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(case.out[: plan.num_tokens], expected)
+
+
+def test_roles_may_run_on_two_streams() -> None:
+    case = large()
+    plan = plan_of(case)
+    expected = case.run(plan, roles=Roles.SERIAL).clone()
+    case.out.fill_(float("nan"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    case.launch(plan, roles=Roles.PREFILL)
+    with torch.cuda.stream(side):
+        case.launch(plan, roles=Roles.DECODE)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(case.out[: plan.num_tokens], expected)
+
+
+def test_a_small_split_merges_to_the_same_answer() -> None:
+    shape = shape_of(heads=(32, 8), head_dim=128, page_size=64, dtype=torch.bfloat16)
+    case = make_case([1], [30_000], shape).to("cuda")
+    config = replace(CONFIGS["A"], split_len=64)
+    assert_close(case.run(case.plan(config, num_sms=132)), case.expected())
