@@ -81,6 +81,12 @@ def test_a_window_hides_what_is_behind_it_and_reads_none_of_it(window: int, page
     check(extend=EXTEND, prefix=PREFIX, shape={"page_size": page_size}, window=window)
 
 
+@pytest.mark.parametrize("window", [133, 134, 135])
+def test_a_window_that_begins_around_the_edge_of_a_step(window: int) -> None:
+    # The last query sees the keys from 66, 65 and 64 on; steps are of 32 keys.
+    check(extend=[20], prefix=[180], shape={"heads": (2, 1)}, window=window)
+
+
 @pytest.mark.parametrize("scale", [0.125, 50.0], ids=["linear", "saturated"])
 def test_a_logit_cap_bends_scores_and_saturates(scale: float) -> None:
     check(extend=EXTEND, prefix=PREFIX, shape={}, logit_cap=3.0, sm_scale=scale)
@@ -152,20 +158,18 @@ def test_int32_slots_and_strided_tensors_give_the_same_bits() -> None:
     assert torch.equal(case.run(case.plan(), roles=Roles.FUSED), plain)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 @interpreted
-def test_slots_beyond_32_bits_are_addressed() -> None:
-    case = make_case([20, 1], [40, 70], shape_of(heads=(2, 1)))
+def test_slots_beyond_32_bits_are_addressed(name: str) -> None:
+    case = make_case([20, 1], [40, 70], shape_of(heads=(2, 1), kv_dtype=FP8))
     plain = case.run(case.plan(), roles=Roles.FUSED).clone()
-    slots = case.k_cache.shape[0]
-    stride = 2**31 // slots + 64
-    for name in ("k_cache", "v_cache"):
-        cache = getattr(case, name)
-        # Memory is only taken by the pages that are touched.
-        wide = torch.empty(slots * stride, dtype=cache.dtype).as_strided(
-            cache.shape, (stride, 64, 1)
-        )
-        wide.copy_(cache)
-        setattr(case, name, wide)
+    cache = getattr(case, name)
+    # Half of the slots lie beyond. Memory is only taken by the pages that are touched.
+    stride = 2**32 // len(cache)
+    wide = torch.empty(len(cache) * stride, dtype=torch.uint8).view(FP8)
+    wide = wide.as_strided(cache.shape, (stride, 64, 1))
+    wide.copy_(cache)
+    setattr(case, name, wide)
     assert torch.equal(case.run(case.plan(), roles=Roles.FUSED), plain)
 
 
