@@ -67,6 +67,11 @@ def pod_attention(
     ``TRITON_INTERPRET=1``, from Triton's interpreter.
     Raises ValueError for tensors that do not fit the plan or a shape ``supports`` refuses.
     """
+    if "supported" not in plan.kept:  # asked once a forward, not once a layer
+        refusal = supports(plan.shape, plan.device)
+        if refusal is not None:
+            raise ValueError(refusal)
+        plan.kept["supported"] = True
     _check(q, k_cache, v_cache, out, kv_indptr, kv_indices, plan)
     if not (sm_scale * k_scale > 0 and math.isfinite(sm_scale * k_scale)):
         raise ValueError(f"sm_scale {sm_scale} times k_scale {k_scale} must be positive and finite")
@@ -135,9 +140,6 @@ def _check(
 ) -> None:
     """Raise ValueError, in one sentence, for the first thing that does not fit."""
     shape = plan.shape
-    refusal = supports(shape, plan.device)
-    if refusal is not None:
-        raise ValueError(refusal)
     heads = (shape.num_q_heads, shape.head_dim)
     kv_heads = (shape.num_kv_heads, shape.head_dim)
     for name, tensor, wanted, dtype in (

@@ -81,9 +81,17 @@ class PodShape:
 
 def supports(shape: PodShape, device: torch.device | str = "cuda") -> str | None:
     """None where ``pod_attention`` serves this shape on this device, else one sentence saying why
-    not. A CPU device takes any head size and any floating dtype: it runs plain PyTorch."""
-    if torch.device(device).type == "cpu":
+    not. A CPU device takes any head size and any floating dtype: it runs plain PyTorch. Without a
+    GPU in the machine, ``cuda`` is answered for one that is recent enough."""
+    device = torch.device(device)
+    if device.type == "cpu":
         return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (
+            "POD attention has kernels for NVIDIA GPUs and plain PyTorch for CPUs, but nothing for "
+            f"this {'ROCm' if device.type == 'cuda' else device.type} device; "
+            "use another attention backend"
+        )
     if shape.head_dim not in _HEAD_DIMS:
         return (
             f"head_dim {shape.head_dim} is not supported by POD attention, which has 64 and 128; "
@@ -108,5 +116,11 @@ def supports(shape: PodShape, device: torch.device | str = "cuda") -> str | None
         return (
             f"{shape.group} query heads per KV head are not supported by POD attention, whose "
             f"decode tile holds {_MAX_GROUP}; use another attention backend for this model"
+        )
+    needed = (8, 9) if shape.kv_dtype == torch.float8_e4m3fn else (8, 0)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needed:
+        return (
+            f"a KV cache in {shape.kv_dtype} needs compute capability {needed[0]}.{needed[1]} for "
+            "POD attention, which this GPU lacks; use another attention backend"
         )
     return None

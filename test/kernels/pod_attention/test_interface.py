@@ -106,6 +106,35 @@ def test_a_gpu_refuses_what_its_kernel_lacks(changes: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
+    ("kv_dtype", "capability", "message"),
+    [
+        (torch.bfloat16, (9, 0), None),
+        (torch.bfloat16, (8, 0), None),
+        (torch.bfloat16, (7, 5), "needs compute capability 8.0"),
+        (torch.float8_e4m3fn, (8, 9), None),
+        (torch.float8_e4m3fn, (8, 6), "torch.float8_e4m3fn needs compute capability 8.9"),
+        (torch.float8_e5m2, (8, 6), None),
+    ],
+)
+def test_an_old_gpu_is_refused_before_its_compiler_fails(
+    kv_dtype: torch.dtype,
+    capability: tuple[int, int],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    refusal = supports(PodShape(32, 8, 128, 64, torch.bfloat16, kv_dtype))
+    assert refusal is None if message is None else message in str(refusal)
+
+
+def test_a_device_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nothing for this xpu device" in str(supports(shape_of(), "xpu"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "nothing for this ROCm device" in str(supports(shape_of(), "cuda"))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_q_heads": 0}, "num_q_heads is 0"),

@@ -112,6 +112,39 @@ def test_a_role_alone_is_traced_at_its_own_tiles() -> None:
     assert counts == [0] * plan.num_prefill_tiles + [1] * plan.num_decode_tiles
 
 
+@interpreted
+def test_the_gate_decides_only_where_it_is_asked() -> None:
+    from sglang_tiered_kernels.pod_attention import launch  # noqa: PLC0415 - needs Triton
+
+    launched: list[int] = []
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> object:
+            del grid
+            return lambda *_, **options: launched.append(options["ROLES"])
+
+    def roles_of(plan: PodPlan, roles: Roles) -> list[int]:
+        launched.clear()
+        case.run(plan, roles=roles)
+        return list(launched)
+
+    prefill, decode, both = 1, 2, 3
+    kernel, launch.pod_kernel = launch.pod_kernel, Recorder()
+    try:
+        case = mixed(40, 2)
+        plan = case.plan()
+        for fuse in (True, False):
+            plan.fuse = fuse
+            assert roles_of(plan, Roles.PLANNED) == ([both] if fuse else [prefill, decode])
+            assert roles_of(plan, Roles.FUSED) == [both]
+            assert roles_of(plan, Roles.SERIAL) == [prefill, decode]
+        case = make_case([40], [3])
+        assert roles_of(case.plan(), Roles.FUSED) == [prefill]
+        assert roles_of(case.plan(), Roles.DECODE) == []
+    finally:
+        launch.pod_kernel = kernel
+
+
 def test_the_ticket_period_is_exact() -> None:
     """Of every period's tickets, exactly the planned number are prefill's: the two are coprime."""
     for prefill_tickets in range(1, 17):
