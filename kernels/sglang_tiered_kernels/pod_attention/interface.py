@@ -55,8 +55,9 @@ def pod_attention(
     sm_scale: multiplies the scores; positive. logit_cap: scores become ``cap * tanh(score / cap)``;
         0 for none. sinks: [q_heads], a logit per head that joins the softmax's denominator.
     k_scale, v_scale: what the cache's keys and values are to be multiplied with (fp8 caches).
-    roles, schedule: see the enumerations. The tiles, and with them the results, are the same under
-        every schedule, bit for bit.
+    roles, schedule: see the enumerations. Who runs a tile, and when, does not change its result:
+        the same call gives the same bits again. Another schedule, or the roles apart, is another
+        compilation, which may round differently.
     trace: None, or [prefill tiles + decode tiles, 4] int64 zeros, in the order of the plan's units
         and heads, which receive how often each tile ran, its SM, and its begin and end in
         nanoseconds of the device's clock. A kernel of its own is compiled for it; the CPU path

@@ -54,14 +54,16 @@ def test_every_configuration_matches_the_reference(
                 assert_close(case.run(plan, roles=roles, **options), expected)
 
 
-def test_schedules_differ_in_order_only() -> None:
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_who_runs_a_tile_does_not_change_its_result(schedule: Schedule) -> None:
     case = large()
     plan = plan_of(case)
-    serial = case.run(plan, roles=Roles.SERIAL).clone()
+    serial = case.run(plan, roles=Roles.SERIAL).double()
     assert not serial.isnan().any()
-    for _ in range(20):  # of the counters' block, and of races
-        for schedule in Schedule:
-            assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), serial)
+    first = case.run(plan, roles=Roles.FUSED, schedule=schedule).clone()
+    assert_close(first, serial)
+    for _ in range(70):  # beyond the launches that share one clearing of the counters
+        assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
 
 
 def test_both_roles_meet_on_every_sm() -> None:
@@ -100,6 +102,7 @@ def test_roles_may_run_on_two_streams() -> None:
     plan = plan_of(case)
     expected = case.run(plan, roles=Roles.SERIAL).clone()
     case.out.fill_(float("nan"))
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     case.launch(plan, roles=Roles.PREFILL)
