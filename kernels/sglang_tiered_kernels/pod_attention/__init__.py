@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS, PodConfig
-from sglang_tiered_kernels.pod_attention.interface import pod_attention
+from sglang_tiered_kernels.pod_attention.interface import pod_attention, warm_up
 from sglang_tiered_kernels.pod_attention.plan import PodPlan, is_decode_row, make_plan
 from sglang_tiered_kernels.pod_attention.reference import reference_pod_attention
 from sglang_tiered_kernels.pod_attention.shape import (
@@ -27,4 +27,5 @@ __all__ = [
     "pod_attention",
     "reference_pod_attention",
     "supports",
+    "warm_up",
 ]

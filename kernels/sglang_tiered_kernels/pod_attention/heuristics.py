@@ -15,11 +15,10 @@ import numpy as np
 from sglang_tiered_kernels.pod_attention.shape import PodShape, Tickets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 __all__ = [
+    "CHOSEN_CONFIGS",
     "CONFIGS",
     "DEFAULT_CONFIG",
     "PodConfig",
@@ -104,14 +103,15 @@ CONFIGS: dict[str, PodConfig] = {
     )
 }
 DEFAULT_CONFIG = CONFIGS["A"]
+_SHORT_CONFIG = CONFIGS["D"]
+# What ``choose_config`` may return, so that a server can compile it all before it serves.
+CHOSEN_CONFIGS = (DEFAULT_CONFIG, _SHORT_CONFIG)
 
 
-def choose_config(shape: PodShape, extend_lens: Sequence[int]) -> PodConfig:
-    """The shipped configuration for a batch. Unmeasured as yet: the one with the least risk, which
-    is A, except that chunks below half a tile of it take D's narrower steps."""
-    del shape
-    longest = max(extend_lens, default=0)
-    return CONFIGS["D"] if longest <= DEFAULT_CONFIG.block_m // 2 else DEFAULT_CONFIG
+def choose_config(longest_extend: int) -> PodConfig:
+    """The shipped configuration for a batch by its longest chunk. Unmeasured as yet: the one with
+    the least risk, except that chunks below half a tile of it take narrower steps."""
+    return _SHORT_CONFIG if 2 * longest_extend <= DEFAULT_CONFIG.block_m else DEFAULT_CONFIG
 
 
 def choose_split_len(kv_tokens: int, shape: PodShape, num_sms: int, block_n_decode: int) -> int:

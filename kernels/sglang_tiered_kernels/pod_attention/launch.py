@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
-from sglang_tiered_kernels.pod_attention.plan import FIRST_TICKET, NUM_SM_SLOTS
+from sglang_tiered_kernels.pod_attention.plan import FIRST_TICKET, NUM_SM_SLOTS, make_plan
 from sglang_tiered_kernels.pod_attention.shape import Schedule
 from sglang_tiered_kernels.pod_attention.triton_kernel import merge_kernel, pod_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
     from sglang_tiered_kernels.pod_attention.shape import PodShape
@@ -26,6 +29,7 @@ __all__ = [
     "constants",
     "pod_launch",
     "run",
+    "warm_up",
 ]
 
 # ROLES of the kernel.
@@ -217,6 +221,48 @@ def run(
             num_warps=4,
             enable_fp_fusion=True,
         )
+
+
+def warm_up(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    shape: PodShape,
+    configs: Sequence[PodConfig],
+    *,
+    index_dtype: torch.dtype,
+    window: int,
+    **options: Any,
+) -> None:
+    """Launch every kernel that batches of this shape need, on a batch of two short rows."""
+    device = k_cache.device
+    for config in configs:
+        # Splits of one step, so that the second row is merged.
+        config = replace(config, split_len=config.block_n_decode)  # noqa: PLW2901
+        extend, prefix = [2, 1], [0, 2 * config.block_n_decode]
+        plan = make_plan(
+            extend, prefix, shape, num_sms=1, window=window, config=config, device=device
+        )
+        q = torch.zeros(3, shape.num_q_heads, shape.head_dim, dtype=shape.q_dtype, device=device)
+        starts = torch.tensor([0, 2, 3 + prefix[1]], dtype=torch.int32, device=device)
+        # Every key is that of slot 0, or of its page.
+        slots = torch.zeros(plan.num_kv_tokens, dtype=index_dtype, device=device)
+        for schedule in (Schedule.TICKET, None):
+            run(
+                q,
+                k_cache,
+                v_cache,
+                torch.empty_like(q),
+                starts,
+                slots,
+                plan,
+                prefill=True,
+                decoding=True,
+                schedule=schedule,
+                scale=1.0,
+                v_scale=1.0,
+                trace=None,
+                **options,
+            )
 
 
 def _partials(plan: PodPlan) -> tuple[torch.Tensor, torch.Tensor]:

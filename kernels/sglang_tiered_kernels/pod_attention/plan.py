@@ -192,7 +192,7 @@ def make_plan(
     prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
     _check(extend, prefix, num_sms, window)
     if config is None:
-        config = heuristics.choose_config(shape, extend.tolist())
+        config = heuristics.choose_config(int(extend.max(initial=0)))
     # The array form of ``is_decode_row``; a test holds the two together.
     decoding = (extend == 1) & (prefix > 0)
     first_query = np.cumsum(extend) - extend

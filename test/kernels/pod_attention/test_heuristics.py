@@ -17,7 +17,11 @@ from sglang_tiered_kernels.pod_attention import (
     Tickets,
     make_plan,
 )
-from sglang_tiered_kernels.pod_attention.heuristics import choose_config, choose_split_len
+from sglang_tiered_kernels.pod_attention.heuristics import (
+    CHOSEN_CONFIGS,
+    choose_config,
+    choose_split_len,
+)
 
 LLAMA = PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)
 
@@ -105,8 +109,12 @@ def test_a_split_is_whole_steps_within_its_bounds(tokens: int, sms: int) -> None
 
 def test_a_shipped_configuration_is_found_by_its_name() -> None:
     assert all(name == config.name for name, config in CONFIGS.items())
-    assert choose_config(LLAMA, [2048, 1]) in CONFIGS.values()
-    assert choose_config(LLAMA, []) in CONFIGS.values()
+
+
+@given(longest=st.integers(0, 10_000))
+def test_whatever_is_chosen_can_be_compiled_before_serving(longest: int) -> None:
+    assert choose_config(longest) in CHOSEN_CONFIGS
+    assert set(CHOSEN_CONFIGS) <= set(CONFIGS.values())
 
 
 @pytest.mark.parametrize(

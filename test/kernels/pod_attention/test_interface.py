@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
-from sglang_tiered_kernels.pod_attention import PodShape, Roles, make_plan, supports
+from sglang_tiered_kernels.pod_attention import PodShape, Roles, make_plan, supports, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,6 +103,14 @@ def test_a_gpu_refuses_what_its_kernel_lacks(changes: dict[str, Any], message: s
     assert refusal is not None
     assert re.search(message, refusal)
     assert supports(dataclasses.replace(shape, **changes), "cpu") is None
+
+
+def test_warming_up_a_cpu_is_nothing_and_an_unsupported_model_is_told_at_start() -> None:
+    case = make_case(EXTEND, PREFIX)
+    warm_up(case.k_cache, case.v_cache, case.shape)
+    far = case.k_cache.to("meta")
+    with pytest.raises(ValueError, match="nothing for this meta device"):
+        warm_up(far, far, case.shape)
 
 
 @pytest.mark.parametrize(

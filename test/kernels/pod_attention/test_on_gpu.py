@@ -8,7 +8,7 @@ import pytest
 import torch
 from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
-from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule
+from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +64,21 @@ def test_who_runs_a_tile_does_not_change_its_result(schedule: Schedule) -> None:
     assert_close(first, serial)
     for _ in range(70):  # beyond the launches that share one clearing of the counters
         assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
+
+
+def test_a_warm_server_does_not_compile() -> None:
+    from triton import knobs  # noqa: PLC0415
+
+    case = large()
+    warm_up(case.k_cache, case.v_cache, case.shape)
+    compiled = []
+    knobs.runtime.jit_cache_hook = lambda **request: compiled.append(request["repr"])
+    try:
+        for roles in Roles:
+            case.run(plan_of(case), roles=roles)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    assert not compiled
 
 
 def test_both_roles_meet_on_every_sm() -> None:
