@@ -27,6 +27,7 @@ __all__ = [
     "PREFILL",
     "Launch",
     "constants",
+    "merge_constants",
     "pod_launch",
     "run",
     "warm_up",
@@ -96,6 +97,18 @@ def constants(
     if config.max_registers is not None and roles != DECODE:
         options["maxnreg"] = config.max_registers
     return options
+
+
+def merge_constants(shape: PodShape, *, sinks: bool) -> dict[str, Any]:
+    """As ``constants``, for the kernel that merges split rows."""
+    return {
+        "Q_HEADS": shape.num_q_heads,
+        "D": shape.head_dim,
+        "SINKS": sinks,
+        "BLOCK_S": _MERGE_BLOCK,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
 
 
 def pod_launch(
@@ -214,12 +227,7 @@ def run(
             plan.table[plan.merge_table_offset :],
             float(v_scale),
             *out.stride()[:2],
-            Q_HEADS=plan.shape.num_q_heads,
-            D=plan.shape.head_dim,
-            SINKS=sinks is not None,
-            BLOCK_S=_MERGE_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=True,
+            **merge_constants(plan.shape, sinks=sinks is not None),
         )
 
 

@@ -26,12 +26,17 @@ from triton.compiler import ASTSource
 from sglang_tiered_kernels.pod_attention import launch
 from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS, PodConfig
 from sglang_tiered_kernels.pod_attention.shape import PodShape
-from sglang_tiered_kernels.pod_attention.triton_kernel import ANY_ALIGNMENT, PER_BATCH, pod_kernel
+from sglang_tiered_kernels.pod_attention.triton_kernel import (
+    ANY_ALIGNMENT,
+    PER_BATCH,
+    merge_kernel,
+    pod_kernel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Compiled", "compile_pod", "report", "signature"]
+__all__ = ["Compiled", "compile_merge", "compile_pod", "report", "signature"]
 
 _TARGET = GPUTarget("cuda", 90, 32)
 # Of an SM of compute capability 9.0, CUDA C++ Programming Guide.
@@ -93,7 +98,8 @@ def signature(
         "trace": "*i64" if constants["TRACE"] else "*i32",
     }
     floats = {"qk_scale", "cap", "v_scale"}
-    types, attributes = {}, {}
+    types: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
     for place, name in enumerate(pod_kernel.arg_names):
         if name in constants:
             types[name] = "constexpr"
@@ -121,10 +127,37 @@ def compile_pod(
         name: constants.pop(name) for name in launch.COMPILER_OPTIONS if name in constants
     }
     types, attributes = signature(shape, constants, index_dtype)
+    return _compile(pod_kernel, types, constants, attributes, compiler_options)
+
+
+def compile_merge(shape: PodShape, *, sinks: bool = False) -> Compiled:
+    """As ``compile_pod``, the kernel that merges split rows."""
+    if not isinstance(merge_kernel, triton.JITFunction):
+        raise RuntimeError("TRITON_INTERPRET is set, so there is no compiler; unset it")
+    constants = launch.merge_constants(shape, sinks=sinks)
+    options = {name: constants.pop(name) for name in launch.COMPILER_OPTIONS if name in constants}
+    pointers = {"out_ptr": _POINTERS[shape.q_dtype], "sinks_ptr": "*fp32", "units": "*i32"}
+    pointers |= {"partial_out": "*fp32", "partial_lse": "*fp32", "v_scale": "fp32"}
+    types: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for place, name in enumerate(merge_kernel.arg_names):
+        types[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        if name not in {*constants, "v_scale", "units", "sinks_ptr"}:
+            attributes[place,] = [["tt.divisibility", 16]]
+    return _compile(merge_kernel, types, constants, attributes, options)
+
+
+def _compile(
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int], list[list[Any]]],
+    compiler_options: dict[str, Any],
+) -> Compiled:
     source = ASTSource(
-        fn=pod_kernel,
+        fn=function,
         signature=types,
-        constexprs={(pod_kernel.arg_names.index(k),): v for k, v in constants.items()},
+        constexprs={(function.arg_names.index(k),): v for k, v in constants.items()},
         attrs=attributes,
     )
     kernel = triton.compile(source, target=_TARGET, options=compiler_options)

@@ -73,6 +73,15 @@ def test_a_role_alone_needs_no_more_than_both(config: str, roles: int) -> None:
     assert made.spill_bytes <= SPILL_BYTES.get(config, 0)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_merge_compiles_without_spilling(sinks: bool) -> None:
+    from sglang_tiered_kernels.pod_attention import tuning  # noqa: PLC0415 - loads the compiler
+
+    made = tuning.compile_merge(LLAMA, sinks=sinks)
+    assert made.spill_bytes == 0
+    assert made.ctas_per_sm >= 8, "it waits for memory, which only other blocks can hide"
+
+
 @pytest.mark.slow
 def test_a_persistent_launch_compiles() -> None:
     # The loop around the tiles costs registers; it is there for comparison.

@@ -48,7 +48,7 @@ def test_decodes_at_the_edges_of_steps_and_splits(length: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 def test_pages_are_read_through_slots_and_by_address(page_size: int) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={"page_size": page_size})
+    check(extend=EXTEND, prefix=PREFIX, shape={"heads": (2, 1), "page_size": page_size})
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (20, 1), (6, 2)])
@@ -78,7 +78,8 @@ def test_scales_of_an_fp8_cache_reach_scores_and_values_once() -> None:
 @pytest.mark.parametrize("window", [0, 1, 31, 40, 63, 1000])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_a_window_hides_what_is_behind_it_and_reads_none_of_it(window: int, page_size: int) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={"page_size": page_size}, window=window)
+    shape = {"heads": (2, 1), "page_size": page_size}
+    check(extend=EXTEND, prefix=PREFIX, shape=shape, window=window)
 
 
 @pytest.mark.parametrize("window", [133, 134, 135])
@@ -89,7 +90,7 @@ def test_a_window_that_begins_around_the_edge_of_a_step(window: int) -> None:
 
 @pytest.mark.parametrize("scale", [0.125, 50.0], ids=["linear", "saturated"])
 def test_a_logit_cap_bends_scores_and_saturates(scale: float) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={}, logit_cap=3.0, sm_scale=scale)
+    check(extend=EXTEND, prefix=PREFIX, shape={"heads": (2, 1)}, logit_cap=3.0, sm_scale=scale)
 
 
 def test_sinks_join_the_denominator_of_whole_and_of_split_rows_once() -> None:
