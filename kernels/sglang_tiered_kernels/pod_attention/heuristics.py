@@ -43,7 +43,7 @@ _MIN_SHARE = 0.15
 _DECODE_TILES_PER_SM = 4
 _MIN_SPLIT, _MAX_SPLIT = 256, 2048
 # Tickets of one role in a period, at most.
-_MAX_TICKETS = 16
+_MAX_TICKETS = 64
 
 
 def _power_of_two(value: int) -> bool:

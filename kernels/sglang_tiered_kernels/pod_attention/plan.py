@@ -72,7 +72,7 @@ class PodPlan:
 
     split_len: the tokens of the longest decode unit allowed. tickets: of a period, for prefill and
     decode. prefill_estimate_s, decode_estimate_s: what each role would take alone, per layer, by
-    the assumptions of ``tuning``. fuse: the gate's verdict.
+    the assumptions of ``heuristics``. fuse: the gate's verdict.
 
     The plan owns the workspace and the counters of its launches, made at the first launch that
     needs them, so two streams must not share a plan; but one may run its prefill role and another

@@ -67,7 +67,7 @@ def test_a_few_random_batches_match(**batch: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**BATCHES)
 def test_many_random_batches_match(**batch: Any) -> None:
     check(**batch)

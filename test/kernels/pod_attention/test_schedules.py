@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -147,11 +148,11 @@ def test_the_gate_decides_only_where_it_is_asked() -> None:
 
 def test_the_ticket_period_is_exact() -> None:
     """Of every period's tickets, exactly the planned number are prefill's: the two are coprime."""
-    for prefill_tickets in range(1, 17):
-        for decode_tickets in range(1, 17):
-            period = prefill_tickets + decode_tickets
-            if torch.gcd(torch.tensor(prefill_tickets), torch.tensor(decode_tickets)) > 1:
+    for prefill_tickets in range(1, 65):
+        for decode_tickets in range(1, 65):
+            if math.gcd(prefill_tickets, decode_tickets) > 1:
                 continue
+            period = prefill_tickets + decode_tickets
             roles = [t * prefill_tickets % period < prefill_tickets for t in range(period)]
             assert roles[0]
             assert sum(roles) == prefill_tickets
