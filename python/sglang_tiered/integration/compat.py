@@ -10,8 +10,12 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
+from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import UnsupportedSGLangError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["SUPPORTED_VERSIONS", "check_signatures", "check_version"]
 
@@ -163,9 +167,13 @@ def check_version() -> None:
         )
 
 
-def check_signatures() -> None:
-    """Raise ``UnsupportedSGLangError`` naming the first seam that is not what we rely on."""
-    for target, expected in _SIGNATURES.items():
+def check_signatures(signatures: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    """Raise ``UnsupportedSGLangError`` naming the first seam that is not what we rely on.
+
+    signatures: by default those that every process relies on. A part that only some servers load
+    brings its own, so that the others need not import what it extends.
+    """
+    for target, expected in (_SIGNATURES if signatures is None else signatures).items():
         try:
             function = pkgutil.resolve_name(target)
         except (ImportError, AttributeError) as error:

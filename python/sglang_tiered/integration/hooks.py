@@ -5,7 +5,7 @@
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
 | Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
-| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics`` |
+| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant |
@@ -146,12 +146,15 @@ def _after_is_fully_idle(
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     from sglang_tiered.integration.metrics_exporter import samples
+    from sglang_tiered.integration.pod_backend import STATISTICS
     from sglang_tiered.integration.radix_cache import TieredRadixCache
     from sglang_tiered.integration.transfer_stats import stats_of_scheduler
 
     transfer = stats_of_scheduler(scheduler)
     if transfer is not None:
         result.internal_state["sglang_tiered_transfer"] = dataclasses.asdict(transfer)
+    if STATISTICS.serving:
+        result.internal_state["sglang_tiered_pod"] = STATISTICS.state()
     cache = scheduler.tree_cache
     if not isinstance(cache, TieredRadixCache):
         return result

@@ -24,11 +24,18 @@ def activate_platform() -> str | None:
 
 
 def register() -> None:
-    """Register the ``tiered`` cache, the ``reference`` attention backend and the hooks."""
-    from sglang_tiered.integration import compat, hooks, radix_cache, reference_backend
+    """Register the ``tiered`` cache, the attention backends and the hooks."""
+    from sglang_tiered.integration import (
+        compat,
+        hooks,
+        pod_backend,
+        radix_cache,
+        reference_backend,
+    )
 
     compat.check_version()
     reference_backend.register()
+    pod_backend.register()
     if not _has_accelerator():
         from sglang_tiered.integration import cpu_platform, malloc, short_conv
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["NAME", "ReferenceAttnBackend", "register"]
+__all__ = ["NAME", "ReferenceAttnBackend", "always_absorb", "register"]
 
 NAME = "reference"
 
@@ -194,12 +194,12 @@ def register() -> None:
 
 def _create(runner: ModelRunner) -> ReferenceAttnBackend:
     if runner.use_mla_backend:
-        _always_absorb()
+        always_absorb(NAME)
     return ReferenceAttnBackend(runner)
 
 
-def _always_absorb() -> None:
-    """Send every MLA forward through the absorbed form.
+def always_absorb(name: str) -> None:
+    """Send every MLA forward of the backend ``name`` through the absorbed form.
 
     For an unknown backend DeepSeek's dispatcher borrows Triton's choice, which expands K and V for
     a prefill without prefix and expects the backend to attend to those instead of the latent cache.
@@ -214,4 +214,4 @@ def _always_absorb() -> None:
     def absorbed(attention: Any, forward_batch: Any) -> Any:
         return AttnForwardMethod.MLA
 
-    AttentionBackendRegistry.register(NAME, absorbed)
+    AttentionBackendRegistry.register(name, absorbed)

@@ -33,6 +33,7 @@ from sglang_tiered.config import (
     parse_share,
 )
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration import pod_flags
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
 from sglang_tiered.integration.tier_flags import TIER_FLAGS, without_our_flags
 from sglang_tiered.integration.transfer_args import resolve_transfer, transfer_arguments
@@ -114,6 +115,7 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
+    pod_flags.check_arguments(explicit)
     rest = without_our_flags(arguments)
     mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
     transfer = resolve_transfer(explicit)

@@ -1,0 +1,69 @@
+"""What ``--attention-backend pod`` cannot go with, and what the operator is told at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["HINT", "check_arguments", "startup_line"]
+
+_BACKEND_FLAGS = {
+    "attention_backend": "--attention-backend",
+    "prefill_attention_backend": "--prefill-attention-backend",
+    "decode_attention_backend": "--decode-attention-backend",
+}
+HINT = (
+    "attention backend pod: pass --enable-mixed-chunk; without it prefill and decode rows hardly "
+    "ever meet in one batch, and this backend changes nothing."
+)
+
+
+def check_arguments(explicit: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` with one sentence where the pod backend is asked for beside something
+    that would make the request void or fail later. explicit: what the user gave, by name."""
+    named = [flag for name, flag in _BACKEND_FLAGS.items() if explicit.get(name) == "pod"]
+    if not named:
+        return
+    prefill = explicit.get("prefill_attention_backend") or explicit.get("attention_backend")
+    if prefill != "pod":
+        raise ConfigError(
+            f"{named[0]} pod would never see a mixed batch, since SGLang sends those to the "
+            f"prefill backend, here {prefill or 'its default'}; pass --attention-backend pod or "
+            "--prefill-attention-backend pod."
+        )
+    if explicit.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"{named[0]} pod cuts rows by what else is in the batch, so it cannot go with "
+            "--enable-deterministic-inference; drop one of them."
+        )
+    if explicit.get("speculative_algorithm") and not explicit.get(
+        "speculative_draft_attention_backend"
+    ):
+        raise ConfigError(
+            f"{named[0]} pod has no draft backend for --speculative-algorithm "
+            f"{explicit['speculative_algorithm']}, which also turns mixed batches off; drop one of "
+            "them, or pass --speculative-draft-attention-backend triton."
+        )
+    if explicit.get("enable_mixed_chunk") and (explicit.get("chunked_prefill_size") or 0) < 0:
+        raise ConfigError(
+            "--enable-mixed-chunk has no meaning with --chunked-prefill-size "
+            f"{explicit['chunked_prefill_size']}; drop one of them."
+        )
+
+
+def startup_line(*, reason: str | None, shape: str, on_cpu: bool) -> str:
+    """What the server log says. reason: why no layer goes through the kernels, None where they do.
+    shape: the model's attention in words."""
+    kernels, parent = "the POD kernels", "SGLang's Triton backend"
+    if on_cpu:
+        kernels, parent = "the PyTorch form of the POD kernels", "the reference backend"
+    if reason is not None:
+        return f"attention backend pod leaves this model to {parent}: {reason}."
+    return (
+        f"attention backend pod: batches with both prefill and decode rows go through {kernels} "
+        f"({shape}), everything else through {parent}."
+    )
