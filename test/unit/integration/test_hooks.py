@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.integration import hooks
+from sglang_tiered.integration import hooks, pod_backend
 from sglang_tiered.integration.radix_cache import TieredRadixCache
 
 
@@ -50,3 +50,15 @@ def test_weight_update_is_reported_with_what_the_tree_still_holds(
 def test_weight_update_of_an_untiered_server_is_left_alone() -> None:
     updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=object()))
     hooks._after_weight_update(SimpleNamespace(success=True), updater, SimpleNamespace())
+
+
+def test_server_info_shows_what_the_pod_backend_served_only_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = SimpleNamespace(tree_cache=object())
+    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    result = SimpleNamespace(internal_state={})
+    assert hooks._after_internal_state(result, scheduler, None).internal_state == {}
+    monkeypatch.setattr(pod_backend.STATISTICS, "serving", True)
+    shown = hooks._after_internal_state(result, scheduler, None).internal_state
+    assert shown["sglang_tiered_pod"]["mixed_forwards"] == 0

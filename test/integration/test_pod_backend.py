@@ -1,0 +1,92 @@
+"""The ``pod`` attention backend on a live server: mixed batches reach it, tokens stay equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from family_models import write_gemma3, write_sliding_window
+
+from conftest import Launch, make_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server_process import Answer, Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+NUM_NEW = 24
+CHUNK = 64
+# Shorter than a chunk and several chunks long, so that some decode while others are prefilled.
+LENGTHS = (40, 300, 90, 180, 61, 250, 150, 299)
+PROMPTS = [
+    prompt[:length]
+    for prompt, length in zip(make_prompts(11, len(LENGTHS), 300), LENGTHS, strict=True)
+]
+MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK))
+UNTIERED = ("--tier-mode", "off", "--max-total-tokens", "4096", *MIXED)
+
+
+def served(server: Server) -> dict[str, Any]:
+    state: dict[str, Any] = server.request("/server_info")["internal_states"][0][
+        "sglang_tiered_pod"
+    ]
+    return state
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
+
+
+def together(server: Server) -> list[list[int]]:
+    return tokens(server.generate_all(PROMPTS, concurrency=len(PROMPTS), num_new=NUM_NEW))
+
+
+def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """With tiers, since both want to be used together."""
+    # What NVMe holds would come back at once, and leave no chunks to mix with.
+    tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB", "--tier-flush=all")
+    server = launch("--attention-backend", "pod", "--max-total-tokens", "4096", *tiers, *MIXED)
+    assert "attention backend pod: batches with both prefill and decode rows" in server.log
+    alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
+    assert served(server)["mixed_forwards"] == 0, "one request has no rows to mix"
+    server.flush()
+    assert together(server) == alone
+    state = served(server)
+    # Nobody but the pod backend counts these, and it counts after the kernels returned.
+    assert state["mixed_forwards"] >= 4
+    assert state["pod_layers"] == 3 * state["mixed_forwards"]  # the demo model has three layers
+    assert state["decode_rows"] >= state["mixed_forwards"]
+    assert state["other_layers"] == {}
+    server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["reference", "torch_native"])
+def test_mixed_batches_give_the_tokens_of_other_backends(launch: Launch, other: str) -> None:
+    answers = {}
+    for backend in ("pod", other):
+        server = launch("--attention-backend", backend, *UNTIERED)
+        answers[backend] = together(server)
+        server.kill()
+    assert answers["pod"] == answers[other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_sliding_window, write_gemma3])
+def test_sliding_windows_and_sinks_survive_mixed_batches(
+    write: Callable[[Path, Path], Path], launch: Launch, model: Path, tmp_path: Path
+) -> None:
+    """Windows in a pool of their own, with sinks; windows in the pool of the other layers."""
+    path = write(model, tmp_path / "model")
+    server = launch("--attention-backend", "pod", *UNTIERED, model_path=path)
+    alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
+    server.flush()
+    assert together(server) == alone
+    assert served(server)["pod_layers"] >= 12
+    assert served(server)["other_layers"] == {}
+    server.kill()
