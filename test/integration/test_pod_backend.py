@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 NUM_NEW = 24
-CHUNK = 64
 # Shorter than a chunk and several chunks long, so that some decode while others are prefilled.
 LENGTHS = (40, 300, 90, 180, 61, 250, 150, 299)
 PROMPTS = [
     prompt[:length]
     for prompt, length in zip(make_prompts(11, len(LENGTHS), 300), LENGTHS, strict=True)
 ]
-MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK))
-UNTIERED = ("--tier-mode", "off", "--max-total-tokens", "4096", *MIXED)
+MIXED = ("--attention-backend", "pod", "--enable-mixed-chunk", "--max-total-tokens", "4096")
+UNTIERED = (*MIXED, "--tier-mode", "off", "--chunked-prefill-size", "64")
 
 
 def served(server: Server) -> dict[str, Any]:
@@ -48,9 +47,10 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
     launch: Launch, tmp_path: Path
 ) -> None:
     """With tiers, since both want to be used together."""
-    # What NVMe holds would come back at once, and leave no chunks to mix with.
+    # What NVMe holds would come back at once, and leave no chunks to mix with. A chunk is whole
+    # pages of 64 after the decode rows are taken off it.
     tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB", "--tier-flush=all")
-    server = launch("--attention-backend", "pod", "--max-total-tokens", "4096", *tiers, *MIXED)
+    server = launch(*MIXED, *tiers, "--chunked-prefill-size", "128")
     assert "attention backend pod: batches with both prefill and decode rows" in server.log
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     assert served(server)["mixed_forwards"] == 0, "one request has no rows to mix"
@@ -70,7 +70,7 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
 def test_mixed_batches_give_the_tokens_of_other_backends(launch: Launch, other: str) -> None:
     answers = {}
     for backend in ("pod", other):
-        server = launch("--attention-backend", backend, *UNTIERED)
+        server = launch(*UNTIERED, "--attention-backend", backend)
         answers[backend] = together(server)
         server.kill()
     assert answers["pod"] == answers[other]
@@ -83,7 +83,7 @@ def test_sliding_windows_and_sinks_survive_mixed_batches(
 ) -> None:
     """Windows in a pool of their own, with sinks; windows in the pool of the other layers."""
     path = write(model, tmp_path / "model")
-    server = launch("--attention-backend", "pod", *UNTIERED, model_path=path)
+    server = launch(*UNTIERED, model_path=path)
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     server.flush()
     assert together(server) == alone

@@ -22,9 +22,10 @@ HINT = (
 )
 
 
-def check_arguments(explicit: Mapping[str, Any]) -> None:
+def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
     """Raise ``ConfigError`` with one sentence where the pod backend is asked for beside something
-    that would make the request void or fail later. explicit: what the user gave, by name."""
+    that would make the request void or fail later. explicit: what the user gave, by name.
+    page_size: the server's."""
     named = [flag for name, flag in _BACKEND_FLAGS.items() if explicit.get(name) == "pod"]
     if not named:
         return
@@ -48,10 +49,20 @@ def check_arguments(explicit: Mapping[str, Any]) -> None:
             f"{explicit['speculative_algorithm']}, which also turns mixed batches off; drop one of "
             "them, or pass --speculative-draft-attention-backend triton."
         )
-    if explicit.get("enable_mixed_chunk") and (explicit.get("chunked_prefill_size") or 0) < 0:
+    chunk = explicit.get("chunked_prefill_size")
+    if not explicit.get("enable_mixed_chunk") or chunk is None:
+        return
+    if chunk <= 0:
         raise ConfigError(
-            "--enable-mixed-chunk has no meaning with --chunked-prefill-size "
-            f"{explicit['chunked_prefill_size']}; drop one of them."
+            f"--enable-mixed-chunk has no meaning with --chunked-prefill-size {chunk}; drop one of "
+            "them."
+        )
+    if chunk < 2 * page_size:
+        # SGLang takes the decode rows off the chunk, then rounds it down to whole pages.
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} has no whole page of {page_size} left beside a "
+            "running request, so requests would run one after the other; pass at least "
+            f"{2 * page_size} with --enable-mixed-chunk."
         )
 
 

@@ -115,9 +115,10 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
-    pod_flags.check_arguments(explicit)
     rest = without_our_flags(arguments)
     mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
+    default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
+    pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
     transfer = resolve_transfer(explicit)
     added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
     if mode is TierMode.OFF:

@@ -356,13 +356,17 @@ def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
             {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": -1},
             "no meaning with --chunked-prefill-size -1",
         ),
+        (
+            {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 100},
+            "100 has no whole page of 64 left beside a running request.*at least 128 with",
+        ),
     ],
 )
 def test_what_would_void_the_backend_is_one_sentence(
     explicit: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) as raised:
-        pod_flags.check_arguments(explicit)
+        pod_flags.check_arguments(explicit, page_size=64)
     assert "\n" not in str(raised.value)
 
 
@@ -371,7 +375,8 @@ def test_what_would_void_the_backend_is_one_sentence(
     [
         {},
         {"attention_backend": "triton", "enable_deterministic_inference": True},
-        {"attention_backend": "pod"},
+        {"attention_backend": "pod", "chunked_prefill_size": 100},
+        {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 128},
         {"attention_backend": "pod", "decode_attention_backend": "fa3"},
         {
             "attention_backend": "pod",
@@ -381,7 +386,7 @@ def test_what_would_void_the_backend_is_one_sentence(
     ],
 )
 def test_what_works_passes(explicit: dict[str, Any]) -> None:
-    pod_flags.check_arguments(explicit)
+    pod_flags.check_arguments(explicit, page_size=64)
 
 
 def test_installed_sglang_has_every_seam_of_the_triton_parent() -> None:
