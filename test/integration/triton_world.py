@@ -1,0 +1,170 @@
+"""SGLang's Triton attention backend, and ours on top of it, without a server or a GPU.
+
+For a process in Triton's interpreter: the parent's kernels and ours then run on CPU tensors, so the
+backend that serves CUDA is compared with the one it extends, on SGLang's own pools and metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
+    import sglang.srt.server_args  # noqa: F401 - its import warns too
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from attention_world import (
+        DIM,
+        HEADS,
+        KV_HEADS,
+        SLOTS,
+        World,
+        mha_pool,
+        qkv,
+        radix_layer,
+        run,
+    )
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.runtime_context import get_context, get_parallel
+    from transformers import LlamaConfig
+
+    from sglang_tiered.integration.pod_backend import PodStatistics
+    from sglang_tiered.integration.pod_on_triton import TritonPodAttnBackend
+
+# Prefill, a chunk with two rows decoding, decodes alone, one more mixed batch.
+STEPS = [
+    (ForwardMode.EXTEND, [40, 9, 30]),
+    (ForwardMode.EXTEND, [28, 1, 1]),
+    (ForwardMode.DECODE, [1, 1, 1]),
+    (ForwardMode.EXTEND, [1, 17, 1]),
+]
+MIXED_STEPS = (1, 3)
+SWA_SLOTS = 512
+
+
+def compare(
+    *,
+    dtype: torch.dtype = torch.float16,
+    window: int = -1,
+    own_window_pool: bool = False,
+    logit_cap: float = 0.0,
+    sinks: bool = False,
+    scales: tuple[float, float] | None = None,
+) -> None:
+    """Run every step through both backends; raise AssertionError where they differ, where a mixed
+    step did not go through the POD kernels, or where another one did. dtype: the pool's."""
+    torch.manual_seed(0)
+    pool = _swa_pool() if own_window_pool else mha_pool(dtype)
+    world = World(pool)
+    _complete(world, window)
+    layer = radix_layer(sliding_window_size=window, logit_cap=logit_cap)
+    if scales is not None:
+        layer.k_scale, layer.v_scale = (torch.tensor(scale) for scale in scales)
+        layer.k_scale_float, layer.v_scale_float = scales
+    options = {"sinks": torch.linspace(-1, 1, HEADS)} if sinks else {}
+    free = (torch.randperm(SWA_SLOTS - 1) + 1).tolist()
+    with _server_context():
+        stock, pod = TritonAttnBackend(world.runner), TritonPodAttnBackend(world.runner)
+        pod.statistics = PodStatistics()
+        for backend in (stock, pod):
+            backend.device_core_count = 4  # of a GPU; it decides splits only
+        for i, (mode, steps) in enumerate(STEPS):
+            batch = world.forward_batch(mode, steps)
+            if own_window_pool:
+                written = torch.tensor([free.pop() for _ in range(sum(steps))])
+                pool.full_to_swa_index_mapping[batch.out_cache_loc] = written
+            world.runner.kv_index_translator.bind_own_plan(batch)
+            tensors = qkv(sum(steps), torch.float16)
+            before = pod.statistics.layers
+            # The stock backend writes first and the other the same again.
+            expected = run(stock, batch, layer, *tensors, **options)
+            actual = run(pod, batch, layer, *tensors, **options)
+            assert pod.statistics.layers - before == (i in MIXED_STEPS), (i, pod.statistics)
+            if dtype.itemsize == 1:
+                # Stock reads a chunk's own keys and values as the model gave them, and rounds its
+                # queries; we read everything as it was stored.
+                assert (actual - expected).norm() < 0.1 * expected.norm(), i
+            else:
+                torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+            if own_window_pool:
+                _forget(world, pool, window)
+    assert not pod.statistics.left
+
+
+def _swa_pool() -> SWAKVPool:
+    """The tests' layer 0 has the window; its pool is NaN but for what is written."""
+    pool = SWAKVPool(
+        size=SLOTS,
+        size_swa=SWA_SLOTS,
+        page_size=1,
+        dtype=torch.float16,
+        head_num=KV_HEADS,
+        head_dim=DIM,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        device="cpu",
+    )
+    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
+    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
+    pool.register_mapping(torch.zeros(SLOTS + 1, dtype=torch.int64))
+    return pool
+
+
+def _forget(world: World, pool: SWAKVPool, window: int) -> None:
+    """As SGLang frees what no later query sees: such slots lead to slot 0, which is NaN."""
+    for i, length in enumerate(world.lengths):
+        behind = world.table.req_to_token[i + 1, : max(0, length - window)]
+        pool.full_to_swa_index_mapping[behind.long()] = 0
+
+
+def _complete(world: World, window: int) -> None:
+    """What the Triton backend wants to know of a model runner."""
+    world.runner.__dict__.update(
+        page_size=1,
+        gpu_id=0,
+        is_draft_worker=False,
+        sliding_window_size=window if window >= 0 else None,
+        token_to_kv_pool_allocator=None,
+        decode_num_tokens_per_req=lambda: 1,
+        spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+        kv_cache_dtype=torch.float16,
+        model_config=SimpleNamespace(
+            attention_arch=AttentionArch.MHA,
+            is_encoder_decoder=False,
+            context_len=512,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            swa_v_head_dim=DIM,
+            get_max_num_attention_heads=lambda: HEADS,
+            get_num_kv_heads=lambda ranks, dcp=1: KV_HEADS,
+            hf_config=LlamaConfig(),
+            linear_attn_registry_result=None,
+        ),
+        kv_index_translator=KVIndexTranslator(
+            req_to_token=world.table.req_to_token,
+            token_to_kv_pool_allocator=None,
+            token_to_kv_pool=world.pool,
+            page_size=1,
+            device="cpu",
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _server_context() -> Any:
+    with (
+        get_context().override_server_args(model_path="none", device="cpu"),
+        get_parallel().override(attn_dcp_rank=0),
+    ):
+        yield
