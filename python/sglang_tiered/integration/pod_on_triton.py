@@ -98,9 +98,10 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         *,
         sliding: bool = False,
     ) -> torch.Tensor:
-        """The slots of every row's whole sequence, end to end: [num_keys] int64."""
+        """The slots of every row's whole sequence, end to end: [num_keys] int32 or int64."""
         translator, pool = self.kv_index_translator, self.token_to_kv_pool
-        slots = torch.empty(num_keys, dtype=torch.int64, device=self.device)
+        # Half of SGLang's int64, since every tile of every layer reads them.
+        slots = torch.empty(num_keys, dtype=torch.int32, device=self.device)
         options: dict[str, Any] = {}
         if sliding:
             options["kind"] = translator.window_kv_kind

@@ -1,0 +1,143 @@
+"""The POD benchmark: nothing is compared that differs, and figures say what they are said to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench_pod_attention
+from pod_bench.batch import make_batch
+from pod_bench.contenders import own_contenders
+from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
+from pod_bench.mixes import GATE_MIXES, MIXES, Ceilings, Heads, Mix
+from pod_bench.report import MixResult, Report
+from pod_bench.stock import MissingKernelsError, find_kernels
+
+SCRIPT = Path(bench_pod_attention.__file__)
+HEADS = bench_pod_attention.CPU_HEADS
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@WITHOUT_GPU
+def test_everybody_who_runs_here_gives_the_references_results(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bench_pod_attention.main(["--check"]) == 0
+    assert "All results are equal." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@WITHOUT_GPU
+@pytest.mark.timeout(240)
+def test_the_kernels_and_sglangs_agree_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "All results are equal.\n", "somebody was left out"
+
+
+@WITHOUT_GPU
+def test_without_a_gpu_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_pod_attention.main([]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "no CUDA device" in said
+    assert "\n" not in said
+
+
+def test_a_machine_without_sglang_is_told_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MissingKernelsError, match=r"has no score_mod\.py"):
+        find_kernels(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingKernelsError, match="--sglang-kernels DIR"):
+        find_kernels(None)
+
+
+@pytest.mark.parametrize("row", ["prefill", "decode"])
+def test_one_wrong_key_in_one_row_stops_the_run(row: str) -> None:
+    batch = make_batch(
+        GATE_MIXES[0], HEADS, page_size=64, dtype=torch.float16, device=torch.device("cpu")
+    )
+    first, decoding = own_contenders(batch, None)[0], batch.mix.prompts
+    check_against_reference(batch, first.name, first.run())
+    expected = first.run().clone()
+    slot = batch.slots(0 if row == "prefill" else decoding, 0, 1)
+    batch.v_cache[slot] *= -1
+    batch.v_cache[slot] += 3
+    with pytest.raises(DifferentResultsError, match="own_serial differs on 61 of 183 \\+ 3 x 45"):
+        check_against(batch, first.name, first.run(), expected)
+
+
+def test_a_row_that_was_not_written_stops_the_run() -> None:
+    batch = make_batch(
+        GATE_MIXES[0], HEADS, page_size=1, dtype=torch.float16, device=torch.device("cpu")
+    )
+    expected = own_contenders(batch, None)[0].run()
+    forgetful = expected.clone()
+    forgetful[-1] = float("nan")
+    first = batch.num_prefill_tokens
+    with pytest.raises(DifferentResultsError, match="by inf"):
+        check_against(batch, "x", (forgetful[:first], forgetful[first:]), expected)
+
+
+def test_the_roofline_is_that_of_the_layer() -> None:
+    heads, mix = Heads(), MIXES[5]  # 2048 of 8k beside 64 decodes of 8k
+    assert mix.prefill_flops(heads) == pytest.approx(241e9, rel=0.01)
+    kv_bytes = 4096 * (8192 + 64 * 8192)
+    assert mix.bytes(heads) == kv_bytes + 2 * 2 * 32 * 128 * (2048 + 64)
+    slow_memory = mix.least_s(heads, Ceilings(flops=1e18, bytes=4e12))
+    assert slow_memory == pytest.approx(mix.bytes(heads) / 4e12)
+    slow_compute = mix.least_s(heads, Ceilings(flops=1e12, bytes=1e18))
+    assert slow_compute == pytest.approx((241e9 + mix.decode_flops(heads)) / 1e12, rel=0.01)
+
+
+def result(mix: Mix, **samples: list[float]) -> MixResult:
+    return MixResult(mix, samples, least_s=1.0)
+
+
+def test_ratios_pair_samples_of_one_round_and_name_the_strongest_peer() -> None:
+    one = result(
+        MIXES[0],
+        own_serial=[4.0, 5.0, 8.0],
+        own_fused=[2.0, 5.0, 4.0],
+        stock_mixed=[10.0, 10.0, 10.0],
+        stock_serial=[6.0, 6.0, 6.0],
+        flashinfer_pod=[3.0, 3.0, 3.0],
+    )
+    report = Report(Heads(), Ceilings(1.0, 1.0), {"samples": 3})
+    report.results = [one, result(MIXES[1], own_serial=[1.0], own_fused=[0.9])]
+    document = json.loads(json.dumps(report.document()))
+    ratios = document["ratios"]
+    assert ratios["fused_over_own_serial"] == {"value": 0.7, "min": 0.5, "max": 1.0, "n": 4}
+    assert ratios[f"fused_over_own_serial: {MIXES[0].name}"]["value"] == 0.5
+    assert ratios["fused_over_best_serial"]["n"] == 3
+    assert ratios["fused_over_best_serial"]["max"] == pytest.approx(5 / 3)
+    assert document["settings"]["best_other"] == {
+        MIXES[0].name: "flashinfer_pod",
+        MIXES[1].name: None,
+    }
+    assert set(document) == {"machine", "versions", "settings", "ratios", "raw"}
+    assert "fused_over_stock_mixed" not in result(MIXES[1], own_fused=[1.0]).ratios()
+    table = report.text(one)
+    assert table.index("own_fused") < table.index("stock_mixed")
+
+
+def test_the_plot_has_every_mix(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
+    report = Report(Heads(), Ceilings(1.0, 1.0), {})
+    report.results = [result(mix, own_fused=[2.0], own_serial=[3.0]) for mix in MIXES[:2]]
+    report.plot(tmp_path / "pod.png")
+    assert (tmp_path / "pod.png").stat().st_size > 1000
