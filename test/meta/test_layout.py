@@ -73,7 +73,15 @@ def test_every_module_defers_its_annotations() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/env", "scripts/serve", "scripts/test", "scripts/lint", "scripts/soak", ".ci/run"],
+    [
+        "scripts/env",
+        "scripts/serve",
+        "scripts/test",
+        "scripts/test_gpu",
+        "scripts/lint",
+        "scripts/soak",
+        ".ci/run",
+    ],
 )
 def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
     path = ROOT / script
