@@ -83,7 +83,7 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         rows = len(extend_lens)
         num_keys = sum(extend_lens) + sum(prefix_lens)
         indptr = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
-        torch.cumsum(forward_batch.seq_lens[:rows], dim=0, out=indptr[1:])
+        indptr[1:] = torch.cumsum(forward_batch.seq_lens[:rows], dim=0)
         slots = self._read_slots(forward_batch, indptr, num_keys)
         sliding = slots
         if self.window_kv_indptr is not None and isinstance(self.token_to_kv_pool, BaseSWAKVPool):
