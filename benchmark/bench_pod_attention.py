@@ -68,7 +68,12 @@ def check(field: Field, heads: Heads, dtypes: list[torch.dtype], device: torch.d
 
 
 def run_mix(
-    field: Field, mix: Mix, heads: Heads, ceilings: Ceilings, options: argparse.Namespace
+    field: Field,
+    mix: Mix,
+    heads: Heads,
+    ceilings: Ceilings,
+    options: argparse.Namespace,
+    device: torch.device,
 ) -> MixResult:
     """Measure everybody on one mix, once all give the results of our serial tiles."""
     batch = make_batch(
@@ -76,7 +81,7 @@ def run_mix(
         heads,
         page_size=options.page_size,
         dtype=torch.bfloat16,
-        device=torch.device("cuda"),
+        device=device,
     )
     contenders = field.contenders(batch)
     timed = [prepare(contender) for contender in contenders]
@@ -140,18 +145,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     stock = find_stock(options.sglang_kernels, on_gpu)
     config = CONFIGS[options.config] if options.config else None
-    heads = Heads()
+    heads, device = Heads(), torch.device("cuda" if on_gpu else "cpu")
     try:
         if on_gpu:
-            field, dtypes = Field(stock, config), [torch.bfloat16, torch.float16]
-            check(field, heads, dtypes, torch.device("cuda"))
+            field = Field(stock, config)
+            check(field, heads, [torch.bfloat16, torch.float16], device)
         else:
             field = Field(stock, CPU_CONFIG)
-            check(field, CPU_HEADS, [torch.float16], torch.device("cpu"))
+            check(field, CPU_HEADS, [torch.float16], device)
         if options.check:
             print("All results are equal.")
             return 0
-        ceilings = measure_ceilings(torch.bfloat16, torch.device("cuda"))
+        ceilings = measure_ceilings(torch.bfloat16, device)
         print(
             f"ceilings in this run: {ceilings.flops / 1e12:.0f} TF/s by a matrix product, "
             f"{ceilings.bytes / 1e9:.0f} GB/s by a copy\n"
@@ -164,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         report = Report(heads, ceilings, settings)
         for mix in QUICK_MIXES if options.quick else MIXES:
-            report.results.append(run_mix(field, mix, heads, ceilings, options))
+            report.results.append(run_mix(field, mix, heads, ceilings, options, device))
             print(report.text(report.results[-1]) + "\n", flush=True)
             torch.cuda.empty_cache()
     except DifferentResultsError as error:

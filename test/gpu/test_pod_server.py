@@ -44,8 +44,8 @@ def test_a_server_with_graphs_sends_its_mixed_batches_through_the_kernels(tmp_pa
         answers = server.generate_all(prompts, concurrency=len(prompts), num_new=NUM_NEW)
         assert [len(answer.output_ids) for answer in answers] == [NUM_NEW] * len(prompts)
         state = server.request("/server_info")["internal_states"][0]["sglang_tiered_pod"]
-        assert state["mixed_forwards"] > 0
-        assert state["pod_layers"] > 0
+        assert state["forwards"] > 0
+        assert state["layers"] > 0
         assert state["other_layers"] == {}
     finally:
         server.kill()

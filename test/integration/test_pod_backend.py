@@ -53,14 +53,14 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
     server = launch(*MIXED, *tiers, "--chunked-prefill-size", "128")
     assert "attention backend pod: batches with both prefill and decode rows" in server.log
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
-    assert served(server)["mixed_forwards"] == 0, "one request has no rows to mix"
+    assert served(server)["forwards"] == 0, "one request has no rows to mix"
     server.flush()
     assert together(server) == alone
     state = served(server)
     # Nobody but the pod backend counts these, and it counts after the kernels returned.
-    assert state["mixed_forwards"] >= 4
-    assert state["pod_layers"] == 3 * state["mixed_forwards"]  # the demo model has three layers
-    assert state["decode_rows"] >= state["mixed_forwards"]
+    assert state["forwards"] >= 4
+    assert state["layers"] == 3 * state["forwards"]  # the demo model has three layers
+    assert state["decode_rows"] >= state["forwards"]
     assert state["other_layers"] == {}
     server.kill()
 
@@ -87,6 +87,6 @@ def test_sliding_windows_and_sinks_survive_mixed_batches(
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     server.flush()
     assert together(server) == alone
-    assert served(server)["pod_layers"] >= 12
+    assert served(server)["layers"] >= 12
     assert served(server)["other_layers"] == {}
     server.kill()

@@ -9,7 +9,7 @@ fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attentio
 
 ``PodAttention`` is a mixin before a backend that does everything else: SGLang's Triton backend on
 CUDA (``pod_on_triton``), our ``reference`` on a CPU (``pod_on_reference``). It takes a forward only
-if decode rows and prefill rows are in it, and a layer only if the kernels compute it; whatever it
+if there are decode rows in an extend, and a layer only if the kernels compute it; whatever it
 does not take, the parent computes, so every model that the parent serves runs.
 """
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class PodStatistics:
     """What the backend of this process has served. Counted on the scheduler thread.
 
-    serving: a backend was made. forwards: those with decode rows and prefill rows; decode_rows: in
+    serving: a backend was made. forwards: extends with decode rows; decode_rows: in
     them. layers: attention calls in them that went through the POD kernels; fused: those in one
     launch, the rest one launch per role. left: calls that the parent computed, by reason.
     """
@@ -70,9 +70,9 @@ class PodStatistics:
     def state(self) -> dict[str, Any]:
         """As ``/server_info`` shows it."""
         return {
-            "mixed_forwards": self.forwards,
+            "forwards": self.forwards,
             "decode_rows": self.decode_rows,
-            "pod_layers": self.layers,
+            "layers": self.layers,
             "fused_layers": self.fused,
             "other_layers": dict(self.left),
         }
@@ -83,8 +83,8 @@ STATISTICS = PodStatistics()
 
 
 @dataclass
-class MixedForward:
-    """What the layers of one mixed forward share.
+class PodForward:
+    """What the layers of one extend with decode rows share.
 
     indptr: [rows + 1] int32. slots: where layers without a sliding window read, [sum of lengths],
     every row's keys from its first token to its last new one; sliding: the same where the layers
@@ -104,13 +104,12 @@ class MixedForward:
         return sum(self.extend_lens)
 
 
-def is_mixed(extend_lens: Sequence[int] | None, prefix_lens: Sequence[int] | None) -> bool:
-    """Whether a forward has both decode rows and others. None (SGLang kept the lengths on the
-    device only): no, since asking the device would stall it."""
+def has_decode_rows(extend_lens: Sequence[int] | None, prefix_lens: Sequence[int] | None) -> bool:
+    """Whether an extend has rows that are better run as decodes. None (SGLang kept the lengths on
+    the device only): no, since asking the device would stall it."""
     if extend_lens is None or prefix_lens is None:
         return False
-    decode = [is_decode_row(new, old) for new, old in zip(extend_lens, prefix_lens, strict=True)]
-    return any(decode) and not all(decode)
+    return any(map(is_decode_row, extend_lens, prefix_lens))
 
 
 def why_not(layer: RadixAttention, extras: dict[str, Any]) -> str | None:
@@ -142,7 +141,7 @@ class PodAttention:
     page_size: int
     device: Any
     statistics = STATISTICS
-    _forward: MixedForward | None = None
+    _forward: PodForward | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare the forward. Every read of SGLang's request table happens here: a later one
@@ -150,7 +149,7 @@ class PodAttention:
         self._forward = None
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if self._takes(forward_batch):
-            self._forward = self._mixed_forward(forward_batch)
+            self._forward = self._pod_forward(forward_batch)
             self.statistics.forwards += 1
             self.statistics.decode_rows += sum(
                 map(is_decode_row, self._forward.extend_lens, self._forward.prefix_lens)
@@ -192,12 +191,14 @@ class PodAttention:
         return (
             forward_batch.forward_mode in _MODES
             and forward_batch.encoder_lens is None
-            and is_mixed(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+            and has_decode_rows(
+                forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+            )
         )
 
     def _plan(
         self,
-        forward: MixedForward,
+        forward: PodForward,
         q: torch.Tensor,
         k: torch.Tensor | None,
         layer: RadixAttention,
@@ -238,7 +239,7 @@ class PodAttention:
 
     def _attend(
         self,
-        forward: MixedForward,
+        forward: PodForward,
         plan: PodPlan,
         q: torch.Tensor,
         layer: RadixAttention,
@@ -268,8 +269,8 @@ class PodAttention:
         self.statistics.fused += plan.fuse and q.is_cuda  # a CPU has no launches to fuse
         return out
 
-    def _mixed_forward(self, forward_batch: ForwardBatch) -> MixedForward:
-        """Gather the slots of every row. Called once per mixed forward, after the parent's own
+    def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
+        """Gather the slots of every row. Called once per forward that is taken, after the parent's
         metadata."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_tiered.integration.pod_backend import MixedForward, PodAttention
+from sglang_tiered.integration.pod_backend import PodAttention, PodForward
 from sglang_tiered.integration.reference_backend import ReferenceAttnBackend
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):
     def _takes(self, forward_batch: ForwardBatch) -> bool:
         return not self._use_mla and super()._takes(forward_batch)
 
-    def _mixed_forward(self, forward_batch: ForwardBatch) -> MixedForward:
+    def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
         own = self._rows.own
         ends = [0, *accumulate(map(len, own))]
         slots = torch.cat(own)
@@ -44,7 +44,7 @@ class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):
         if self.use_sliding_window_kv_pool:
             assert isinstance(self.token_to_kv_pool, SWAKVPool)
             sliding = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
-        return MixedForward(
+        return PodForward(
             forward_batch.extend_seq_lens_cpu,
             forward_batch.extend_prefix_lens_cpu,
             torch.tensor(ends, dtype=torch.int32),

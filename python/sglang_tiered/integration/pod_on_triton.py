@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_tiered.integration.pod_backend import MixedForward, PodAttention
+from sglang_tiered.integration.pod_backend import PodAttention, PodForward
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -77,7 +77,7 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
             return False
         return super()._takes(forward_batch)
 
-    def _mixed_forward(self, forward_batch: ForwardBatch) -> MixedForward:
+    def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
         extend_lens = forward_batch.extend_seq_lens_cpu
         prefix_lens = forward_batch.extend_prefix_lens_cpu
         rows = len(extend_lens)
@@ -88,7 +88,7 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         sliding = slots
         if self.window_kv_indptr is not None and isinstance(self.token_to_kv_pool, BaseSWAKVPool):
             sliding = self._read_slots(forward_batch, indptr, num_keys, sliding=True)
-        return MixedForward(extend_lens, prefix_lens, indptr, slots, sliding)
+        return PodForward(extend_lens, prefix_lens, indptr, slots, sliding)
 
     def _read_slots(
         self,

@@ -13,11 +13,12 @@ import torch
 
 import bench_pod_attention
 from pod_bench.batch import make_batch
-from pod_bench.contenders import own_contenders
+from pod_bench.contenders import Contender, own_contenders
 from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
 from pod_bench.mixes import GATE_MIXES, MIXES, Ceilings, Heads, Mix
 from pod_bench.report import MixResult, Report
 from pod_bench.stock import MissingKernelsError, find_kernels
+from pod_bench.timing import Timed
 
 SCRIPT = Path(bench_pod_attention.__file__)
 HEADS = bench_pod_attention.CPU_HEADS
@@ -133,6 +134,40 @@ def test_ratios_pair_samples_of_one_round_and_name_the_strongest_peer() -> None:
     assert "fused_over_stock_mixed" not in result(MIXES[1], own_fused=[1.0]).ratios()
     table = report.text(one)
     assert table.index("own_fused") < table.index("stock_mixed")
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, spoil: str = "") -> MixResult:
+    """One mix as on a GPU, with a CPU in its place and times that were made up. spoil: the name of
+    a contender that computes something else."""
+
+    def prepare(contender: Contender) -> Timed:
+        output = contender.run()
+        if contender.name == spoil:
+            output = output + 0.5
+        return Timed(contender, contender.run, False, output)
+
+    def measure(contenders: list[Timed], num_samples: int) -> dict[str, list[float]]:
+        return {timed.contender.name: [1.0] * num_samples for timed in contenders}
+
+    monkeypatch.setattr(bench_pod_attention, "prepare", prepare)
+    monkeypatch.setattr(bench_pod_attention, "measure", measure)
+    options = bench_pod_attention.parse(["--samples", "2"])
+    field = bench_pod_attention.Field(None, bench_pod_attention.CPU_CONFIG)
+    return bench_pod_attention.run_mix(
+        field, GATE_MIXES[0], HEADS, Ceilings(1.0, 1.0), options, torch.device("cpu")
+    )
+
+
+def test_a_mix_ends_in_samples_of_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = on_a_cpu(monkeypatch)
+    assert {"own_serial", "own_fused"} <= set(one.samples) == set(one.errors) == set(one.plan_s)
+    assert len(one.samples["own_fused"]) == 5, "fewer samples than five say nothing"
+    assert one.note.startswith("gate: ")
+
+
+def test_a_mix_on_which_somebody_differs_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DifferentResultsError, match="own_static differs"):
+        on_a_cpu(monkeypatch, spoil="own_static")
 
 
 def test_the_plot_has_every_mix(tmp_path: Path) -> None:

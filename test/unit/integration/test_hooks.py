@@ -61,4 +61,4 @@ def test_server_info_shows_what_the_pod_backend_served_only_where_it_serves(
     assert hooks._after_internal_state(result, scheduler, None).internal_state == {}
     monkeypatch.setattr(pod_backend.STATISTICS, "serving", True)
     shown = hooks._after_internal_state(result, scheduler, None).internal_state
-    assert shown["sglang_tiered_pod"]["mixed_forwards"] == 0
+    assert shown["sglang_tiered_pod"]["forwards"] == 0

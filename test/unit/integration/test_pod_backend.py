@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from sglang.srt.runtime_context import get_context
 
     from sglang_tiered.integration import compat, pod_backend, pod_flags, pod_on_triton
-    from sglang_tiered.integration.pod_backend import PodStatistics, is_mixed, why_not
+    from sglang_tiered.integration.pod_backend import PodStatistics, has_decode_rows, why_not
     from sglang_tiered.integration.pod_on_reference import ReferencePodAttnBackend
     from sglang_tiered.integration.reference_backend import ReferenceAttnBackend
 
@@ -68,22 +68,22 @@ def both(world: World) -> tuple[ReferencePodAttnBackend, ReferenceAttnBackend]:
 
 
 @pytest.mark.parametrize(
-    ("extend", "prefix", "mixed"),
+    ("extend", "prefix", "taken"),
     [
         ([61, 1, 1, 1], [122, 22, 22, 23], True),  # a chunk of a prompt and three decoding
         ([19, 19, 1], [0, 0, 1499], True),  # a prompt that the radix tree holds but for one token
         ([19, 19, 1], [0, 0, 0], False),  # a prompt of one token has nothing to decode from
-        ([1, 1], [8, 9], False),
+        ([1, 1], [8, 9], True),  # prompts that were cached, and nothing else
         ([64, 12], [0, 64], False),
         ([], [], False),
         (None, [3], False),
         ([3], None, False),
     ],
 )
-def test_a_mixed_batch_is_told_by_its_lengths_alone(
-    extend: list[int] | None, prefix: list[int] | None, mixed: bool
+def test_decode_rows_are_told_by_their_lengths_alone(
+    extend: list[int] | None, prefix: list[int] | None, taken: bool
 ) -> None:
-    assert is_mixed(extend, prefix) is mixed
+    assert has_decode_rows(extend, prefix) is taken
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_every_step_equals_the_reference_and_mixed_ones_are_taken(
         assert pod.statistics.layers - before == (i in MIXED_STEPS)
         torch.testing.assert_close(actual, run(reference, batch, layer, *tensors), **tolerance)
     assert pod.statistics.state() == {
-        "mixed_forwards": len(MIXED_STEPS),
+        "forwards": len(MIXED_STEPS),
         "decode_rows": DECODE_ROWS,
-        "pod_layers": len(MIXED_STEPS),
+        "layers": len(MIXED_STEPS),
         "fused_layers": 0,  # nothing is launched on a CPU
         "other_layers": {},
     }
