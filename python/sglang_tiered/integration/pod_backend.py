@@ -187,6 +187,27 @@ class PodAttention:
             q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks, **extras
         )
 
+    def refuses(self, layer: RadixAttention) -> bool:
+        """Whether ``layer`` is the parent's in every forward."""
+        return why_not(layer, {}) is not None
+
+    def window_of(self, layer: RadixAttention) -> int:
+        """Keys before the query's own that it sees, -1 for all. SGLang writes none as -1, None."""
+        window = layer.sliding_window_size
+        return -1 if window is None or window < 0 else int(window)
+
+    def shape_of(self, layer: RadixAttention, q_dtype: torch.dtype) -> PodShape:
+        # In a pool of their own windows' slots follow no pages: what no query sees is given back.
+        by_page = self.window_of(layer) < 0 or not self._has_window_pool()
+        return PodShape(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            page_size=self.page_size if by_page else 1,
+            q_dtype=q_dtype,
+            kv_dtype=self.token_to_kv_pool.get_key_buffer(layer.layer_id).dtype,
+        )
+
     def _takes(self, forward_batch: ForwardBatch) -> bool:
         return (
             forward_batch.forward_mode in _MODES
@@ -212,18 +233,7 @@ class PodAttention:
             return "keys of another layer"
         if q.shape[0] != forward.num_tokens:
             return "other tokens than planned"
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        window = _window(layer)
-        # In a pool of its own a window's slots follow no pages: what no query sees is given back.
-        own_pool = window >= 0 and forward.sliding is not forward.slots
-        shape = PodShape(
-            num_q_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            head_dim=layer.qk_head_dim,
-            page_size=1 if own_pool else self.page_size,
-            q_dtype=q.dtype,
-            kv_dtype=keys.dtype,
-        )
+        shape, window = self.shape_of(layer, q.dtype), self.window_of(layer)
         plan = forward.plans.get((shape, window))
         if plan is None:
             plan = supports(shape, q.device) or make_plan(
@@ -257,7 +267,7 @@ class PodAttention:
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             out.view(shape),
             forward.indptr,
-            forward.sliding if _window(layer) >= 0 else forward.slots,
+            forward.sliding if self.window_of(layer) >= 0 else forward.slots,
             plan,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
@@ -288,15 +298,13 @@ class PodAttention:
         """What stored keys and values are multiplied by, as the parent reads them."""
         raise NotImplementedError
 
+    def _has_window_pool(self) -> bool:
+        """Whether layers with a window read a pool of their own."""
+        raise NotImplementedError
+
     def _num_sms(self) -> int:
         """Multiprocessors of the device."""
         raise NotImplementedError
-
-
-def _window(layer: RadixAttention) -> int:
-    """Keys before the query's own that it sees, -1 for all. SGLang writes none as -1 or None."""
-    window = layer.sliding_window_size
-    return -1 if window is None or window < 0 else int(window)
 
 
 def register() -> None:
@@ -329,6 +337,7 @@ def _create(runner: ModelRunner) -> Any:
             always_absorb(NAME)
         return ReferencePodAttnBackend(runner)
     from sglang_tiered.integration.pod_on_triton import SIGNATURES, TritonPodAttnBackend
+    from sglang_tiered.integration.pod_warm_up import compile_kernels
 
     check_signatures(SIGNATURES)
     if runner.model_config.is_encoder_decoder:
@@ -336,7 +345,11 @@ def _create(runner: ModelRunner) -> Any:
             "--attention-backend pod has no cross attention, since SGLang's Triton backend below "
             "it has none; pass --attention-backend flashinfer."
         )
-    return TritonPodAttnBackend(runner)
+    backend = TritonPodAttnBackend(runner)
+    if backend.serves:
+        kinds = compile_kernels(backend, runner.model, runner.dtype)
+        logger.info("attention backend pod: kernels for %d kinds of layers are compiled.", kinds)
+    return backend
 
 
 def _startup_line(runner: ModelRunner, on_cpu: bool) -> str:

@@ -41,7 +41,7 @@ class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):
         ends = [0, *accumulate(map(len, own))]
         slots = torch.cat(own)
         sliding = slots
-        if self.use_sliding_window_kv_pool:
+        if self._has_window_pool():
             assert isinstance(self.token_to_kv_pool, SWAKVPool)
             sliding = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
         return PodForward(
@@ -63,6 +63,9 @@ class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):
 
     def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
         return 1.0, 1.0  # the parent stores and reads without them
+
+    def _has_window_pool(self) -> bool:
+        return bool(self.use_sliding_window_kv_pool)
 
     def _num_sms(self) -> int:
         return _PRETENDED_SMS

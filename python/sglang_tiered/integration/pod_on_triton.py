@@ -70,12 +70,20 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[misc]
     """One per model runner; borrows its pools, request table and index translator."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether the kernels may take any batch. Latent attention has kernels of its own; with
+        context parallelism of decode a rank holds a share of the keys only; deterministic inference
+        forbids splits that follow the batch."""
+        return not (self.use_mla or self.dcp_size > 1 or self.enable_deterministic)
+
     def _takes(self, forward_batch: ForwardBatch) -> bool:
-        # Latent attention has kernels of its own; with context parallelism of decode a rank holds
-        # a share of the keys only; deterministic inference forbids splits that follow the batch.
-        if self.use_mla or self.dcp_size > 1 or self.enable_deterministic:
-            return False
-        return super()._takes(forward_batch)
+        return self.serves and super()._takes(forward_batch)
+
+    def _has_window_pool(self) -> bool:
+        return self.window_kv_indptr is not None and isinstance(
+            self.token_to_kv_pool, BaseSWAKVPool
+        )
 
     def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
         extend_lens = forward_batch.extend_seq_lens_cpu
@@ -86,7 +94,7 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         indptr[1:] = torch.cumsum(forward_batch.seq_lens[:rows], dim=0)
         slots = self._read_slots(forward_batch, indptr, num_keys)
         sliding = slots
-        if self.window_kv_indptr is not None and isinstance(self.token_to_kv_pool, BaseSWAKVPool):
+        if self._has_window_pool():
             sliding = self._read_slots(forward_batch, indptr, num_keys, sliding=True)
         return PodForward(extend_lens, prefix_lens, indptr, slots, sliding)
 

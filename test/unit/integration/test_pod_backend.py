@@ -28,7 +28,13 @@ with warnings.catch_warnings():
     )
     from sglang.srt.runtime_context import get_context
 
-    from sglang_tiered.integration import compat, pod_backend, pod_flags, pod_on_triton
+    from sglang_tiered.integration import (
+        compat,
+        pod_backend,
+        pod_flags,
+        pod_on_triton,
+        pod_warm_up,
+    )
     from sglang_tiered.integration.pod_backend import PodStatistics, has_decode_rows, why_not
     from sglang_tiered.integration.pod_on_reference import ReferencePodAttnBackend
     from sglang_tiered.integration.reference_backend import ReferenceAttnBackend
@@ -303,6 +309,46 @@ def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         pod_backend.register()
     assert ATTENTION_BACKEND_CHOICES.count("pod") == 1
+
+
+class Attention(torch.nn.Module):
+    """As SGLang's models have it: the layer, and its sinks beside it."""
+
+    def __init__(self, layer: Any, sinks: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.attn, self.sinks = layer, sinks
+
+
+def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        pod_warm_up, "warm_up", lambda keys, values, shape, **options: asked.append(options)
+    )
+    sinks = torch.zeros(HEADS)
+    model = torch.nn.ModuleList(
+        [
+            Attention(radix_layer()),
+            Attention(radix_layer(layer_id=1)),
+            Attention(radix_layer(sliding_window_size=8, logit_cap=30.0)),
+            Attention(radix_layer(sliding_window_size=12, logit_cap=20.0)),
+            Attention(radix_layer(), sinks),
+            Attention(radix_layer(attn_type=AttentionType.ENCODER_ONLY)),
+        ]
+    )
+    pod, _ = both(World(mha_pool(layers=2)))
+    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 3
+    assert [options["window"] for options in asked] == [-1, 8, -1]
+    assert [options["sinks"] is sinks for options in asked] == [False, False, True]
+    assert {options["index_dtype"] for options in asked} == {torch.int32}
+
+
+def test_a_model_that_cannot_be_looked_through_still_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pod, _ = both(World(mha_pool()))
+    model = torch.nn.ModuleList([Attention(radix_layer(layer_id=7))])  # the pool has one layer
+    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 0
+    assert "compiled at their first use" in caplog.text
 
 
 @pytest.mark.parametrize("mixed_chunk", [True, False])
