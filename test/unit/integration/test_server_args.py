@@ -215,3 +215,12 @@ def test_value_is_joined_to_its_flag_and_nothing_else_is(
     words: list[str], joined: list[str]
 ) -> None:
     assert tier_flags.join_tier_values(words) == joined
+
+
+def test_the_pod_backend_is_judged_before_anything_is_touched(resolve: Any) -> None:
+    mixed = "--attention-backend pod --enable-mixed-chunk --chunked-prefill-size 64"
+    with pytest.raises(ConfigError, match="no whole page of 64 left beside a running request"):
+        resolve(f"{mixed} --tier-dir {{tmp}}/kv")
+    assert option(resolve(f"{mixed} --tier-mode off"), "--attention-backend") == "pod"
+    with pytest.raises(ConfigError, match="would never see a mixed batch"):
+        resolve("--decode-attention-backend pod --tier-mode off")
