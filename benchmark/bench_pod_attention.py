@@ -42,6 +42,7 @@ class Field:
     def __init__(self, stock: Stock | None, config: PodConfig | None) -> None:
         self._stock, self._config = stock, config
         self._said: set[str] = set()
+        self._excluded: set[str] = set()
 
     def contenders(self, batch: Batch) -> list[Contender]:
         found = own_contenders(batch, self._config)
@@ -49,7 +50,14 @@ class Field:
             found += self._stock.contenders(batch)
         if batch.q.device.type == "cuda":
             found += flashinfer_contenders(batch, self._say)
-        return found
+        return [contender for contender in found if contender.name not in self._excluded]
+
+    def judge(self, contender: Contender, error: DifferentResultsError) -> None:
+        """A peer that differs is left out from here on; anybody else ends the run."""
+        if not contender.name.startswith("flashinfer"):
+            raise error
+        self._excluded.add(contender.name)
+        self._say(f"{contender.name} is left out: {error}")
 
     def _say(self, line: str) -> None:
         """Once per reason, not per mix."""
@@ -64,7 +72,10 @@ def check(field: Field, heads: Heads, dtypes: list[torch.dtype], device: torch.d
         for mix, page_size in zip(GATE_MIXES, (64, 1, 16), strict=True):
             batch = make_batch(mix, heads, page_size=page_size, dtype=dtype, device=device)
             for contender in field.contenders(batch):
-                check_against_reference(batch, contender.name, contender.run())
+                try:
+                    check_against_reference(batch, contender.name, contender.run())
+                except DifferentResultsError as error:
+                    field.judge(contender, error)
 
 
 def run_mix(
@@ -84,22 +95,27 @@ def run_mix(
         device=device,
     )
     contenders = field.contenders(batch)
-    timed = [prepare(contender) for contender in contenders]
-    expected = timed[0].output
+    prepared = [prepare(contender) for contender in contenders]
+    expected = prepared[0].output
     assert isinstance(expected, torch.Tensor)
-    errors = {
-        one.contender.name: check_against(batch, one.contender.name, one.output, expected)
-        for one in timed
-    }
+    errors, timed = {}, []
+    for one in prepared:
+        name = one.contender.name
+        try:
+            errors[name] = check_against(batch, name, one.output, expected)
+        except DifferentResultsError as error:
+            field.judge(one.contender, error)
+            continue
+        timed.append(one)
     samples = measure(timed, options.samples)
     return MixResult(
         mix,
         samples,
         mix.least_s(heads, ceilings),
-        {one.name: one.plan_s for one in contenders},
+        {one.contender.name: one.contender.plan_s for one in timed},
         errors,
         {one.contender.name: one.graph for one in timed},
-        contenders[1].note,
+        contenders[0].note,
     )
 
 

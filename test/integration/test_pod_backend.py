@@ -51,7 +51,7 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
     # pages of 64 after the decode rows are taken off it.
     tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB", "--tier-flush=all")
     server = launch(*MIXED, *tiers, "--chunked-prefill-size", "128")
-    assert "attention backend pod: batches with both prefill and decode rows" in server.log
+    assert "attention backend pod: extends with decode rows" in server.log
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     assert served(server)["forwards"] == 0, "one request has no rows to mix"
     server.flush()

@@ -18,7 +18,7 @@ _BACKEND_FLAGS = {
 }
 HINT = (
     "attention backend pod: pass --enable-mixed-chunk; without it prefill and decode rows hardly "
-    "ever meet in one batch, and this backend changes nothing."
+    "ever meet in one batch, and this backend changes next to nothing."
 )
 
 
@@ -75,6 +75,6 @@ def startup_line(*, reason: str | None, shape: str, on_cpu: bool) -> str:
     if reason is not None:
         return f"attention backend pod leaves this model to {parent}: {reason}."
     return (
-        f"attention backend pod: batches with both prefill and decode rows go through {kernels} "
-        f"({shape}), everything else through {parent}."
+        f"attention backend pod: extends with decode rows, mixed batches above all, go through "
+        f"{kernels} ({shape}), everything else through {parent}."
     )

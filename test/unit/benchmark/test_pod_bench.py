@@ -136,9 +136,9 @@ def test_ratios_pair_samples_of_one_round_and_name_the_strongest_peer() -> None:
     assert table.index("own_fused") < table.index("stock_mixed")
 
 
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch, spoil: str = "") -> MixResult:
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, spoil: str = "", peer: str = "") -> MixResult:
     """One mix as on a GPU, with a CPU in its place and times that were made up. spoil: the name of
-    a contender that computes something else."""
+    a contender that computes something else; peer: the name of one who joins."""
 
     def prepare(contender: Contender) -> Timed:
         output = contender.run()
@@ -153,6 +153,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, spoil: str = "") -> MixResult:
     monkeypatch.setattr(bench_pod_attention, "measure", measure)
     options = bench_pod_attention.parse(["--samples", "2"])
     field = bench_pod_attention.Field(None, bench_pod_attention.CPU_CONFIG)
+    own = field.contenders
+    monkeypatch.setattr(
+        field,
+        "contenders",
+        lambda batch: [*own(batch), *([Contender(peer, own(batch)[0].run)] if peer else [])],
+    )
     return bench_pod_attention.run_mix(
         field, GATE_MIXES[0], HEADS, Ceilings(1.0, 1.0), options, torch.device("cpu")
     )
@@ -168,6 +174,16 @@ def test_a_mix_ends_in_samples_of_everybody(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_mix_on_which_somebody_differs_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DifferentResultsError, match="own_static differs"):
         on_a_cpu(monkeypatch, spoil="own_static")
+
+
+def test_a_peer_that_differs_is_left_out_and_the_rest_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "flashinfer_pod" in on_a_cpu(monkeypatch, peer="flashinfer_pod").samples
+    one = on_a_cpu(monkeypatch, peer="flashinfer_pod", spoil="flashinfer_pod")
+    assert "own_fused" in one.samples
+    assert "flashinfer_pod" not in {*one.samples, *one.errors, *one.plan_s}
+    assert "flashinfer_pod is left out: flashinfer_pod differs" in capsys.readouterr().out
 
 
 def test_the_plot_has_every_mix(tmp_path: Path) -> None:
