@@ -13,12 +13,13 @@ import torch
 
 import bench_pod_attention
 from pod_bench.batch import make_batch
-from pod_bench.contenders import Contender, own_contenders
+from pod_bench.contenders import Contender, own_contenders, swept_contenders
 from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
 from pod_bench.mixes import GATE_MIXES, MIXES, Ceilings, Heads, Mix
 from pod_bench.report import MixResult, Report
 from pod_bench.stock import MissingKernelsError, find_kernels
 from pod_bench.timing import Timed
+from sglang_tiered_kernels.pod_attention import CONFIGS
 
 SCRIPT = Path(bench_pod_attention.__file__)
 HEADS = bench_pod_attention.CPU_HEADS
@@ -169,6 +170,18 @@ def test_a_mix_ends_in_samples_of_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"own_serial", "own_fused"} <= set(one.samples) == set(one.errors) == set(one.plan_s)
     assert len(one.samples["own_fused"]) == 5, "fewer samples than five say nothing"
     assert one.note.startswith("gate: ")
+
+
+def test_a_sweep_has_every_configuration_twice() -> None:
+    batch = make_batch(
+        GATE_MIXES[0], HEADS, page_size=1, dtype=torch.float16, device=torch.device("cpu")
+    )
+    swept = swept_contenders(batch)
+    assert {one.name for one in swept} == {
+        f"own_{kind}_{config}" for kind in ("serial", "fused") for config in CONFIGS
+    }
+    for one in swept:
+        check_against_reference(batch, one.name, one.run())
 
 
 def test_a_mix_on_which_somebody_differs_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
