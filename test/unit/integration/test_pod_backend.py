@@ -351,19 +351,52 @@ def test_a_model_that_cannot_be_looked_through_still_starts(
     assert "compiled at their first use" in caplog.text
 
 
+def described_runner(device: str, **model: Any) -> Any:
+    """A runner as far as the factory asks it, before SGLang's own backends do."""
+    given = runner(World(mha_pool()), page_size=64)
+    given.dtype = given.kv_cache_dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    given.device, given.model = device, torch.nn.ModuleList()
+    given.model_config = SimpleNamespace(
+        get_num_attention_heads=lambda ranks: HEADS // ranks,
+        get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
+        head_dim=model.pop("head_dim", DIM),
+        is_encoder_decoder=False,
+        **model,
+    )
+    return given
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_gpu_gets_the_triton_form_with_its_kernels_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, serves: bool
+) -> None:
+    compiled: list[Any] = []
+    made = SimpleNamespace(serves=serves)
+    monkeypatch.setattr(pod_on_triton, "TritonPodAttnBackend", lambda given: made)
+    monkeypatch.setattr(pod_warm_up, "compile_kernels", lambda *given: compiled.append(given) or 1)
+    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    given = described_runner("cuda", head_dim=128)
+    with (
+        caplog.at_level(logging.INFO),
+        get_context().override_server_args(model_path="none", enable_mixed_chunk=True),
+    ):
+        assert ATTENTION_BACKENDS["pod"](given) is made
+        assert compiled == ([(made, given.model, torch.bfloat16)] if serves else [])
+        assert "go through the POD kernels (6 query heads on 2, head size 128" in caplog.text
+        given.model_config.head_dim = 80
+        ATTENTION_BACKENDS["pod"](given)
+        assert "leaves this model to SGLang's Triton backend: head_dim 80" in caplog.text
+        given.model_config.is_encoder_decoder = True
+        with pytest.raises(ConfigError, match="has no cross attention"):
+            ATTENTION_BACKENDS["pod"](given)
+
+
 @pytest.mark.parametrize("mixed_chunk", [True, False])
 def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mixed_chunk: bool
 ) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    world = World(mha_pool())
-    given = runner(world, page_size=64)
-    given.dtype = given.kv_cache_dtype = torch.float32
-    given.model_config = SimpleNamespace(
-        get_num_attention_heads=lambda ranks: HEADS // ranks,
-        get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
-        head_dim=DIM,
-    )
+    given = described_runner("cpu")
     monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
     served = f"{HEADS} query heads on {KV_HEADS}, head size {DIM}, float32 on float32, pages of 64"
     with (
