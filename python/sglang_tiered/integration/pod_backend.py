@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 class PodStatistics:
     """What the backend of this process has served. Counted on the scheduler thread.
 
-    serving: a backend was made. forwards: extends with decode rows; decode_rows: in
-    them. layers: attention calls in them that went through the POD kernels; fused: those in one
-    launch, the rest one launch per role. left: calls that the parent computed, by reason.
+    serving: a backend was made. forwards: extends with decode rows; decode_rows: in them. layers:
+    attention calls in them that went through the POD kernels; fused: those in one launch, the rest
+    one launch per role. left: calls that the parent computed, by reason.
     """
 
     serving: bool = False
