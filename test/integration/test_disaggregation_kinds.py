@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
-from server_process import Server, free_port
+from family_models import write_gemma3, write_sliding_window
 
 from conftest import make_prompts
-from family_models import write_gemma3, write_sliding_window
+from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
+from server_process import Server, free_port
 from sglang_tiered.transfer.security import make_keys
 
 if TYPE_CHECKING:
