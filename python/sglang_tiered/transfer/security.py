@@ -31,6 +31,7 @@ __all__ = ["ROLES", "TAG_BYTES", "Keys", "Tagger", "load_keys", "make_keys", "ne
 ROLES = ("prefill", "decode")
 TAG_BYTES = 16
 _DOMAIN = "sglang-tiered"
+_KEY_CHARS = 40  # 32 bytes as Z85
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +133,6 @@ def load_keys(directory: Path, role: str) -> Keys:
         raise ConfigError(f"--transfer-keys {directory} holds no usable keys ({error}).") from error
     if secret is None:
         raise ConfigError(f"{own} holds no secret key; make keys anew.")
+    if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
+        raise ConfigError(f"--transfer-keys {directory} holds keys cut short; copy them anew.")
     return Keys(public, secret, peer_public, directory)
