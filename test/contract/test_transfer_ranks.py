@@ -1,0 +1,188 @@
+"""The handoff between instances of several ranks: tensor-parallel sizes that differ, latent KV with
+ranks that send nothing, pipeline stages, and several instances of both roles at once."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from transfer_pair import TCP, Prefill, Shape, decode, eventually, prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+pytestmark = pytest.mark.timeout(60)
+
+NUM_HEADS, HEAD_BYTES, NUM_PAGES, PAGE_SIZE = 4, 16, 16, 4
+SOURCE_PAGES, PAGES = [3, 9, 4], [12, 2, 7]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as open_ones:
+        yield open_ones
+
+
+def shape_of(tp_rank: int, tp_size: int, num_layers: int = 2, first_layer: int = 0) -> Shape:
+    return Shape(
+        num_layers=num_layers,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        num_heads=NUM_HEADS,
+        head_bytes=HEAD_BYTES,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        first_layer=first_layer,
+    )
+
+
+def model(num_layers: int = 2) -> Any:
+    """[K or V, layer, page, token, head, byte]"""
+    size = (2, num_layers, NUM_PAGES, PAGE_SIZE, NUM_HEADS, HEAD_BYTES)
+    return np.random.default_rng(11).integers(1, 256, size, dtype=np.uint8)
+
+
+def share_of(whole: Any, shape: Shape) -> Any:
+    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
+    part = whole[:, layers][..., list(shape.heads), :]
+    return part.reshape(2 * shape.num_layers, NUM_PAGES, PAGE_SIZE, -1)
+
+
+def prefill_of(stack: ExitStack, whole: Any, shape: Shape) -> Prefill:
+    one = stack.enter_context(prefill(shape, settings=TCP))
+    one.pool.kv[:] = share_of(whole, shape)
+    return one
+
+
+def sources_of(rank: int, prefills: Sequence[Prefill], decode_tp: int) -> list[Prefill]:
+    if decode_tp >= len(prefills):
+        return [prefills[rank // (decode_tp // len(prefills))]]
+    group = len(prefills) // decode_tp
+    return list(prefills[rank * group : (rank + 1) * group])
+
+
+def serve(
+    room: int, prefills: Sequence[Prefill], *, aux: Sequence[int | None] | None = None
+) -> None:
+    for index, sender in enumerate(prefills):
+        sender.events.wait_for("ready", room)
+        sender.send(room, SOURCE_PAGES, aux_row=1 if aux is None else aux[index])
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (8, 1), (8, 2), (8, 4), (1, 8), (4, 8)],
+)
+def test_every_decode_rank_gets_its_heads(
+    stack: ExitStack, prefill_tp: int, decode_tp: int
+) -> None:
+    """With 8 ranks and 4 heads, each head is on two of them."""
+    whole = model()
+    prefills = [prefill_of(stack, whole, shape_of(rank, prefill_tp)) for rank in range(prefill_tp)]
+    decodes = [
+        stack.enter_context(decode(shape_of(rank, decode_tp), settings=TCP))
+        for rank in range(decode_tp)
+    ]
+    for sender in prefills:
+        sender.endpoint.expect(1)
+    for rank, receiver in enumerate(decodes):
+        receiver.open(
+            1,
+            sources_of(rank, prefills, decode_tp),
+            PAGES,
+            num_receivers=max(1, decode_tp // prefill_tp),
+        )
+    serve(1, prefills)
+    for rank, receiver in enumerate(decodes):
+        receiver.events.wait_for("received", 1)
+        expected = share_of(whole, shape_of(rank, decode_tp))[:, SOURCE_PAGES]
+        assert np.array_equal(receiver.pool.pages(PAGES), expected), rank
+        others = [page for page in range(NUM_PAGES) if page not in PAGES]
+        assert not receiver.pool.pages(others).any()
+        receiver.endpoint.close_room(1)
+    for sender in prefills:
+        sender.events.wait_for("sent", 1)
+        eventually(lambda sender=sender: sender.endpoint.num_rooms == 0)
+
+
+def test_latent_kv_comes_from_one_rank_and_the_others_only_take_part(stack: ExitStack) -> None:
+    shape = Shape(latent=True, num_layers=3)
+    prefills = [stack.enter_context(prefill(shape, seed=5)) for _ in range(4)]
+    receiver = stack.enter_context(decode(shape))
+    for sender in prefills:
+        sender.endpoint.expect(1)
+    receiver.open(1, prefills, PAGES, dummies=(1, 2, 3))
+    serve(1, prefills)
+    receiver.events.wait_for("received", 1)
+    assert np.array_equal(receiver.pool.pages(PAGES), prefills[0].pool.pages(SOURCE_PAGES))
+    for sender in prefills:
+        sender.events.wait_for("sent", 1)
+    assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
+
+
+def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
+    stack: ExitStack,
+) -> None:
+    whole = model(4)
+    stages = [prefill_of(stack, whole, shape_of(0, 1, 2, first)) for first in (0, 2)]
+    stages[1].pool.aux[:, 1] = 42
+    receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
+    for sender in stages:
+        sender.endpoint.expect(1)
+    receiver.open(1, stages, PAGES)
+    serve(1, stages, aux=[None, 1])
+    receiver.events.wait_for("received", 1)
+    expected = share_of(whole, shape_of(0, 1, 4))[:, SOURCE_PAGES]
+    assert np.array_equal(receiver.pool.pages(PAGES), expected)
+    assert (receiver.pool.aux[:, 2] == 42).all()
+
+
+def test_a_stage_that_nobody_asked_is_missed(stack: ExitStack) -> None:
+    whole = model(4)
+    first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
+    receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
+    first.endpoint.expect(1)
+    receiver.open(1, [first], PAGES)
+    serve(1, [first])
+    assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
+
+
+def test_one_rank_that_fails_fails_the_room_for_all(stack: ExitStack) -> None:
+    whole = model()
+    prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]
+    receiver = stack.enter_context(decode(shape_of(0, 1)))
+    for sender in prefills:
+        sender.endpoint.expect(1)
+    receiver.open(1, prefills, PAGES)
+    for sender in prefills:
+        sender.events.wait_for("ready", 1)
+    prefills[0].send(1, SOURCE_PAGES)
+    prefills[1].endpoint.fail(1, "no memory on rank 1")
+    assert receiver.events.wait_for("failed", 1)[2] == "no memory on rank 1"
+    eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))
+
+
+def test_several_instances_of_both_roles_serve_each_other_at_once(stack: ExitStack) -> None:
+    shape = Shape()
+    prefills = [stack.enter_context(prefill(shape, seed=seed)) for seed in (1, 2, 3)]
+    decodes = [stack.enter_context(decode(shape)) for _ in range(3)]
+    rooms = [(a, b, number) for a in range(3) for b in range(3) for number in range(4)]
+    for a, b, number in rooms:
+        room = 100 * a + 10 * b + number
+        prefills[a].endpoint.expect(room)
+        decodes[b].open(room, [prefills[a]], [a * 16 + number * 4 + page for page in range(4)])
+    for a, b, number in rooms:
+        room = 100 * a + 10 * b + number
+        prefills[a].events.wait_for("ready", room)
+        prefills[a].send(room, [(room + page) % 64 for page in range(4)])
+    for a, b, number in rooms:
+        room = 100 * a + 10 * b + number
+        decodes[b].events.wait_for("received", room)
+        got = decodes[b].pool.pages([a * 16 + number * 4 + page for page in range(4)])
+        assert np.array_equal(
+            got, prefills[a].pool.pages([(room + page) % 64 for page in range(4)])
+        )
+        prefills[a].events.wait_for("sent", room)
+    assert [one.endpoint.num_sessions for one in prefills + decodes] == [3] * 6  # type: ignore[operator]
