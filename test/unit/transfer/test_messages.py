@@ -1,0 +1,57 @@
+"""What the README says of the messages is what they are; versions and reasons."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import sglang_tiered.transfer
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+
+README = (Path(sglang_tiered.transfer.__path__[0]) / "README.md").read_text(encoding="utf-8")
+ALL = {
+    *get_args(messages.AnyControl),
+    *get_args(messages.AnyDataFromDecode),
+    *get_args(messages.AnyDataFromPrefill),
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """Of the table of messages: the fields in its third column, by message."""
+    found = {}
+    for line in README.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            for name in re.findall(r"`(\w+)`", cells[0]):
+                found[name] = cells[2].split(", ")
+    return found
+
+
+def test_the_table_has_every_message_with_its_fields() -> None:
+    expected = {kind.__name__: list(kind.__struct_fields__) for kind in ALL}
+    assert rows() == expected
+
+
+def test_the_table_has_the_version_there_is() -> None:
+    assert f"(`{messages.VERSION_FRAME.decode()}`)" in README
+
+
+def test_tags_are_their_names_so_that_a_trace_can_be_read() -> None:
+    assert {kind.__struct_config__.tag for kind in ALL} == {kind.__name__.lower() for kind in ALL}
+
+
+def test_another_version_is_named_beside_ours() -> None:
+    with pytest.raises(TransferError, match="version 12 .* version 1;"):
+        messages.check_version(b"sgt-kv/12", "a peer")
+    with pytest.raises(TransferError) as refusal:
+        messages.check_version(b"sgt-kv/\x1b[31m\n", "a peer")
+    assert str(refusal.value).isprintable()
+
+
+def test_reasons_fit_a_line() -> None:
+    assert messages.printable("a\nb\x00c\u202e") == "a b c "
+    assert len(messages.printable("x" * 9999)) == messages.MAX_REASON
