@@ -131,7 +131,7 @@ def hold(endpoint: Any) -> threading.Event:
     return leave
 
 
-@pytest.mark.parametrize("by", ["silence", "fail", "forget"])
+@pytest.mark.parametrize("by", ["silence", "fail", "forget", "close"])
 def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
@@ -149,12 +149,14 @@ def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str
         resume = threading.Event()
         if by == "silence":
             sender.events.wait_for("failed", 2)
+        elif by == "close":
+            sender.endpoint.close()
         else:
             resume = hold(sender.endpoint)  # the scheduler goes on before this thread does
             getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail" else []))
         sender.pool.kv[:, [8, 9]] = 0xEE  # the next request's
         leave.set()
-        if by == "silence":
+        if by in ("silence", "close"):
             receiver.events.wait_for("failed", 2)
         else:
             eventually(lambda: receiver.endpoint.stats.num_damaged)

@@ -123,6 +123,14 @@ def test_a_frame_longer_than_any_of_ours_is_not_taken_in(sender: Prefill, receiv
     works(sender, receiver)
 
 
+def test_garbage_does_not_flood_the_log(sender: Prefill, caplog: pytest.LogCaptureFixture) -> None:
+    with strange_decode(sender.address) as stranger:
+        for _ in range(500):
+            stranger.control.send_multipart([VERSION_FRAME, b"\xc1"])
+        eventually(lambda: sender.endpoint.stats.num_refused == 500)
+    assert 1 <= sum("refused" in record.message for record in caplog.records) <= 5
+
+
 def test_a_decode_instance_of_another_version_is_told_both_versions(sender: Prefill) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.control.send_multipart([b"sgt-kv/7", b""])
@@ -454,3 +462,21 @@ def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill
     with decode(settings=IMPATIENT, keys=load_keys(tmp_path, "decode")) as receiver:
         receiver.open(1, [sender], [0])
         assert receiver.events.wait_for("failed", 1)[2]
+
+
+@pytest.mark.parametrize("encrypts", ["prefill", "decode"])
+def test_data_that_only_one_side_encrypts_fails_with_a_reason_on_both(
+    encrypts: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path)
+    settings = {
+        role: replace(IMPATIENT, encrypt_data=role == encrypts) for role in ("prefill", "decode")
+    }
+    with (
+        prefill(settings=settings["prefill"], keys=load_keys(tmp_path, "prefill")) as sender,
+        decode(settings=settings["decode"], keys=load_keys(tmp_path, "decode")) as receiver,
+    ):
+        sender.endpoint.expect(1)
+        receiver.open(1, [sender], [0])
+        for events in (sender.events, receiver.events):
+            assert "no data connection reached port" in events.wait_for("failed", 1)[2]

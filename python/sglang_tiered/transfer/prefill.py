@@ -38,6 +38,8 @@ MAX_POSTS = 4
 COMPUTE_POLL_S = 0.001
 """How often pages that a device is still computing are asked about."""
 
+WARNING_INTERVAL_S = 1.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -88,6 +90,7 @@ class PrefillEndpoint:
             tombstone_s=settings.tombstone_s,
         )
         self.stats = PrefillStats()
+        self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
@@ -176,7 +179,10 @@ class PrefillEndpoint:
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
-        logger.warning("KV transfer: refused a decode instance: %s", reason)
+        now = time.monotonic()
+        if now - self._warned_at >= WARNING_INTERVAL_S:  # whoever reaches the port can cause this
+            self._warned_at = now
+            logger.warning("KV transfer: refused a decode instance: %s", reason)
         self._peers.tell(identity, messages.Refuse(reason))
 
     # Rooms.
@@ -284,6 +290,8 @@ class PrefillEndpoint:
 
     def _say_goodbye(self) -> None:
         for peer in self._peers:
+            for room in self._rooms.of_session(peer):
+                room.fence.close()  # the pool may go with this endpoint
             self._peers.tell(peer.identity, messages.Bye("prefill is shutting down"))
         self._loop.remove_socket(self._peers.control, GOODBYE_MS)
 
