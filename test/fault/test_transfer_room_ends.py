@@ -23,7 +23,7 @@ from transfer_pair import (
 )
 from transfer_strangers import strange_decode, strange_prefill
 
-from sglang_tiered.transfer import messages
+from sglang_tiered.transfer import messages, receiving
 from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.sending import Chunk
 
@@ -265,6 +265,32 @@ def test_after_close_room_returns_not_a_byte_of_its_pages_changes() -> None:
         assert receiver.endpoint.stats.num_slabs > 50
         eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
         assert not receiver.pool.kv.any()
+
+
+def test_a_slab_that_is_being_checked_when_its_room_closes_does_not_land(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checksum = receiving.xxhash.xxh3_64_intdigest
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow:
+        """The checksum of a slab whose room closes meanwhile."""
+
+        @staticmethod
+        def xxh3_64_intdigest(data: object) -> int:
+            entered.set()
+            assert leave.wait(DEADLINE_S)
+            return int(checksum(data))
+
+    monkeypatch.setattr(receiving, "xxhash", Slow)
+    bring(sender, receiver, "ready")
+    sender.send(1, [8, 9])
+    assert entered.wait(DEADLINE_S)
+    receiver.endpoint.close_room(1)
+    leave.set()
+    sender.events.wait_for("failed", 1)
+    eventually(lambda: receiver.endpoint.stats.num_late)  # so the slab was dealt with
+    assert not receiver.pool.kv.any()
 
 
 def blocked(endpoint: object) -> Callable[[], None]:
