@@ -217,10 +217,6 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Whether the prefill server is known by now. Asks it in the background."""
         return self._lookups.is_known(bootstrap_addr)
 
-    def look_up(self, bootstrap_address: str) -> bool:
-        """SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match."""
-        return bool(super().try_ensure_parallel_info(bootstrap_address))
-
     def rank_of(self, bootstrap_address: str, key: RankKey) -> dict[str, Any] | None:
         return self._lookups.rank_of(bootstrap_address, key)
 

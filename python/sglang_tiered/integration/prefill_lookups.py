@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 
 from sglang_tiered.errors import TransferError
 
@@ -71,10 +71,11 @@ class PrefillLookups:
         return servers
 
     def _look_up(self, server: str) -> None:
-        ranks, reason = {}, None
+        asked, ranks, reason = _Asking(self._manager), {}, None
         try:
-            if self._manager.look_up(server):
-                ranks = self._ranks_of(server)
+            # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
+            if CommonKVManager.try_ensure_parallel_info(asked, server):
+                ranks = self._ranks_of(server, asked.prefill_info_table[server])
             else:
                 reason = f"the prefill server at {server} does not answer"
         except Exception as error:
@@ -85,12 +86,12 @@ class PrefillLookups:
             if reason is None:
                 self._ranks[server] = ranks
                 self._failures.pop(server, None)
+                # Last: SGLang starts requests on what it finds in this table.
+                self._manager.prefill_info_table[server] = asked.prefill_info_table[server]
             else:
                 self._failures[server] = time.monotonic(), reason
-                self._manager.prefill_info_table.pop(server, None)
 
-    def _ranks_of(self, server: str) -> dict[RankKey, dict[str, Any]]:
-        info = self._manager.prefill_info_table[server]
+    def _ranks_of(self, server: str, info: Any) -> dict[RankKey, dict[str, Any]]:
         asking = CommonKVReceiver.__new__(CommonKVReceiver)
         asking.bootstrap_addr = server
         ranks = {}
@@ -105,6 +106,17 @@ class PrefillLookups:
                             raise TransferError(f"it does not know its rank dp{dp} tp{tp} pp{pp}")
                         ranks[dp, cp, tp, pp] = row
         return ranks
+
+
+class _Asking:
+    """The manager, but for the table in which a lookup puts what it finds."""
+
+    def __init__(self, manager: ZmqKVManager) -> None:
+        self._manager = manager
+        self.prefill_info_table: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
 
 def address_of(host: str) -> str:
