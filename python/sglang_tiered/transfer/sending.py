@@ -177,14 +177,16 @@ class SendQueue:
             self.confirm(key, now)
             return True
         parcel.num_resends += 1
+        frames: list[Any] | None = parcel.frames
         if parcel.as_slab is not None:
             frames, parcel.as_slab = parcel.as_slab(), None
             self.reads_same_host = False
-            if frames is None:
-                return False
-            parcel.frames = frames
         elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
+            frames = None
+        if frames is None:
+            self.confirm(key, now)  # it was received, and nothing of it is under way
             return False
+        parcel.frames = frames
         self.returned.append(parcel)
         return True
 

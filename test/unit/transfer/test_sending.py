@@ -103,8 +103,10 @@ def test_a_damaged_slab_is_sent_again_as_it_was_but_not_for_ever(queue: SendQueu
         again = post(queue)
         assert again is slab
         assert again.frames == frames
-    assert not queue.resend(slab.key, 0.0)
     assert queue.credit_bytes == 9 * PAGE_BYTES, "it takes its credit once"
+    assert not queue.resend(slab.key, 0.0)
+    assert queue.credit_bytes == 10 * PAGE_BYTES
+    assert not queue.unconfirmed, "or the session would end for want of its confirmation"
     assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
 
 
@@ -158,6 +160,8 @@ def test_a_pull_whose_pages_are_gone_is_not_sent_again(queue: SendQueue) -> None
     pull = post(queue)
     fence.close()
     assert not queue.resend(pull.key, 0.0)
+    assert not queue.unconfirmed
+    assert queue.credit_bytes == 10 * PAGE_BYTES
 
 
 def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
