@@ -218,6 +218,29 @@ def test_a_pool_that_cannot_be_read_fails_only_its_room(
     receiver.events.wait_for("received", 2)
 
 
+def test_a_pool_that_cannot_be_written_fails_only_its_room(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scatter = receiver.pool.memories.kv.scatter
+
+    def broken(buffer: int, pages: object, part: object, data: object) -> None:
+        if list(pages) == [1]:  # type: ignore[call-overload]
+            raise OSError("device lost")
+        scatter(buffer, pages, part, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(receiver.pool.memories.kv, "scatter", broken)
+    for room in (1, 2):
+        sender.endpoint.expect(room)
+        receiver.open(room, [sender], [room])
+        sender.events.wait_for("ready", room)
+        sender.send(room, [14])
+    for events in (sender.events, receiver.events):
+        assert "device lost" in events.wait_for("failed", 1, 5)[2]
+    receiver.events.wait_for("received", 2)
+    receiver.endpoint.close_room(2)
+    nothing_is_left(sender, receiver)
+
+
 def test_a_chunk_that_names_no_page_of_the_pool_fails_its_room(
     sender: Prefill, receiver: Decode
 ) -> None:

@@ -8,6 +8,7 @@ port. All state but the rooms' fences belongs to one thread; results come back t
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.settings import TransferSettings
 
 __all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "Target"]
+
+logger = logging.getLogger(__name__)
 
 MAX_DATA_MESSAGES = 16
 """Slabs handled before the control sockets are looked at again: some 16 MiB, a few ms."""
@@ -306,12 +309,8 @@ class DecodeEndpoint:
         try:
             if isinstance(message, messages.Last):
                 room.finish(message, progress)
-            elif progress.has(seq):
-                self.stats.num_duplicate += 1
-                confirmed.append(key)
             else:
-                if self._land(room, link, message, payload):
-                    progress.mark(seq, time.monotonic())
+                self._land(room, link, message, payload, progress)
                 confirmed.append(key)
             is_received = room.conclude()
         except DamagedError:
@@ -321,6 +320,12 @@ class DecodeEndpoint:
         except TransferError as error:
             confirmed.append(key)
             self._conclude_failed(room, str(error))
+            return
+        except Exception as error:
+            # Only its own room may suffer from a pool that cannot be written.
+            logger.exception("KV transfer: writing pages of the pool failed")
+            confirmed.append(key)
+            self._conclude_failed(room, f"decode could not write its pages ({error})")
             return
         if progress.is_complete and progress.num_slabs is not None:
             # Not before: prefill gives the pages back when it hears this, and a damaged slab
@@ -352,14 +357,20 @@ class DecodeEndpoint:
         link: PrefillLink,
         message: messages.Slab | messages.Pull,
         payload: Any,
-    ) -> bool:
+        progress: Progress,
+    ) -> None:
+        if progress.has(message.seq):
+            self.stats.num_duplicate += 1
+            return
         self.stats.num_slabs += 1
         if isinstance(message, messages.Slab):
             self.stats.received_bytes += message.num_bytes
-            return room.land(message, payload, link.pairs)
-        if link.peer_memory is None:
+            landed = room.land(message, payload, link.pairs)
+        elif link.peer_memory is None:
             raise TransferError("prefill offers memory that this instance said it cannot read.")
-        landed = room.pull(message, payload, link.pairs, link.peer_memory)
-        pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
-        self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
-        return landed
+        else:
+            landed = room.pull(message, payload, link.pairs, link.peer_memory)
+            pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
+            self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
+        if landed:
+            progress.mark(message.seq, time.monotonic())

@@ -258,8 +258,7 @@ class PrefillEndpoint:
             return
         if room is not None and opened is None and room.is_ready:
             return  # all of its decode ranks are known, and this is none of them
-        reason = messages.printable(message.reason)
-        self._fail(message.room, f"decode gave it up: {reason}", True)
+        self._fail(message.room, f"decode gave it up: {messages.printable(message.reason)}", True)
 
     def _fail(self, number: int, reason: str, is_news: bool) -> None:
         known = self._rooms.get(number)
