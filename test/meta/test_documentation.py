@@ -5,25 +5,25 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from sglang_tiered.metrics import METRICS
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def tier_flags() -> list[str]:
-    """The keys of ``TIER_FLAGS``, read as text: this test needs no SGLang."""
+def our_flags(table: str) -> list[str]:
+    """The keys of ``TIER_FLAGS`` or ``TRANSFER_FLAGS``, read as text: this needs no SGLang."""
     source = (ROOT / "python/sglang_tiered/integration/tier_flags.py").read_text()
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TIER_FLAGS":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
             assert isinstance(node.value, ast.Dict)
             return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    raise AssertionError("TIER_FLAGS is not assigned at the top of tier_flags.py")
+    raise AssertionError(f"{table} is not assigned at the top of tier_flags.py")
 
 
-def table_rows(first_column: str) -> list[list[str]]:
-    """The body of the README table whose header begins with a word."""
-    lines = README.splitlines()
+def table_rows(first_column: str, text: str = README) -> list[list[str]]:
+    """The body of a table of the README, or of another text, whose header begins with a word."""
+    lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
     rows = []
     for line in lines[start + 2 :]:
@@ -34,15 +34,19 @@ def table_rows(first_column: str) -> list[list[str]]:
 
 
 def test_every_flag_is_documented_and_no_other() -> None:
-    assert [row[0].strip("`") for row in table_rows("flag")] == tier_flags()
+    assert [row[0].strip("`") for row in table_rows("flag")] == our_flags("TIER_FLAGS")
+    transfer = [row[0].strip("`") for row in table_rows("transfer flag")]
+    assert transfer == our_flags("TRANSFER_FLAGS")
 
 
 def test_every_metric_is_documented_as_it_is() -> None:
-    documented = [tuple(cell.strip("`") for cell in row) for row in table_rows("metric")]
-    assert documented == [
-        (metric.name, metric.kind.value, ", ".join(metric.labels), metric.help)
-        for metric in METRICS
-    ]
+    transfer = (ROOT / "python/sglang_tiered/transfer/README.md").read_text()
+    for text, metrics in ((README, METRICS), (transfer, TRANSFER_METRICS)):
+        rows = table_rows("metric", text)
+        assert [tuple(cell.strip("`") for cell in row) for row in rows] == [
+            (metric.name, metric.kind.value, ", ".join(metric.labels), metric.help)
+            for metric in metrics
+        ]
 
 
 def test_code_map_names_places_that_exist() -> None:

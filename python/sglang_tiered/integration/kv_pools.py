@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from sglang_tiered.errors import TransferError
+from sglang_tiered.integration.device_memory import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, PagedMemory
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 from sglang_tiered.transfer.sending import Memories
@@ -40,12 +41,18 @@ def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
     return msgspec.structs.replace(layout, tp_rank=tp_rank, tp_size=tp_size)
 
 
-def memories_of(args: Any) -> Memories:
-    """The pools themselves, by address. SGLang keeps them for the life of the process."""
+def memories_of(args: Any, device: str) -> Memories:
+    """The pools themselves, by address, on ``device`` (``cpu`` or one of CUDA). SGLang keeps them
+    for the life of the process. Metadata is in host memory always."""
+
+    def memory(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> PagedMemory:
+        buffers = _buffers(addresses, sizes, page_bytes)
+        return HostMemory(buffers) if device == "cpu" else DeviceMemory(buffers, device)
+
     return Memories(
-        _memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
+        memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
         [
-            _memory(*parts)
+            memory(*parts)
             for parts in zip(
                 args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
             )
@@ -61,10 +68,6 @@ def host_memory_of(args: Any) -> PagedMemory | None:
     return HostMemory(
         _buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
     )
-
-
-def _memory(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> PagedMemory:
-    return HostMemory(_buffers(addresses, sizes, page_bytes))
 
 
 def _buffers(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> list[Buffer]:

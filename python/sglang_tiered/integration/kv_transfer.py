@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device
 
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
@@ -64,7 +65,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, is_mla=bool(is_mla_backend))
-        self._memories = kv_pools.memories_of(args)
+        self._memories = kv_pools.memories_of(args, _device_of(args))
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
         self._exporter: MetricsExporter | None = None
@@ -347,6 +348,11 @@ def _sending(manager: ZmqKVManager) -> PrefillEndpoint:
 def _receiving(manager: ZmqKVManager) -> DecodeEndpoint:
     assert manager.receiving is not None
     return manager.receiving
+
+
+def _device_of(args: Any) -> str:
+    device = str(get_device().device)
+    return device if device == "cpu" else f"{device}:{args.gpu_id}"
 
 
 def _pages(indices: Any) -> Any:
