@@ -156,6 +156,7 @@ def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
     assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids
 
 
+@pytest.mark.slow
 def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, single: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.both, prompt, 8) for prompt in make_prompts(87, 4, 3000)]

@@ -8,7 +8,7 @@
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
-| Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant |
+| Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
@@ -194,9 +194,16 @@ def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _after_on_idle(_: Any, scheduler: Any) -> None:
+    import torch
+
     from sglang_tiered.integration import purging
+    from sglang_tiered.integration.transfer_stats import manager_of
 
     purging.on_idle(scheduler)
+    if not torch.accelerator.is_available():
+        handoff = manager_of(scheduler)
+        if handoff is not None:
+            handoff.rest()
 
 
 def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:

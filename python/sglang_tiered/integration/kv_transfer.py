@@ -9,6 +9,7 @@ Status is written by the endpoint's thread and read by the scheduler's, as SGLan
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
 
+REST_S = 0.005
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,6 +72,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
         self._exporter: MetricsExporter | None = None
+        self._happened = threading.Event()
         self.sending: PrefillEndpoint | None = None
         self.receiving: DecodeEndpoint | None = None
         super().__init__(args, mode, server_args, is_mla_backend)
@@ -110,8 +114,19 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             self.local_ip = host
         super().register_to_bootstrap()
 
+    @property
+    def endpoint(self) -> PrefillEndpoint | DecodeEndpoint | None:
+        return self.sending or self.receiving
+
+    def rest(self) -> None:
+        """Wait a moment for a room to move, while this instance has nothing to compute. On the
+        scheduler's thread; only where it would take a core from who computes."""
+        if self.endpoint is not None and self.endpoint.num_rooms:
+            self._happened.wait(REST_S)
+            self._happened.clear()
+
     def _export(self) -> None:
-        endpoint = self.sending or self.receiving
+        endpoint = self.endpoint
         if endpoint is None or not self.server_args.enable_metrics:
             return
         if self._exporter is None:
@@ -180,6 +195,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         if room in self.request_status:
             self.req_to_decode_prefix_len[room] = prefix_tokens
             self.update_status(room, KVPoll.WaitingForInput)
+            self._happened.set()
 
     def room_sent(self, room: int) -> None:
         self._conclude(room, KVPoll.Success)
@@ -211,6 +227,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             with self.failure_lock:
                 self.failure_records.setdefault(room, reason)
         self.update_status(room, status)
+        self._happened.set()
 
     # Decode, called by SGLang's scheduler.
 

@@ -121,6 +121,9 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
     transfer = resolve_transfer(explicit)
     added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
+    if on_cpu:
+        # An idle scheduler polls without a pause: a core that other servers could compute on.
+        added["--sleep-on-idle"] = None
     if mode is TierMode.OFF:
         _refuse_given(explicit, TIER_FLAGS, except_for="--tier-mode", reason="--tier-mode off")
         rest = _completed(rest, added, explicit)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.decode import DecodeEndpoint
     from sglang_tiered.transfer.prefill import PrefillEndpoint
 
-__all__ = ["TransferStats", "stats_of_scheduler", "transfer_stats"]
+__all__ = ["TransferStats", "manager_of", "stats_of_scheduler", "transfer_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,16 @@ def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> TransferStats:
     )
 
 
-def stats_of_scheduler(scheduler: Any) -> TransferStats | None:
-    """Of the endpoint of a scheduler process; None where it hands nothing over, or not by us."""
+def manager_of(scheduler: Any) -> Any:
+    """The KV manager of a scheduler process; None where it hands nothing over, or not by us."""
     for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
         manager = getattr(getattr(scheduler, queue, None), "kv_manager", None)
-        for endpoint in (getattr(manager, "sending", None), getattr(manager, "receiving", None)):
-            if endpoint is not None:
-                return transfer_stats(endpoint)
+        if getattr(manager, "endpoint", None) is not None:
+            return manager
     return None
+
+
+def stats_of_scheduler(scheduler: Any) -> TransferStats | None:
+    """Of the endpoint of a scheduler process; None where there is none of ours."""
+    manager = manager_of(scheduler)
+    return None if manager is None else transfer_stats(manager.endpoint)

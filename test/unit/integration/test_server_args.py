@@ -55,7 +55,11 @@ def test_tiering_is_on_by_default_and_capped(resolve: Any) -> None:
 
 def test_mode_off_is_stock_sglang(resolve: Any) -> None:
     resolved = resolve("--tier-mode off --page-size 1")
-    assert resolved.sglang_arguments == ["--model-path", "m", "--page-size", "1"]
+    # On a CPU an idle server does not take a core from those that compute.
+    assert resolved.sglang_arguments == [
+        *("--model-path", "m", "--page-size", "1"),
+        "--sleep-on-idle",
+    ]
 
 
 def test_mode_host_names_no_storage(resolve: Any) -> None:
