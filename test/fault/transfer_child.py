@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transfer_pair import DEADLINE_S, HOST, IMPATIENT, SAME_HOST, Shape, decode, prefill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
 SEED = 1
@@ -25,20 +26,32 @@ SHAPE = Shape(num_pages=64)
 class Child:
     """The other end of the process. Killed at the latest when left."""
 
-    def __init__(self, role: str, port: int = 0, *, same_host: bool = False) -> None:
+    def __init__(
+        self,
+        role: str,
+        port: int = 0,
+        *,
+        same_host: bool = False,
+        host: str = HOST,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """``prefix``: a command that runs the process elsewhere, where it binds to ``host``."""
+        arguments = ("-m", "transfer_child", role, str(port), str(int(same_host)))
+        paths = os.pathsep.join(filter(None, sys.path))
+        self.host = host
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "transfer_child", role, str(port), str(int(same_host))],
+            [*prefix, sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": paths, "TRANSFER_TEST_HOST": host},
         )
         self._buffered = b""
         self.port = int(self.wait_for("port").split()[1])
 
     @property
     def address(self) -> tuple[str, int]:
-        return HOST, self.port
+        return self.host, self.port
 
     def tell(self, order: str) -> None:
         assert self.process.stdin is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.security import Keys
 
 DEADLINE_S = 20.0
-HOST = "127.0.0.1"
+HOST = os.environ.get("TRANSFER_TEST_HOST", "127.0.0.1")
 
 TCP = TransferSettings(same_host=False)
 SAME_HOST = TransferSettings()

@@ -3,14 +3,24 @@ sizes, model families, keys, and pages received into host memory."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 from family_models import write_gemma3, write_sliding_window
+from transfer_pair import eventually
 
 from conftest import make_prompts
-from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
+from prefill_decode import (
+    ENVIRONMENT,
+    PrefillDecode,
+    post,
+    transfer_state,
+    wait_until_healthy,
+)
 from server_process import Server, free_port
 from sglang_tiered.transfer.security import make_keys
 
@@ -108,4 +118,43 @@ def test_other_page_size_fails_the_request_with_one_sentence_and_no_server(
         assert pair.prefill.process.poll() is None
         assert pair.decode.process.poll() is None
     finally:
+        pair.kill()
+
+
+def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sglang_router", reason="scripts/serve-pd installs SGLang's router")
+    pair = PrefillDecode.spawn(model, tmp_path, *COMMON, *OFF)
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+        *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warn"),
+        *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
+    ]
+    router = None
+    try:
+        pair.wait_until_ready()
+        with (tmp_path / "router.log").open("wb") as log:
+            router = subprocess.Popen(command, stdout=log, stderr=log)
+        front = Server(port, router, tmp_path / "router.log")
+        wait_until_healthy(front)
+        prompt = make_prompts(9, 1, 1500)[0]
+        expected = pair.generate(prompt).output_ids
+        assert front.generate(prompt).output_ids == expected
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [
+                {"input_ids": other, "sampling_params": {"max_new_tokens": 64}}
+                for other in make_prompts(10, 4, 1500)
+            ]
+            broken = [pool.submit(post, front, body) for body in bodies]
+            eventually(lambda: transfer_state(pair.prefill)["num_rooms"] > 0)
+            router.kill()
+            for future in broken:
+                future.result(60)
+        for server in (pair.prefill, pair.decode):
+            eventually(lambda server=server: transfer_state(server)["num_rooms"] == 0, 60.0)
+        assert pair.generate(prompt).output_ids == expected
+    finally:
+        if router is not None:
+            router.kill()
+            router.wait(30)
         pair.kill()

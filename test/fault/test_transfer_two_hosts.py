@@ -1,0 +1,123 @@
+"""Prefill in a network namespace of its own: over a link that delays, loses, and is cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from transfer_child import SEED, SHAPE, Child
+from transfer_pair import IMPATIENT, Decode, Pool, decode, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+# Addresses that are nobody's (RFC 5737), and names of this process.
+HERE, THERE = "198.51.100.1", "198.51.100.2"
+NAMESPACE = f"kv-{os.getpid()}"
+LINK, FAR_LINK = f"kva{os.getpid() % 10**8}", f"kvb{os.getpid() % 10**8}"
+
+
+def run(command: str) -> str | None:
+    """What went wrong, or None."""
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=False)
+    return None if done.returncode == 0 else f"{command}: {done.stderr.strip()}"
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[None]:
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and ip(8) to make a network namespace")
+    steps = (
+        f"ip netns add {NAMESPACE}",
+        f"ip link add {LINK} type veth peer name {FAR_LINK} netns {NAMESPACE}",
+        f"ip addr add {HERE}/30 dev {LINK}",
+        f"ip link set {LINK} up",
+        f"ip -n {NAMESPACE} addr add {THERE}/30 dev {FAR_LINK}",
+        f"ip -n {NAMESPACE} link set {FAR_LINK} up",
+    )
+    try:
+        for step in steps:
+            problem = run(step)
+            if problem is not None:
+                pytest.skip(f"this machine does not let a test make a network ({problem})")
+        yield
+    finally:
+        run(f"ip link del {LINK}")
+        run(f"ip netns del {NAMESPACE}")
+
+
+@pytest.fixture
+def far(link: None) -> Iterator[Child]:
+    with Child("prefill", host=THERE, prefix=("ip", "netns", "exec", NAMESPACE)) as child:
+        yield child
+
+
+@pytest.fixture
+def receiver() -> Iterator[Decode]:
+    with decode(SHAPE, settings=IMPATIENT) as one:
+        yield one
+
+
+def hand_over(far: Child, receiver: Decode, room: int) -> None:
+    far.tell(f"expect {room}")
+    receiver.open(room, [far.address], [room])
+    far.tell(f"ready {room}")
+    far.wait_for(f"ready {room}")
+    far.tell(f"send {room}")
+    receiver.events.wait_for("received", room)
+    expected = Pool(SHAPE, SEED).pages([room])
+    assert np.array_equal(receiver.pool.pages([room]), expected)
+
+
+def test_pages_cross_to_another_host(far: Child, receiver: Decode) -> None:
+    for room in range(1, 20):
+        hand_over(far, receiver, room)
+    assert receiver.endpoint.stats.received_bytes > 0
+
+
+def test_a_link_that_delays_and_loses_changes_nothing(far: Child, receiver: Decode) -> None:
+    problem = run(f"tc qdisc add dev {LINK} root netem delay 10ms 2ms loss 1%")
+    if problem is not None:
+        pytest.skip(f"this machine cannot delay and lose packets ({problem})")
+    try:
+        for room in range(1, 20):
+            hand_over(far, receiver, room)
+    finally:
+        run(f"tc qdisc del dev {LINK} root")
+
+
+def test_a_cut_link_fails_rooms_within_the_timeout_and_is_used_again_once_mended(
+    far: Child, receiver: Decode
+) -> None:
+    hand_over(far, receiver, 1)
+    far.tell("expect 2")
+    receiver.open(2, [far.address], [2])
+    far.tell("ready 2")
+    far.wait_for("ready 2")
+    assert run(f"ip link set {LINK} down") is None
+    try:
+        reason = receiver.events.wait_for("failed", 2, IMPATIENT.peer_timeout_s + 3)[2]
+        assert "silent" in reason or "closed" in reason
+        far.tell("failed 2")
+        assert "decode instance" in far.wait_for("failed")
+        eventually(lambda: receiver.endpoint.num_sessions == 0)
+    finally:
+        assert run(f"ip link set {LINK} up") is None
+    hand_over(far, receiver, 3)
+
+
+def test_a_prefill_killed_on_another_host_is_noticed_by_its_connection(
+    far: Child, receiver: Decode
+) -> None:
+    far.tell("expect 4")
+    receiver.open(4, [far.address], [4])
+    far.tell("ready 4")
+    far.wait_for("ready 4")
+    far.kill()
+    assert "closed the connection" in receiver.events.wait_for("failed", 4, 3)[2]
