@@ -6,6 +6,7 @@ because it runs anywhere.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         encrypt_data=_choice(explicit, "transfer_encrypt", ("control", "all")) == "all",
         same_host=_choice(explicit, "transfer_same_host", ("auto", "off")) != "off",
         window_bytes=_size(explicit),
-        num_connections=int(_number(explicit, "transfer_connections", 1)),
+        num_connections=_connections(explicit),
         peer_timeout_s=_number(explicit, "transfer_peer_timeout", 4.0),
     )
     if directory is not None:
@@ -86,6 +87,15 @@ def _number(explicit: Mapping[str, Any], name: str, default: float) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{_flag(name)} {text} is not a number.") from None
+
+
+def _connections(explicit: Mapping[str, Any]) -> int:
+    text = explicit.get("transfer_connections")
+    if text is None:
+        return TransferConfig().num_connections
+    if not re.fullmatch(r"[+-]?\d+", text):
+        raise ConfigError(f"--transfer-connections {text} is not a whole number.")
+    return int(text)
 
 
 def _size(explicit: Mapping[str, Any]) -> int:

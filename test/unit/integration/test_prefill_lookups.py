@@ -1,0 +1,126 @@
+"""Prefill servers are asked for off the scheduler's thread, of SGLang's real bootstrap server."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import requests
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from transfer_pair import eventually
+
+from server_process import free_port
+from sglang_tiered.integration.kv_transfer import ZmqKVManager
+from sglang_tiered.integration.prefill_lookups import (
+    PrefillLookups,
+    address_of,
+    is_loopback,
+    is_wildcard,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+RANK = ("192.0.2.7", 4321)
+
+
+@pytest.fixture
+def manager() -> Any:
+    """A decode rank's manager without the endpoint that its constructor makes."""
+    made: Any = ZmqKVManager.__new__(ZmqKVManager)
+    made.prefill_info_table = {}
+    made.kv_args = SimpleNamespace(page_size=64, engine_rank=0, state_types=[])
+    made.kv_cache_dtype_str = "auto"
+    made.kv_layout = made.dsv41_spec_layout = None
+    made.attn_tp_size = made.attn_cp_size = made.pp_size = made.dcp_size = 1
+    made.attn_tp_rank = made.attn_cp_rank = made.pp_rank = 0
+    made.is_mla_backend = made.is_hybrid_mla_backend = False
+    made.enable_all_cp_ranks_for_transfer = False
+    made._lookups = PrefillLookups(made)
+    return made
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[str]:
+    server = CommonKVBootstrapServer("127.0.0.1", free_port())
+    address = f"127.0.0.1:{server.port}"
+
+    def is_up() -> bool:
+        try:
+            return requests.get(f"http://{address}/health", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    eventually(is_up)
+    yield address
+    server.close()
+
+
+def register(bootstrap: str, *, page_size: int = 64) -> None:
+    """As a prefill rank does."""
+    row = {
+        **{
+            f"attn_{kind}_{what}": what == "size"
+            for kind in ("tp", "cp", "dp")
+            for what in ("size", "rank")
+        },
+        "pp_size": 1,
+        "pp_rank": 0,
+        "system_dp_size": 1,
+        "system_dp_rank": 0,
+        "rank_ip": RANK[0],
+        "rank_port": RANK[1],
+        "page_size": page_size,
+        "kv_cache_dtype": "auto",
+    }
+    row = {key: int(value) if isinstance(value, bool) else value for key, value in row.items()}
+    requests.put(f"http://{bootstrap}/route", json=row, timeout=5).raise_for_status()
+
+
+def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    row = manager.rank_of(bootstrap, (0, 0, 0, 0))
+    assert (row["rank_ip"], row["rank_port"]) == RANK
+    assert manager.prefill_info_table[bootstrap].required_prefill_response_num == 1
+    assert manager.why_unknown(bootstrap) is None
+
+
+def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):  # each returns, though the question is still open
+            assert not manager.try_ensure_parallel_info(address)
+        connection, _ = silent.accept()
+        connection.close()
+    eventually(lambda: manager.why_unknown(address) is not None)
+    assert address in manager.why_unknown(address)
+
+
+def test_a_server_with_another_page_size_is_a_reason_and_no_error(
+    manager: Any, bootstrap: str
+) -> None:
+    """In SGLang it ends the decode scheduler."""
+    register(bootstrap, page_size=16)
+    assert not manager.try_ensure_parallel_info(bootstrap)
+    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+    assert "page_size=16" in manager.why_unknown(bootstrap)
+    assert bootstrap not in manager.prefill_info_table
+
+
+def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    assert manager._lookups.forget(("192.0.2.7", 1)) == []
+    assert manager._lookups.forget(RANK) == [bootstrap]
+    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) is None
+
+
+def test_addresses_are_told_apart() -> None:
+    assert address_of("192.0.2.7") == "192.0.2.7"
+    assert is_loopback(address_of("localhost"))
+    assert is_wildcard("0.0.0.0") and is_wildcard("::") and not is_wildcard("192.0.2.7")
