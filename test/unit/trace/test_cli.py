@@ -357,7 +357,10 @@ def test_ctrl_c_ends_quietly_and_leaves_no_file(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        while process.poll() is None and not list(tmp_path.iterdir()):
+        # Once it writes: between making the file and that, nobody is there yet to remove it.
+        while process.poll() is None and not any(
+            path.stat().st_size for path in tmp_path.iterdir()
+        ):
             os.sched_yield()
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
