@@ -139,6 +139,7 @@ def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
         _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
 
 
+@pytest.mark.slow
 def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
     pair: Pair, single: Server
 ) -> None:

@@ -72,6 +72,7 @@ def share_from_tiers(answers: list[Answer]) -> float:
     return hits / (aligned(LENGTH) * len(answers))
 
 
+@pytest.mark.slow
 def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path: Path) -> None:
     latent = tmp_path / "latent"
     latent.mkdir()

@@ -37,6 +37,7 @@ def wait_until_warm(server: Server, num_tokens: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_restarted_server_serves_hot_prefixes_from_host_memory(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from interpreted import interpreted
 
+pytestmark = pytest.mark.slow  # half a minute, most of it for importing SGLang once more
+
 WORLDS = Path(__file__).resolve().parents[2] / "integration"
 
 
