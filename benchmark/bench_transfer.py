@@ -131,7 +131,7 @@ def _measure_handoff(console: Console, quick: bool) -> dict[str, Any]:
         model = Path(folder) / "model"
         command = [sys.executable, str(ROOT / "scripts/make_demo_model.py"), str(model)]
         subprocess.run([*command, "--shape", "24m"], check=True, stdout=subprocess.DEVNULL)
-        found = handoff.measure(model, Path(folder), lengths, 3 if quick else 7)
+        found = handoff.measure(model, Path(folder), lengths, 5 if quick else 7)
     table = Table("prompt", "prefill and decode", "one server", "added", "spread")
     for length, ttft in found.items():
         added = [a - b for a, b in zip(ttft.both, ttft.single, strict=True)]

@@ -57,6 +57,7 @@ KINDS = {
         ("--disable-overlap-schedule",), prefill=(*OFF, "--pp-size", "2")
     ),
     "received_into_host_memory": Kind(
+        ("--page-size", "64"),
         decode=(*HOST, "--disaggregation-decode-host-receive-threshold", "0.0")
     ),
     "sliding_window_pools": Kind(("--page-size", "64"), write=write_sliding_window),
