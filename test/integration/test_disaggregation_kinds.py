@@ -58,7 +58,7 @@ KINDS = {
     ),
     "received_into_host_memory": Kind(
         ("--page-size", "64"),
-        decode=(*HOST, "--disaggregation-decode-host-receive-threshold", "0.0")
+        decode=(*HOST, "--disaggregation-decode-host-receive-threshold", "0.0"),
     ),
     "sliding_window_pools": Kind(("--page-size", "64"), write=write_sliding_window),
     "gemma3": Kind(("--page-size", "64"), write=write_gemma3),
