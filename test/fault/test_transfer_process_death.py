@@ -6,14 +6,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from transfer_child import SEED, SHAPE, Child
+from transfer_child import SHAPE, Child, hand_over
 from transfer_pair import (
     IMPATIENT,
     SAME_HOST,
     Decode,
-    Pool,
     Prefill,
     decode,
     eventually,
@@ -39,17 +37,6 @@ def receiver() -> Iterator[Decode]:
 def sender() -> Iterator[Prefill]:
     with prefill(SHAPE, settings=IMPATIENT) as one:
         yield one
-
-
-def hand_over(child: Child, receiver: Decode, room: int) -> None:
-    child.tell(f"expect {room}")
-    receiver.open(room, [child.address], [room])
-    child.tell(f"ready {room}")
-    child.wait_for(f"ready {room}")
-    child.tell(f"send {room}")
-    receiver.events.wait_for("received", room)
-    expected = Pool(SHAPE, SEED).pages([room])
-    assert np.array_equal(receiver.pool.pages([room]), expected)
 
 
 def test_a_killed_prefill_fails_its_rooms_at_once_and_its_successor_serves(

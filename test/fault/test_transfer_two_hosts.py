@@ -7,10 +7,9 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from transfer_child import SEED, SHAPE, Child
-from transfer_pair import IMPATIENT, Decode, Pool, decode, eventually
+from transfer_child import SHAPE, Child, hand_over
+from transfer_pair import IMPATIENT, Decode, decode, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,17 +61,6 @@ def far(link: None) -> Iterator[Child]:
 def receiver() -> Iterator[Decode]:
     with decode(SHAPE, settings=IMPATIENT) as one:
         yield one
-
-
-def hand_over(far: Child, receiver: Decode, room: int) -> None:
-    far.tell(f"expect {room}")
-    receiver.open(room, [far.address], [room])
-    far.tell(f"ready {room}")
-    far.wait_for(f"ready {room}")
-    far.tell(f"send {room}")
-    receiver.events.wait_for("received", room)
-    expected = Pool(SHAPE, SEED).pages([room])
-    assert np.array_equal(receiver.pool.pages([room]), expected)
 
 
 def test_pages_cross_to_another_host(far: Child, receiver: Decode) -> None:

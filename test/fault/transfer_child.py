@@ -13,11 +13,14 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from transfer_pair import DEADLINE_S, HOST, IMPATIENT, SAME_HOST, Shape, decode, prefill
+import numpy as np
+from transfer_pair import DEADLINE_S, HOST, IMPATIENT, SAME_HOST, Pool, Shape, decode, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+
+    from transfer_pair import Decode
 
 SEED = 1
 SHAPE = Shape(num_pages=64)
@@ -99,6 +102,18 @@ class Child:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def hand_over(child: Child, receiver: Decode, room: int) -> None:
+    """A room from a prefill process, checked byte for byte."""
+    child.tell(f"expect {room}")
+    receiver.open(room, [child.address], [room])
+    child.tell(f"ready {room}")
+    child.wait_for(f"ready {room}")
+    child.tell(f"send {room}")
+    receiver.events.wait_for("received", room)
+    expected = Pool(SHAPE, SEED).pages([room])
+    assert np.array_equal(receiver.pool.pages([room]), expected)
 
 
 def say(text: str) -> None:

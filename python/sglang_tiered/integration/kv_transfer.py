@@ -28,6 +28,7 @@ from sglang.srt.runtime_context import get_device
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration import kv_pools
+from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
@@ -36,6 +37,7 @@ from sglang_tiered.integration.prefill_lookups import (
     is_loopback,
     is_wildcard,
 )
+from sglang_tiered.integration.transfer_seams import SIGNATURES
 from sglang_tiered.integration.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.decode import DecodeEndpoint, Target
@@ -65,6 +67,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def __init__(
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
+        check_signatures(SIGNATURES)
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, is_mla=bool(is_mla_backend))
@@ -145,7 +148,6 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             num_connections=chosen.num_connections,
             same_host=chosen.same_host,
             encrypt_data=chosen.encrypt_data,
-            orphan_timeout_s=60.0,
         )
 
     def _keys(self, role: str) -> Keys | None:
