@@ -15,10 +15,11 @@ from safetensors.numpy import load_file, save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["write_gemma3", "write_sliding_window"]
+__all__ = ["write_gemma3", "write_latent_attention", "write_sliding_window"]
 
 WINDOW = 128  # tokens; two pages
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320
+NUM_LAYERS, LATENT, LATENT_HEAD_DIM = 3, 64, 32
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 EMBEDDING_STD = 0.02  # small beside what the layers add, or a tied head repeats the last token
 COMMON = {
@@ -33,6 +34,51 @@ COMMON = {
     "pad_token_id": 261,
     "tie_word_embeddings": True,
     "vocab_size": VOCABULARY,
+}
+
+
+LATENT_ATTENTION = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": LATENT,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": LATENT_HEAD_DIM,
+    "qk_rope_head_dim": LATENT_HEAD_DIM,
+    "v_head_dim": LATENT_HEAD_DIM,
+    "intermediate_size": INTERMEDIATE,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": NUM_LAYERS,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 2,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "torch_dtype": "float32",
 }
 
 
@@ -95,6 +141,34 @@ def write_gemma3(demo: Path, out: Path) -> Path:
             f"{layer}.post_feedforward_layernorm.weight": norm,
         }
     return _write(demo, out, config, weights)
+
+
+def write_latent_attention(demo: Path, out: Path) -> Path:
+    """DeepSeek's latent attention (MLA): one vector per token in the place of keys and values."""
+    matrix = _Matrices(seed=5)
+    ones = np.ones(HIDDEN, dtype=np.float32)
+    weights = {
+        "model.embed_tokens.weight": matrix.embedding(),
+        "model.norm.weight": ones,
+        "lm_head.weight": matrix(VOCABULARY, HIDDEN),
+    }
+    heads_dim = HEADS * LATENT_HEAD_DIM
+    for number in range(NUM_LAYERS):
+        layer = f"model.layers.{number}"
+        attention = f"{layer}.self_attn"
+        weights |= {
+            f"{attention}.q_proj.weight": matrix(2 * heads_dim, HIDDEN),
+            f"{attention}.kv_a_proj_with_mqa.weight": matrix(LATENT + LATENT_HEAD_DIM, HIDDEN),
+            f"{attention}.kv_a_layernorm.weight": np.ones(LATENT, dtype=np.float32),
+            f"{attention}.kv_b_proj.weight": matrix(2 * heads_dim, LATENT),
+            f"{attention}.o_proj.weight": matrix(HIDDEN, heads_dim),
+            f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": ones,
+            f"{layer}.post_attention_layernorm.weight": ones,
+        }
+    return _write(demo, out, LATENT_ATTENTION, weights)
 
 
 class _Matrices:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from family_models import write_gemma3, write_sliding_window
+from family_models import write_gemma3, write_latent_attention, write_sliding_window
 from transfer_pair import eventually
 
 from conftest import make_prompts
@@ -62,6 +62,7 @@ KINDS = {
     ),
     "sliding_window_pools": Kind(("--page-size", "64"), write=write_sliding_window),
     "gemma3": Kind(("--page-size", "64"), write=write_gemma3),
+    "latent_attention": Kind(("--page-size", "64"), write=write_latent_attention),
     "keys": Kind(("--transfer-encrypt", "all")),
 }
 

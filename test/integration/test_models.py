@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from family_models import write_latent_attention
 
 from conftest import ALWAYS, ROOT, SMALL, Launch, aligned, make_prompts
 
@@ -22,50 +21,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 LENGTH = 700
 PROMPTS = make_prompts(3, 12, LENGTH)
 
-LATENT_ATTENTION = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 64,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": False,
-    "vocab_size": 320,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 2,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "torch_dtype": "float32",
-}
-
 
 def share_from_tiers(answers: list[Answer]) -> float:
     hits = sum(answer.cached["host"] + answer.cached["storage"] for answer in answers)
@@ -74,11 +29,7 @@ def share_from_tiers(answers: list[Answer]) -> float:
 
 @pytest.mark.slow
 def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path: Path) -> None:
-    latent = tmp_path / "latent"
-    latent.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(model / name, latent)
-    (latent / "config.json").write_text(json.dumps(LATENT_ATTENTION))
+    latent = write_latent_attention(model, tmp_path / "latent")
     arguments = ("--load-format", "dummy", "--max-total-tokens", "2048")
     tiers = ("--tier-host-bytes", "6MiB", "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     server = launch(*arguments, *tiers, model_path=latent)

@@ -47,7 +47,7 @@ from sglang_tiered.transfer.sending import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from sglang_tiered.transfer.prefill_link import Address
@@ -202,8 +202,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def room_sent(self, room: int) -> None:
         self._conclude(room, KVPoll.Success)
 
-    def room_received(self, room: int) -> None:
-        self._conclude(room, KVPoll.Success)
+    room_received = room_sent
 
     def room_failed(self, room: int, reason: str) -> None:
         self._conclude(room, KVPoll.Failed, reason)
@@ -239,6 +238,9 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
 
     def rank_of(self, bootstrap_address: str, key: RankKey) -> dict[str, Any] | None:
         return self._lookups.rank_of(bootstrap_address, key)
+
+    def tell_ranks(self, server: str, tell: Callable[[list[Address]], None]) -> None:
+        self._lookups.tell_ranks(server, tell)
 
     def why_unknown(self, bootstrap_address: str) -> str | None:
         return self._lookups.why_unknown(bootstrap_address)
@@ -321,10 +323,13 @@ class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _clear(self) -> None:
         _receiving(self.kv_mgr).close_room(self.bootstrap_room)
-        if self.init_time is None and self.bootstrap_infos and not self.abort_notified:
+        if self.init_time is None and self._owns_bootstrap_room and not self.abort_notified:
             # Given up before it had pages: prefill waits for them.
-            self._send_abort_notification()
             self.abort_notified = True
+            if self.bootstrap_infos:
+                self._send_abort_notification()
+            else:
+                self.kv_mgr.tell_ranks(self.bootstrap_addr, self._abort_at)
         super()._clear()
 
     def _fail(self, reason: str) -> None:
@@ -355,8 +360,12 @@ class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         return None if row is None else {**row, "pp_rank": key[3]}
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "the request was aborted")
-        _receiving(self.kv_mgr).abort(self.bootstrap_room, self._targets(), reason)
+        self._abort_at([target.address for target in self._targets()])
+
+    def _abort_at(self, ranks: list[Address]) -> None:
+        room = self.bootstrap_room
+        reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
+        _receiving(self.kv_mgr).abort(room, [Target(rank) for rank in ranks], reason)
 
 
 def _sending(manager: ZmqKVManager) -> PrefillEndpoint:

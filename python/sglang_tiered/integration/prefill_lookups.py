@@ -14,6 +14,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang_tiered.errors import TransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_tiered.integration.kv_transfer import ZmqKVManager
     from sglang_tiered.transfer.prefill_link import Address
 
@@ -21,6 +23,9 @@ __all__ = ["PrefillLookups", "RankKey", "address_of", "is_loopback", "is_wildcar
 
 LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
+
+MAX_WAITING = 4096
+"""Calls that wait for one server's answer; those beyond are dropped."""
 
 RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
 
@@ -35,6 +40,7 @@ class PrefillLookups:
         self._ranks: dict[str, dict[RankKey, dict[str, Any]]] = {}
         self._failures: dict[str, tuple[float, str]] = {}
         self._running: dict[str, concurrent.futures.Future[None]] = {}
+        self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(4, "kv-transfer-lookup")
 
     def is_known(self, server: str) -> bool:
@@ -57,6 +63,20 @@ class PrefillLookups:
             if server in self._ranks or server not in self._failures:
                 return None
             return self._failures[server][1]
+
+    def tell_ranks(self, server: str, tell: Callable[[list[Address]], None]) -> None:
+        """Call ``tell`` with the addresses of all ranks of ``server``: at once where they are
+        known, or when a lookup finds them, on its thread. Where one fails, never: such a server
+        has no request of ours that it could be told of."""
+        self.is_known(server)  # asks where nobody is asking
+        with self._lock:
+            ranks = self._ranks.get(server)
+            if ranks is None and server in self._running:
+                waiting = self._waiting.setdefault(server, [])
+                if len(waiting) < MAX_WAITING:
+                    waiting.append(tell)
+        if ranks is not None:
+            tell(_addresses(ranks))
 
     def forget(self, address: Address) -> list[str]:
         """Forget the servers that have a rank at ``address``. Returns them."""
@@ -90,6 +110,9 @@ class PrefillLookups:
                 self._manager.prefill_info_table[server] = asked.prefill_info_table[server]
             else:
                 self._failures[server] = time.monotonic(), reason
+            waiting = self._waiting.pop(server, [])
+        for tell in waiting if reason is None else ():
+            tell(_addresses(ranks))
 
     def _ranks_of(self, server: str, info: Any) -> dict[RankKey, dict[str, Any]]:
         asking = CommonKVReceiver.__new__(CommonKVReceiver)
@@ -117,6 +140,10 @@ class _Asking:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+
+def _addresses(ranks: dict[RankKey, dict[str, Any]]) -> list[Address]:
+    return [(row["rank_ip"], int(row["rank_port"])) for row in ranks.values()]
 
 
 def address_of(host: str) -> str:

@@ -120,6 +120,30 @@ def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> N
     assert manager.rank_of(bootstrap, (0, 0, 0, 0)) is None
 
 
+def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
+    manager: Any, bootstrap: str
+) -> None:
+    """A request given up before its prefill server was known would be waited for there."""
+    register(bootstrap)
+    told: list[Any] = []
+    manager.tell_ranks(bootstrap, told.append)
+    eventually(lambda: bool(told))
+    manager.tell_ranks(bootstrap, told.append)  # known by now: at once
+    assert told == [[RANK], [RANK]]
+
+
+def test_who_waits_for_a_server_that_cannot_be_used_is_forgotten(
+    manager: Any, bootstrap: str
+) -> None:
+    register(bootstrap, page_size=16)
+    told: list[Any] = []
+    for _ in range(3):
+        manager.tell_ranks(bootstrap, told.append)
+    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+    assert told == []
+    assert not manager._lookups._waiting
+
+
 def test_addresses_are_told_apart() -> None:
     assert address_of("192.0.2.7") == "192.0.2.7"
     assert is_loopback(address_of("localhost"))
