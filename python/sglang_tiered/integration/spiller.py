@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Spiller"]
 
-MAX_STORES_PER_STEP = 4
+MAX_STORES_PER_STEP = 2
+"""About 55 us each. A step that computes anything takes far longer than a disk does for two."""
+
+MAX_ANCESTORS = 4
+"""Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
+
 MAX_LOOKS_PER_STEP = 32
 """Nodes taken in a step, most of them gone when many are: about 1 us each."""
 
@@ -215,7 +220,7 @@ class Spiller:
             return missing
         chains = [core.get_last_hash_value(node.node_id) or "" for node in path]
         at = 0
-        while len(missing) < MAX_STORES_PER_STEP:
+        while len(missing) < MAX_ANCESTORS:
             at += storage.lookup_leading(chains[at:])
             if at >= len(path):
                 break

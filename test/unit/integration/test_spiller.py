@@ -244,7 +244,7 @@ def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> Non
     tier.is_healthy = True
     tier.gate._admission.level = Level.SELECTIVE
     num_before = len(tier.num_queued)
-    tier.step()
+    tier.run()
     assert tier.num_queued[num_before:] == [prefix, node, prefix_of]
 
 
@@ -291,7 +291,7 @@ def test_content_that_comes_back_overtakes_what_never_did() -> None:
     nodes = {seed: tier.insert(chain(seed, 4)) for seed in (1, 2, 3)}
     longer = tier.insert(chain(2, 4) + chain(9, 1))  # a next turn
     tier.is_healthy = True
-    tier.step()
+    tier.run()
     assert tier.num_queued == [nodes[2], nodes[1], nodes[3], longer]
 
 
@@ -393,7 +393,7 @@ def test_selective_admission_is_offered_ancestors_of_long_chains_only(is_long: b
     ancestor = tier.insert(chain(1, 4), offer=False)
     node = tier.insert(chain(1, 4) + chain(2, num_pages - 4))
     num_before = len(tier.num_queued)
-    tier.step()
+    tier.run()
     assert tier.num_queued[num_before:] == ([ancestor, node] if is_long else [node])
 
 
