@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from machine import describe_machine, describe_versions
-from transfer_bench import goodput, handoff
+from transfer_bench import codecs, goodput, handoff
 from transfer_bench.pools import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +54,7 @@ def main() -> None:
     raw: dict[str, Any] = {
         "goodput": {name: vars(value) for name, value in samples.items()},
         "prompt_bytes": shape.prompt_bytes,
+        "codecs": {name: vars(value) for name, value in _measure_codecs(console).items()},
     }
     if not arguments.no_servers:
         raw["ttft"] = _measure_handoff(console, arguments.quick)
@@ -123,6 +124,23 @@ def _ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
         figures = (f"{found[key]:.2f}" for key in ("value", "min", "max"))
         table.add_row(name, *figures, f"{WANTED[name]:.2f}")
     return table
+
+
+def _measure_codecs(console: Console) -> dict[str, codecs.CodecSamples]:
+    found = codecs.measure(5)
+    columns = ("codec", "encode GB/s", "decode GB/s", "bytes saved", "error", "pays below")
+    table = Table(*columns, title="wire codecs, one core, bfloat16")
+    for name, samples in found.items():
+        speeds = [statistics.median(each) for each in (samples.encode, samples.decode)]
+        table.add_row(
+            name,
+            *(f"{speed:.2f}" for speed in speeds),
+            f"{samples.saving:.2f} times fewer",
+            f"{samples.error:.2%} of the range",
+            f"{8 * min(speeds):.1f} Gbit/s",
+        )
+    console.print(table)
+    return found
 
 
 def _measure_handoff(console: Console, quick: bool) -> dict[str, Any]:

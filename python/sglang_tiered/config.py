@@ -115,6 +115,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     same_host: bool = True
     window_bytes: int = 64 * MiB
     num_connections: int = 1
+    codec: str = "none"
     peer_timeout_s: float = 4.0
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ WAYS = {
     "keys": TCP,
     "keys_all_encrypted": replace(TCP, encrypt_data=True),
     "small_window": replace(TCP, window_bytes=1000),
+    "compressed": TCP,
 }
 
 
@@ -59,9 +60,12 @@ Pair = tuple[Prefill, Decode]
 
 
 @pytest.fixture
-def pair(way: tuple[TransferSettings, Keys | None, Keys | None]) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, way: tuple[TransferSettings, Keys | None, Keys | None]
+) -> Iterator[Pair]:
     settings, prefill_keys, decode_keys = way
-    shape = Shape(states=(("swa", 40), ("mamba", 100)))
+    codec = "zstd" if request.node.callspec.params["way"] == "compressed" else "none"
+    shape = Shape(states=(("swa", 40), ("mamba", 100)), codec=codec)
     with (
         prefill(shape, settings=settings, keys=prefill_keys) as sender,
         decode(shape, settings=settings, keys=decode_keys) as receiver,
@@ -88,6 +92,9 @@ def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair
     assert np.array_equal(receiver.pool.aux[:, 2], sender.pool.aux[:, 5])
     untouched = [page for page in range(64) if page not in (9, 3, 40, 41, 42)]
     assert not receiver.pool.pages(untouched).any()
+    stats, num_state_bytes = sender.endpoint.stats, 3 * (2 * 40 + 100)
+    is_smaller = stats.sent_bytes + stats.pulled_bytes < expected.nbytes + num_state_bytes
+    assert is_smaller == (sender.pool.shape.codec != "none")
 
 
 def test_a_room_of_no_pages_still_brings_its_metadata(pair: Pair) -> None:

@@ -49,6 +49,7 @@ class Shape:
     states: tuple[tuple[str, int], ...] = ()  # kind and bytes of a row
     first_layer: int = 0
     dtype: str = "bfloat16"
+    codec: str = "none"
 
     @property
     def heads(self) -> range:
@@ -70,6 +71,8 @@ class Pool:
             if seed is None
             else source.integers(0, 256, size, dtype=np.uint8)
         )
+        if shape.codec != "none":
+            self.kv //= 64  # random bytes cannot be made smaller
         self.states = [
             np.zeros((3, 8, num_bytes), np.uint8)
             if seed is None
@@ -91,6 +94,8 @@ class Pool:
             0 if shape.latent else shape.num_heads,
             [StateLayout(kind, [num_bytes] * 3) for kind, num_bytes in shape.states],
             [24, 24],
+            shape.dtype,
+            shape.codec,
         )
 
     def pages(self, numbers: Sequence[int]) -> Any:

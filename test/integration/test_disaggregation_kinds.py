@@ -50,6 +50,7 @@ KINDS = {
     "page_size_1": Kind(("--page-size", "1")),
     "page_size_16": Kind(("--page-size", "16")),
     "sent_though_on_one_host": Kind(("--transfer-same-host", "off", "--transfer-connections", "2")),
+    "compressed": Kind(("--transfer-same-host", "off", "--transfer-codec", "zstd")),
     "decode_of_two_ranks": Kind(decode=(*OFF, "--tp", "2")),
     "prefill_of_two_ranks": Kind(prefill=(*OFF, "--tp", "2")),
     "two_ranks_each": Kind(("--tp", "2")),

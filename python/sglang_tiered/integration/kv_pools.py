@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from sglang.srt.arg_groups.model_override_base import model_config_of
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.device_memory import DeviceMemory
+from sglang_tiered.number_formats import FLOAT_DTYPES
 from sglang_tiered.transfer.memory import Buffer, HostMemory, PagedMemory
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 from sglang_tiered.transfer.sending import Memories
@@ -18,14 +20,14 @@ DRAFT_LAYERS = 1 << 20
 """Where the layer numbers of a draft model's KV begin: it numbers them from 0, as the target."""
 
 
-def layout_of(args: Any, *, is_mla: bool) -> KVLayout:
+def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> KVLayout:
     """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``)."""
     heads = 0 if is_mla else int(getattr(args, "total_kv_head_num", 0) or 0)
     return KVLayout(
         args.page_size,
         args.kv_cache_dtype_str,
         list(args.kv_item_lens),
-        _layer_ids(args, is_mla=is_mla),
+        _layer_ids(args, is_mla=bool(is_mla)),
         0,
         1,
         heads,
@@ -34,7 +36,19 @@ def layout_of(args: Any, *, is_mla: bool) -> KVLayout:
             for kind, row_bytes in zip(args.state_types, args.state_item_lens, strict=True)
         ],
         list(args.aux_item_lens),
+        "" if codec == "none" else _element(args, server_args),
+        codec,
     )
+
+
+def _element(args: Any, server_args: Any) -> str:
+    """What a page holds, as ``KVLayout`` names it; empty for formats that no lossy codec takes, and
+    beside a draft model, whose part of the pool may be of another one."""
+    name = str(args.kv_cache_dtype_str)
+    if name == "auto":
+        name = str(model_config_of(server_args).dtype).removeprefix("torch.")
+    name = {"bf16": "bfloat16"}.get(name, name)
+    return name if name in FLOAT_DTYPES and not args.num_draft_entries else ""
 
 
 def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:

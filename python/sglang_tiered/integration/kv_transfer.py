@@ -70,7 +70,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         check_signatures(SIGNATURES)
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
-        self._layout = kv_pools.layout_of(args, is_mla=bool(is_mla_backend))
+        self._layout = kv_pools.layout_of(args, server_args, is_mla_backend, self._transfer.codec)
         self._memories = kv_pools.memories_of(args, _device_of(args))
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None

@@ -92,6 +92,11 @@ TRANSFER_FLAGS = {
         "TCP connections of KV per pair of ranks; 2 to 4 for links of 25 Gbit/s and more. "
         "Default: 1.",
     ),
+    "--transfer-codec": (
+        "{none,int8,zstd}",
+        "How KV travels, the same on both sides: as it is; in a byte per element, which changes it "
+        "a little; or compressed without loss. For links below 8 and 2 Gbit/s. Default: none.",
+    ),
     "--transfer-peer-timeout": (
         "SECONDS",
         "Silence after which a peer counts as dead. One that ends is noticed at once. Default: 4.",

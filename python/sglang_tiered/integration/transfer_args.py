@@ -15,6 +15,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.hooks import TRANSFER_BACKEND
 from sglang_tiered.integration.tier_flags import TRANSFER_FLAGS
 from sglang_tiered.transfer.security import load_keys
+from sglang_tiered.transfer.wire_codec import CODECS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,7 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         same_host=_choice(explicit, "transfer_same_host", ("auto", "off")) != "off",
         window_bytes=_size(explicit),
         num_connections=_connections(explicit),
+        codec=_choice(explicit, "transfer_codec", CODECS),
         peer_timeout_s=_number(explicit, "transfer_peer_timeout", 4.0),
     )
     if directory is not None:

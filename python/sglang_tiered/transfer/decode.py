@@ -22,6 +22,7 @@ from sglang_tiered.transfer.prefill_link import Address, PrefillLink, received
 from sglang_tiered.transfer.prefill_links import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.receiving import MAX_SLABS, DamagedError, Progress, ReceiveRoom
 from sglang_tiered.transfer.stats import DecodeStats
+from sglang_tiered.transfer.wire_codec import make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class DecodeEndpoint:
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._memories = memories
+        self._codec = make_codec(layout)
         self._listener = listener
         self._settings = settings
         self._on_tick = on_tick
@@ -364,8 +366,8 @@ class DecodeEndpoint:
             return
         self.stats.num_slabs += 1
         if isinstance(message, messages.Slab):
-            self.stats.received_bytes += message.num_bytes
-            landed = room.land(message, payload, link.pairs)
+            self.stats.received_bytes += len(payload)
+            landed = room.land(message, payload, link.pairs, self._codec)
         elif link.peer_memory is None:
             raise TransferError("prefill offers memory that this instance said it cannot read.")
         else:

@@ -23,6 +23,7 @@ from sglang_tiered.transfer.messages import VERSION_FRAME, encode
 from sglang_tiered.transfer.same_host import Nonce, boot_id, may_be_read_by
 from sglang_tiered.transfer.security import Tagger, new_session_key
 from sglang_tiered.transfer.sending import SendQueue, SlabBuffers
+from sglang_tiered.transfer.wire_codec import make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +77,7 @@ class DecodePeers:
         keys: Keys | None,
     ) -> None:
         self._layout = layout
+        self._codec = make_codec(layout)
         self._memories = memories
         self._rank = rank
         self._settings = settings
@@ -140,6 +142,7 @@ class DecodePeers:
             tagger,
             self._buffers,
             min(hello.window_bytes, self._settings.window_bytes),
+            self._codec,
         )
         token = secrets.token_bytes(16)
         links: list[bytes | None] = [None] * self._settings.num_connections

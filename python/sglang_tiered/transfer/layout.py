@@ -74,6 +74,16 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
             f"prefill has --kv-cache-dtype {source.dtype} and decode {destination.dtype}; start "
             "both with the same."
         )
+    if source.codec != destination.codec:
+        raise TransferError(
+            f"prefill has --transfer-codec {source.codec} and decode {destination.codec}; start "
+            "both with the same."
+        )
+    if source.codec != "none" and source.element != destination.element:
+        raise TransferError(
+            f"prefill keeps KV as {source.element} and decode as {destination.element}; start both "
+            "with the same --dtype and --kv-cache-dtype."
+        )
     if [state.kind for state in source.states] != [state.kind for state in destination.states]:
         raise TransferError(
             f"prefill keeps the states {_kinds(source)} and decode {_kinds(destination)}; serve "

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 MAGIC = b"sgt-kv/"
-VERSION = 1
+VERSION = 2
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
@@ -73,7 +73,7 @@ Pid = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Array-like on the wire: a field may be appended with a default, never moved."""
+    """Array-like on the wire: fields have no names there, so any change is a new version."""
 
 
 class StateLayout(_Message, frozen=True):
@@ -88,6 +88,7 @@ class KVLayout(_Message, frozen=True):
 
     ``page_bytes`` and ``layer_ids`` have one entry per buffer (K or V of one layer, or both for
     latent attention). ``total_heads`` is 0 where a page is not split over ranks by heads.
+    ``element`` is float32, float16 or bfloat16, or empty; ``codec`` how pages travel.
     """
 
     page_size: Positive  # tokens
@@ -99,6 +100,8 @@ class KVLayout(_Message, frozen=True):
     total_heads: Count
     states: list[StateLayout]
     aux_bytes: list[Positive]
+    element: str = ""
+    codec: str = "none"
 
 
 class SameHostOffer(_Message, frozen=True):
@@ -232,7 +235,8 @@ class Nack(_Message, frozen=True, tag="nack"):
 class Slab(_Message, frozen=True, tag="slab"):
     """Pages [start, start + num_pages) of a room, of ``num_pairs`` consecutive buffer pairs.
 
-    The payload is [pair, page, bytes] in C order; ``xxh3`` is the 64-bit XXH3 of it.
+    The payload is [pair, page, bytes] in C order, or what ``codec`` (``wire_codec``; 0: nothing)
+    made of it; ``xxh3`` is the 64-bit XXH3 of what is sent.
     """
 
     room: int

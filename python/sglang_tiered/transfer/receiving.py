@@ -17,6 +17,7 @@ import xxhash
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer.layout import whole_pairs
 from sglang_tiered.transfer.messages import KV_COMPONENT
+from sglang_tiered.transfer.wire_codec import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory, Pages
     from sglang_tiered.transfer.messages import Last, Pull, Slab
     from sglang_tiered.transfer.same_host import PeerMemory
+    from sglang_tiered.transfer.wire_codec import WireCodec
 
 __all__ = ["DamagedError", "Progress", "ReceiveRoom"]
 
@@ -95,20 +97,28 @@ class ReceiveRoom:
         with self._lock:
             self.is_closed = True
 
-    def land(self, slab: Slab, payload: Any, pairs: Sequence[Pair]) -> bool:
+    def land(
+        self, slab: Slab, payload: Any, pairs: Sequence[Pair], codec: WireCodec | None = None
+    ) -> bool:
         """Check a slab and copy it in. False where the room is closed. Raises ``DamagedError``
         for bytes that are not those sent, ``TransferError`` for what no honest peer sends."""
         memory, pages, used = self._destination(slab, pairs)
         size = slab.num_pages * sum(pair.page_bytes for pair in used)
         data = np.frombuffer(payload, np.uint8)
-        if slab.codec != 0:
+        is_encoded = slab.codec != PLAIN
+        if is_encoded and (
+            codec is None or slab.codec != codec.number or slab.component != KV_COMPONENT
+        ):
             raise TransferError(f"prefill uses wire codec {slab.codec}, which decode has not on.")
         if slab.num_bytes != size:
             raise TransferError(
                 f"prefill sent {slab.num_bytes} bytes for {slab.num_pages} pages that take {size}."
             )
-        if data.nbytes != size or xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
+        is_whole = is_encoded or data.nbytes == size
+        if not is_whole or xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
             raise DamagedError(f"slab {slab.seq} of room {self.number} arrived damaged.")
+        if is_encoded and codec is not None:
+            data = codec.decode(data, used, slab.num_pages)
         with self._lock:
             if self.is_closed or self.is_concluded:
                 return False

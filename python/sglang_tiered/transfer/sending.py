@@ -18,6 +18,7 @@ from sglang_tiered.transfer.layout import whole_pairs
 from sglang_tiered.transfer.messages import KV_COMPONENT, VERSION_FRAME, Last, Pull, Slab, encode
 from sglang_tiered.transfer.same_host import MAX_PULL_BYTES
 from sglang_tiered.transfer.slabs import TARGET_SLAB_BYTES, cut_slabs
+from sglang_tiered.transfer.wire_codec import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.same_host import Fence
     from sglang_tiered.transfer.security import Tagger
     from sglang_tiered.transfer.slabs import SlabSpec
+    from sglang_tiered.transfer.wire_codec import WireCodec
 
 __all__ = ["PULL_SHARE", "Chunk", "Delivery", "Memories", "Parcel", "SendQueue", "SlabBuffers"]
 
@@ -116,6 +118,7 @@ class SendQueue:
     tagger: Tagger
     buffers: SlabBuffers
     credit_bytes: int
+    codec: WireCodec | None = None
     reads_same_host: bool = False
     queue: deque[Delivery] = field(default_factory=deque)
     unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
@@ -244,7 +247,11 @@ class SendQueue:
             key = self._next_key(opened)
             part = pages[spec.start : spec.start + spec.num_pages]
             frames = self._slab(key, component, memory, pairs, spec, start, part, buffer)
-            yield Parcel(key, frames, spec.num_bytes, buffer)
+            payload: Bytes = frames[-1]
+            if payload.base is not buffer:  # encoded: the pages' bytes are needed no more
+                self.buffers.give_back(buffer)
+                buffer = payload
+            yield Parcel(key, frames, payload.nbytes, buffer)
 
     def _slab(
         self,
@@ -259,12 +266,18 @@ class SendQueue:
     ) -> list[Any]:
         """The frames of one slab, gathered into ``buffer``."""
         payload = buffer[: spec.num_bytes]
+        used = pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
         offset = 0
-        for pair in pairs[spec.first_pair : spec.first_pair + spec.num_pairs]:
+        for pair in used:
             size = pair.page_bytes * spec.num_pages
             out = payload[offset : offset + size]
             memory.gather(pair.source, pages, pair.source_slice, out)
             offset += size
+        number = PLAIN
+        if self.codec is not None and component == KV_COMPONENT:
+            encoded = self.codec.encode(payload, used, spec.num_pages)
+            if encoded is not None:
+                payload, number = encoded, self.codec.number
         header = encode(
             Slab(
                 *key,
@@ -273,7 +286,7 @@ class SendQueue:
                 spec.num_pairs,
                 start + spec.start,
                 spec.num_pages,
-                0,
+                number,
                 spec.num_bytes,
                 xxhash.xxh3_64_intdigest(payload.data),
             )

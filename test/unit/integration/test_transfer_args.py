@@ -49,6 +49,7 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         transfer_same_host="off",
         transfer_window_bytes="8MiB",
         transfer_connections="3",
+        transfer_codec="int8",
         transfer_peer_timeout="2.5",
     )
     assert config == TransferConfig(
@@ -57,6 +58,7 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         same_host=False,
         window_bytes=8 * MiB,
         num_connections=3,
+        codec="int8",
         peer_timeout_s=2.5,
     )
 
@@ -71,6 +73,7 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         ({"transfer_connections": "0"}, "--transfer-connections 0 must be from 1 to"),
         ({"transfer_connections": "many"}, "--transfer-connections many is not a whole number"),
         ({"transfer_connections": "1.5"}, "--transfer-connections 1.5 is not a whole number"),
+        ({"transfer_codec": "gzip"}, "--transfer-codec gzip is unknown; choose one of none, int8"),
         ({"transfer_peer_timeout": "1"}, "--transfer-peer-timeout 1 must be from 2"),
         ({"transfer_peer_timeout": "soon"}, "--transfer-peer-timeout soon is not a number"),
         ({"transfer_peer_timeout": "nan"}, "--transfer-peer-timeout nan must be from 2"),
