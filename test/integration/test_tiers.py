@@ -112,6 +112,7 @@ class TestAfterKill:
         assert [answer.output_ids for answer in answers] == expected
         assert tokens_from(answers, "host", "storage") >= 0.97 * PAGE_TOKENS
 
+    @pytest.mark.slow
     def test_page_size_change_reads_no_page(
         self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
     ) -> None:

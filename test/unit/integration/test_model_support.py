@@ -97,7 +97,11 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
     ("arguments", "sentence"),
     [
         (["--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM needs a GPU"),
-        (["--mamba-radix-cache-strategy", "extra_buffer"], "SGLang refuses this command line:"),
+        pytest.param(
+            ["--mamba-radix-cache-strategy", "extra_buffer"],
+            "SGLang refuses this command line:",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ours", "sglang's"],
 )
