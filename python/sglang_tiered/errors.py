@@ -3,6 +3,7 @@
     TieredError
     +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
     +-- TraceError              a recorded workload that cannot be read
+    +-- CodecError              an encoded page that does not decode
     +-- TransferError           a KV handoff that cannot work, or a peer that breaks the protocol
     +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
     +-- StoreError              a store directory that must not be used
@@ -16,6 +17,7 @@ Every message is one sentence: what is wrong, which value, and the way out.
 from __future__ import annotations
 
 __all__ = [
+    "CodecError",
     "ConfigError",
     "StoreError",
     "StoreForeignError",
@@ -38,6 +40,10 @@ class ConfigError(TieredError, ValueError):
 
 class TraceError(TieredError, ValueError):
     """A recorded workload that cannot be read."""
+
+
+class CodecError(TieredError):
+    """An encoded page that does not decode: damaged, of another codec, version or layout."""
 
 
 class TransferError(TieredError):
