@@ -1,0 +1,57 @@
+"""Elements of a page as numbers numpy knows, and back: numpy has no bfloat16."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["FLOAT_DTYPES", "bfloat16_to_bytes", "float32_to_bytes", "to_float32", "to_odd_bfloat16"]
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+"""What a lossy codec takes. An 8-bit cache is as small already."""
+
+
+def to_float32(plain: Bytes, dtype: str) -> NDArray[np.float32]:
+    """Exact. Float32 is not copied."""
+    if dtype == "float32":
+        return plain.view(np.float32)
+    if dtype == "float16":
+        return plain.view(np.float16).astype(np.float32)
+    return (plain.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def float32_to_bytes(values: NDArray[np.float32], dtype: str) -> Bytes:
+    """Finite values to the nearest of ``dtype``, ties to even, as flat bytes."""
+    if dtype == "float16":
+        return values.astype(np.float16).reshape(-1).view(np.uint8)
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return (rounded >> np.uint32(16)).astype(np.uint16).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def to_odd_bfloat16(plain: Bytes, dtype: str) -> NDArray[np.uint16]:
+    """Bfloat16 bits, truncated, the last bit set where anything was cut off (rounding to odd), so
+    that rounding them once more to at most five bits of mantissa is rounding the value once."""
+    if dtype == "bfloat16":
+        return plain.view(np.uint16)
+    bits = to_float32(plain, dtype).view(np.uint32)
+    is_cut = (bits & np.uint32(0xFFFF)) != 0
+    upper = (bits >> np.uint32(16)).astype(np.uint16)
+    upper |= is_cut
+    return upper
+
+
+def bfloat16_to_bytes(bits: NDArray[np.uint16], dtype: str) -> Bytes:
+    """Bfloat16 bits as ``dtype``, as flat bytes."""
+    if dtype == "bfloat16":
+        return np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+    values = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return float32_to_bytes(values, dtype)

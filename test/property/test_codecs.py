@@ -1,0 +1,75 @@
+"""Any bytes decode to ``CodecError`` or into the page's own memory, never beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_tiered.storage.codecs import CODEC_NAMES, CodecError, PageLayout, make_codec
+
+LAYOUT = PageLayout.kv(dtype="float16", num_layers=2, page_size=4, num_heads=2, head_dim=8)
+CODECS = {name: make_codec(name, LAYOUT) for name in CODEC_NAMES[1:]}
+GUARD = b"\xa5" * 16
+
+names = st.sampled_from(sorted(CODECS))
+pages = st.binary(min_size=LAYOUT.page_bytes, max_size=LAYOUT.page_bytes)
+
+
+def decode_guarded(name: str, data: bytes, num_bytes: int, cut: int) -> bytes | None:
+    """The decoded page, or None. Fails when a byte beside the segments changed."""
+    memory = bytearray(GUARD + bytes(cut) + GUARD + bytes(num_bytes - cut) + GUARD)
+    first = memoryview(memory)[16 : 16 + cut]
+    second = memoryview(memory)[32 + cut : 32 + num_bytes]
+    try:
+        CODECS[name].decode(memoryview(data), (first, second))
+    except CodecError:
+        page = None
+    else:
+        page = bytes(first) + bytes(second)
+    assert memory[:16] == memory[16 + cut : 32 + cut] == memory[-16:] == GUARD
+    return page
+
+
+@given(name=names, data=st.binary(max_size=400))
+@settings(max_examples=150, deadline=None)
+def test_garbage_decodes(name: str, data: bytes) -> None:
+    assert decode_guarded(name, data, LAYOUT.page_bytes, 100) is None
+
+
+@given(name=names, page=pages, mutations=st.lists(st.tuples(st.integers(0), st.integers(1, 255))))
+@settings(max_examples=200, deadline=None)
+def test_damaged_page_writes_beside_its_segments(
+    name: str, page: bytes, mutations: list[tuple[int, int]]
+) -> None:
+    encoded = bytearray(CODECS[name].encode((memoryview(page),)))
+    for place, flip in mutations:
+        encoded[place % len(encoded)] ^= flip
+    decode_guarded(name, bytes(encoded), LAYOUT.page_bytes, 37)
+
+
+@given(name=names, page=st.binary(min_size=1, max_size=700), cut=st.integers(0, 700))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_of_any_length_come_back(name: str, page: bytes, cut: int) -> None:
+    """Exactly, unless the page is one that a lossy codec reads; then a second time the same."""
+    codec = CODECS[name]
+    cut = min(cut, len(page))
+    data = codec.encode((memoryview(page[:cut]), memoryview(page[cut:])))
+    assert len(data) <= codec.max_encoded_bytes(len(page))
+    back = decode_guarded(name, bytes(data), len(page), cut)
+    assert back is not None
+    if codec.is_lossless or len(page) != LAYOUT.page_bytes:
+        assert back == page
+
+
+@given(name=names, page=pages)
+@settings(max_examples=200, deadline=None)
+def test_finite_numbers_come_back_as_others(name: str, page: bytes) -> None:
+    values = np.frombuffer(page, np.float16).astype(np.float64)
+    back = decode_guarded(name, bytes(CODECS[name].encode((memoryview(page),))), len(page), 8)
+    assert back is not None
+    got = np.frombuffer(back, np.float16).astype(np.float64)
+    finite = np.isfinite(values)
+    assert np.array_equal(finite, np.isfinite(got))
+    largest = np.abs(values[finite]).max(initial=0.0)
+    assert np.abs(values[finite] - got[finite]).max(initial=0.0) <= largest * 0.0626
