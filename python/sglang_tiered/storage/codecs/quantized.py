@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 __all__ = ["Block", "QuantizingCodec", "UnfitPageError"]
 
 
+_BLOCK_ELEMENTS = 1 << 17
+"""About so many at a time: arrays that fit a core's cache, and few calls."""
+
+
 class UnfitPageError(Exception):
     """A page holds what this codec cannot express; it is stored exactly."""
 
@@ -160,16 +164,18 @@ class QuantizingCodec(ABC):
 
 
 def _blocks(layout: PageLayout, channel_group: int) -> Iterator[Block]:
-    """One block per index of the slowest axis, or per segment where that axis is the tokens'."""
+    """Blocks of some rows of the slowest axis each; one per segment where that is the tokens'."""
     start = 0
     for segment in layout.segments:
         axes, shape = segment.axes, segment.shape
-        num_blocks = 1
         if "token" not in axes:
             axes, shape = ("token", *axes), (1, *shape)
-        if axes[0] != "token":
-            num_blocks, axes, shape = shape[0], axes[1:], shape[1:]
-        for _ in range(num_blocks):
-            block = Block(start, shape, axes.index("token"), channel_group)
+        token_axis = axes.index("token")
+        num_rows = row = shape[0]
+        if token_axis > 0:
+            row = max(1, _BLOCK_ELEMENTS * num_rows // segment.num_elements)
+        for first in range(0, num_rows, row):
+            rows = min(row, num_rows - first)
+            block = Block(start, (rows, *shape[1:]), token_axis, channel_group)
             yield block
             start += block.num_elements
