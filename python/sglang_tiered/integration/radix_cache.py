@@ -34,6 +34,7 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.host_size import target_host_bytes
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+from sglang_tiered.integration.tier_events import TierEvents
 from sglang_tiered.integration.warm_host import WarmHost
 from sglang_tiered.policy.resident import ResidentSet
 
@@ -92,6 +93,7 @@ class TieredRadixCache(SpillingRadixCache):
     _pins: dict[str, tuple[int, DecLockRefParams]]
     _warm_host: WarmHost | None = None
     _exporter: MetricsExporter | None = None
+    _tier_events: TierEvents | None = None
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         config = TieredConfig.from_environment()
@@ -107,6 +109,8 @@ class TieredRadixCache(SpillingRadixCache):
                 self._warm_host = WarmHost(self, self.storage, int(own_tokens * WARM_SHARE))
         if self._enable_metrics_flag and self.storage is not None:
             self._exporter = MetricsExporter(self.storage.stats)
+        if self.storage is not None:
+            self._tier_events = TierEvents.of_cache(self.tree_core, self.storage, params)
 
     def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
         """Give SGLang the size in bytes: its flag counts whole gigabytes."""
@@ -128,6 +132,8 @@ class TieredRadixCache(SpillingRadixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
+        if self._tier_events is not None:
+            self._tier_events.note(params.best_match_node)
         if self._residents is not None:
             path = self.tree_core.collect_path_info([params.best_match_node])[0]
             # Between a purge and the next reset, keys carry marks that mean nothing later.
@@ -181,6 +187,21 @@ class TieredRadixCache(SpillingRadixCache):
         node_id, lock = self._pins.pop(chain)
         self.dec_host_lock_ref(node_id, lock)
 
+    # ---- KV events ----
+
+    def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
+        before = dict(self.ongoing_backup) if self._tier_events is not None else {}
+        result = super()._drain_storage_control_queues_impl(*args, **kwargs)
+        if self._tier_events is not None:
+            for operation, (node_id, _) in before.items():
+                if operation not in self.ongoing_backup:
+                    self._tier_events.note(node_id)
+        return result
+
+    def take_events(self) -> list[Any]:
+        events: list[Any] = super().take_events()
+        return events if self._tier_events is None else events + self._tier_events.take()
+
     # ---- Life cycle ----
 
     def check_hicache_events(self) -> None:
@@ -197,6 +218,8 @@ class TieredRadixCache(SpillingRadixCache):
             self._pins.clear()
         if self._warm_host is not None:
             self._warm_host.tree_was_reset()
+        if self._tier_events is not None:
+            self._tier_events.tree_was_reset()
         if self.storage is not None:
             self.storage.tree_was_reset()
 
@@ -213,6 +236,8 @@ class TieredRadixCache(SpillingRadixCache):
     def release_host_resources(self) -> None:
         if self._warm_host is not None:
             self._warm_host.close()
+        if self._tier_events is not None:
+            self._tier_events.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

@@ -1,0 +1,122 @@
+"""A router that subscribes to a live server is told where prefixes lie, down to NVMe."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+
+from conftest import PAGE, SMALL, Launch, aligned, make_prompts
+from server_process import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+
+DEADLINE_S = 60.0
+TENANT = {"extra_key": "tenant-a"}
+LENGTH = 700
+NUM_PAGES = aligned(LENGTH) // PAGE
+
+
+class Router:
+    """Subscribes, and keeps what it was told: blocks by medium."""
+
+    def __init__(self, port: int) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"kv")
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        self.media: dict[str, set[int]] = {}
+        self.tokens: dict[str, dict[int, tuple[list[int], int | None]]] = {}
+        self.num_cleared = 0
+
+    def read_until(self, is_done: Callable[[], bool]) -> None:
+        """Take events until then. Fails at the deadline with what is known."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_done():
+            left_s = deadline - time.monotonic()
+            counts = {medium: len(blocks) for medium, blocks in self.media.items()}
+            assert left_s > 0, f"known: {counts}, cleared {self.num_cleared} times"
+            if self.socket.poll(min(left_s, 0.5) * 1000):
+                _, _, payload = self.socket.recv_multipart()
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    self._apply(event)
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.num_cleared += 1
+            self.media.clear()
+        elif event["type"] == "BlockRemoved":
+            self.media[event["medium"]] -= set(event["block_hashes"])
+        else:
+            blocks, size = event["block_hashes"], event["block_size"]
+            self.media.setdefault(event["medium"], set()).update(blocks)
+            parents = [event["parent_block_hash"], *blocks]
+            for at, block in enumerate(blocks):
+                tokens = event["token_ids"][at * size : (at + 1) * size]
+                self.tokens.setdefault(event["medium"], {})[block] = tokens, parents[at]
+
+    def count(self, medium: str) -> int:
+        return len(self.media.get(medium, ()))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    launch: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Router]]:
+    port = free_port()
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{port}",
+        "bind": True,
+        "topic": "kv",
+    }
+    directory: Path = tmp_path_factory.mktemp("tier") / "kv"
+    router = Router(port)
+    server = launch(*SMALL, "--tier-dir", str(directory), "--kv-events-config", json.dumps(config))
+    yield server, router
+    router.close()
+
+
+def test_router_hears_of_pages_on_disk_until_they_go(pair: tuple[Server, Router]) -> None:
+    server, router = pair
+    prompts = make_prompts(11, 3, LENGTH)
+    answers = [server.generate(prompts[0]), server.generate(prompts[1])]
+    server.generate(prompts[2], **TENANT)
+    router.read_until(lambda: router.count("DISK") >= 3 * NUM_PAGES)
+
+    # The same blocks as in device memory: hashes, tokens and parents.
+    on_disk = router.tokens["DISK"]
+    assert {block: router.tokens["GPU"][block] for block in on_disk} == on_disk
+    for prompt in prompts:
+        pages = [prompt[start : start + PAGE] for start in range(0, aligned(LENGTH), PAGE)]
+        assert all(page in [tokens for tokens, _ in on_disk.values()] for page in pages)
+
+    # A flush empties the tree, and the disk keeps what it has.
+    before, num_cleared = set(router.media["DISK"]), router.num_cleared  # once at start
+    server.request("/flush_cache", {})
+    router.read_until(lambda: router.num_cleared > num_cleared)
+    router.read_until(lambda: router.media.get("DISK", set()) >= before)
+    assert router.count("GPU") == router.count("CPU_PINNED") == 0
+    again = server.generate(prompts[0])
+    assert again.output_ids == answers[0].output_ids
+    assert again.cached["storage"] == aligned(LENGTH)
+
+    # A purge takes the tenant's pages, and only those.
+    server.request("/tier/purge", TENANT)
+    router.read_until(lambda: router.count("DISK") <= len(before) - NUM_PAGES)
+    left = [tokens for block, (tokens, _) in on_disk.items() if block in router.media["DISK"]]
+    assert prompts[2][:PAGE] not in left
+    assert prompts[0][:PAGE] in left and prompts[1][:PAGE] in left
