@@ -6,8 +6,9 @@ back, and the model continues from it: the rest of the prompt, then greedy token
 from exact KV are what every figure is compared with. Nothing of SGLang runs here; keys are cached
 after the rotary embedding in both, so the bytes of a page are those a server would store.
 
-The demo model has random weights. Sizes and speeds are those of its KV; its errors say that a codec
-works, and little about a trained model: measure yours with --model.
+The demo model has random weights, and amplifies whatever is done to its KV: float32 KV rounded to
+bfloat16 is measured too, for comparison. Sizes and speeds are those of its KV; its errors say
+little about a trained model: measure yours with --model.
 
     python benchmark/measure_codecs.py [--quick] [--model DIR] [--json FILE]
 """
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 PAGE = 64
 DTYPES = ("float32", "bfloat16")
 NUM_SPEED_RUNS = 7
+ROUNDED = "bfloat16 cache"
+"""Not a codec: float32 KV rounded to bfloat16, for comparison."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -56,7 +59,7 @@ class Setting(NamedTuple):
     new_tokens: int
 
 
-FULL = Setting(num_prompts=6, prefix_tokens=1024, rest_tokens=32, new_tokens=128)
+FULL = Setting(num_prompts=5, prefix_tokens=1024, rest_tokens=32, new_tokens=64)
 QUICK = Setting(num_prompts=2, prefix_tokens=256, rest_tokens=32, new_tokens=32)
 
 
@@ -198,7 +201,8 @@ def measure(path: Path, dtype: str, setting: Setting) -> dict[str, dict[str, Any
         kv = model.prefill(prefix)
         exact = model.resume(kv, rest, setting.new_tokens)
         pages = model.pages(kv)
-        for name, result in found.items():
+        for name in CODEC_NAMES:
+            result = found[name]
             codec = None if name == NO_CODEC else make_codec(name, model.layout)
             back, num_bytes = through(codec, pages)
             result["compression"].append(sum(page.nbytes for page in pages) / num_bytes)
@@ -208,6 +212,10 @@ def measure(path: Path, dtype: str, setting: Setting) -> dict[str, dict[str, Any
                 raise SystemExit(f"{name} in {dtype} changed a logit: it is not exact.")
             if codec is not None and number == 0:
                 result["encode_mb_s"], result["decode_mb_s"] = speeds(codec, pages)
+        if dtype == "float32":
+            rounded = found.setdefault(ROUNDED, {"compression": [], "errors": []})
+            rounded["compression"].append(2.0)
+            rounded["errors"].append(errors(model, kv.bfloat16().float(), rest, exact))
         found[NO_CODEC]["logit_std"] = exact.logits.std().item()
         best = exact.logits.topk(2).values
         found[NO_CODEC]["median_gap"] = (best[:, 0] - best[:, 1]).median().item()
@@ -271,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for codec, result in found.items()
             }
             for codec, result in found.items():
-                if codec != NO_CODEC:
+                if codec not in {NO_CODEC, ROUNDED}:
                     ratios[f"{codec}_compression_{dtype}"] = spread(result["compression"])
     console = Console(width=120)
     console.print(f"model: {name}; {setting}")

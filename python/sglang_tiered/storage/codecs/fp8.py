@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.errors import CodecError
+from sglang_tiered.number_formats import bfloat16_to_bytes, to_odd_bfloat16
 from sglang_tiered.storage.codecs.encoded import METHOD_FP8
-from sglang_tiered.storage.codecs.number_formats import bfloat16_to_bytes, to_odd_bfloat16
 from sglang_tiered.storage.codecs.quantized import Block, QuantizingCodec, UnfitPageError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.errors import CodecError, ConfigError
+from sglang_tiered.number_formats import FLOAT_DTYPES
 from sglang_tiered.storage.codecs.encoded import (
     HEADER_BYTES,
     ChunkReader,
@@ -24,7 +25,6 @@ from sglang_tiered.storage.codecs.encoded import (
     unpack_header,
 )
 from sglang_tiered.storage.codecs.lossless import ZstdCodec
-from sglang_tiered.storage.codecs.number_formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

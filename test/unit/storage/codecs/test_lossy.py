@@ -9,8 +9,20 @@ import pytest
 import torch
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.codecs import LOSSY_CODEC_NAMES, PageLayout, SegmentLayout, make_codec
-from sglang_tiered.storage.codecs.encoded import METHOD_FP8, METHOD_INT8, unpack_header
+from sglang_tiered.number_formats import float32_to_bytes
+from sglang_tiered.storage.codecs import (
+    LOSSY_CODEC_NAMES,
+    CodecError,
+    PageLayout,
+    SegmentLayout,
+    make_codec,
+)
+from sglang_tiered.storage.codecs.encoded import (
+    HEADER_BYTES,
+    METHOD_FP8,
+    METHOD_INT8,
+    unpack_header,
+)
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.codecs import PageCodec
@@ -148,6 +160,38 @@ def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, 
     assert back.isfinite().all()
     # Numbers near the least exponent of float32 become zero.
     assert ((back.double() - rows.double()).abs() <= max(size / 16, 2.0**-118)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("fp8", -1, 0x7F),  # a code that is not a number
+        ("fp8", -1, 0xFF),
+        ("fp8", HEADER_BYTES + 4, 0xFF),  # a scale beyond all
+        ("int8", HEADER_BYTES + 5, 0x7F),  # the least value infinite, or not a number
+        ("int8", HEADER_BYTES + 7, 0xBF),  # a negative step
+        ("int8", HEADER_BYTES + 7, 0x7F),
+    ],
+)
+def test_bytes_that_nobody_writes_decode(name: str, place: int, value: int) -> None:
+    codec = make_codec(name, column("bfloat16", 1, 16))
+    # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
+    page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
+    data = bytearray(codec.encode((memoryview(page),)))
+    back = memoryview(bytearray(page.nbytes))
+    codec.decode(memoryview(data), (back,))
+    data[place] = value
+    with pytest.raises(CodecError, match="never written|not a number"):
+        codec.decode(memoryview(data), (back,))
+
+
+def test_float32_is_rounded_to_bfloat16_unlike_torch() -> None:
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(4096, generator=generator)
+    bits = values.view(torch.int32)
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
+    plain = float32_to_bytes(values.numpy(), "bfloat16")
+    assert torch.equal(torch.from_numpy(plain).view(torch.bfloat16), values.bfloat16())
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
