@@ -5,19 +5,19 @@ A codec works on one slab: for each of its buffer pairs, consecutive tokens of e
 slab's tokens, so that an element errs by at most 1/510 of that range, and its rounding. A channel
 of keys sits around a value of its own, and their ranges differ far more than those of tokens (Liu
 et al., "KIVI", ICML 2024, arXiv 2402.02750). ``zstd`` is exact: the bytes of each position in an
-element together, then Zstandard. A slab that a codec cannot express, or that it would not make
-smaller, travels as it is.
+element together, each such plane compressed where that pays. A slab that a codec cannot express,
+or that it would not make smaller, travels as it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import zstandard
 
-from sglang_tiered.errors import TransferError
+from sglang_tiered.chunks import ChunkReader, pack_chunk
+from sglang_tiered.errors import CodecError, TransferError
 from sglang_tiered.number_formats import FLOAT_DTYPES, float32_to_bytes, to_float32
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ PLAIN = 0
 
 CODECS = ("none", "int8", "zstd")
 
-ZSTD_LEVEL = 1
 MIN_SAVING = 0.03
 """A slab is sent compressed only if that saves this share of it."""
 
@@ -173,32 +172,28 @@ class _Int8(WireCodec):
 
 
 class _Zstd(WireCodec):
-    """One frame that tells its content's size, over the byte planes of the whole slab."""
+    """A chunk (``chunks``) per byte plane of the whole slab."""
 
     number = 2
 
-    def __init__(self, page_size: int, item_bytes: int) -> None:
-        super().__init__(page_size, item_bytes)
-        self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-        self._decompressor = zstandard.ZstdDecompressor()
-
     def _encode(self, plain: Bytes, parts: Sequence[_Part]) -> Bytes | None:
-        planes = np.ascontiguousarray(plain.reshape(-1, self._item_bytes).T)
-        return np.frombuffer(self._compressor.compress(planes.data), np.uint8)
+        elements = plain.reshape(-1, self._item_bytes)
+        chunks: list[bytes | memoryview] = []
+        for index in range(self._item_bytes):
+            chunks += pack_chunk(np.ascontiguousarray(elements[:, index]))
+        return np.frombuffer(b"".join(chunks), np.uint8)
 
     def _decode(self, data: Bytes, parts: Sequence[_Part]) -> Bytes:
-        size = sum(part.num_bytes for part in parts)
-        frame: Any = data.data
+        plain = np.empty(sum(part.num_bytes for part in parts), np.uint8)
+        elements = plain.reshape(-1, self._item_bytes)
+        reader = ChunkReader(data.data)
         try:
-            # Before it is decompressed: the library allocates what the frame claims to hold.
-            claimed = zstandard.frame_content_size(frame)
-            plain = self._decompressor.decompress(frame) if claimed == size else b""
-        except zstandard.ZstdError as error:
-            raise TransferError(f"prefill sent a slab that is no zstd frame ({error}).") from error
-        if len(plain) != size:
-            raise TransferError(f"prefill sent {claimed} bytes as zstd for a slab of {size}.")
-        planes = np.frombuffer(plain, np.uint8).reshape(self._item_bytes, -1)
-        return np.ascontiguousarray(planes.T).reshape(-1)
+            for index in range(self._item_bytes):
+                elements[:, index] = reader.chunk(len(elements))
+            reader.finish()
+        except CodecError as error:
+            raise TransferError(f"prefill sent a slab that zstd did not make: {error}.") from error
+        return plain
 
 
 def _blocks(shape: tuple[int, ...]) -> list[slice]:

@@ -128,9 +128,10 @@ def test_bytes_of_no_sender_are_refused(name: str, data: bytes) -> None:
 
 
 def test_a_frame_that_claims_to_hold_far_more_is_refused_before_it_is_unpacked() -> None:
-    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    frame = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    bomb = (len(frame) | 1 << 31).to_bytes(4, "little") + frame
     assert len(bomb) < 2000
-    with pytest.raises(TransferError, match="16777216 bytes"):
+    with pytest.raises(TransferError, match="16777216"):
         codec_of("zstd", "bfloat16").decode(
             np.frombuffer(bomb, np.uint8), pairs_of("bfloat16", 1), 1
         )

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang_tiered.chunks import ChunkReader, pack_chunk
 from sglang_tiered.errors import CodecError, ConfigError
 from sglang_tiered.number_formats import FLOAT_DTYPES
 from sglang_tiered.storage.codecs.encoded import (
     HEADER_BYTES,
-    ChunkReader,
     Header,
     joined,
-    pack_chunk,
     pack_header,
     spread,
     unpack_header,
