@@ -1,0 +1,230 @@
+"""The bytes in the bucket: constants, pack and unpack. Pure; see ``README.md`` for the grammar.
+
+Unpacking never raises for bad bytes: what does not verify is ``None``, and the caller decides.
+Tables of pages are numpy structured arrays, laid out as in the bucket.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.object.names import ID_BYTES, MAX_UNIX_MS, ObjectId, parse_id
+from sglang_tiered.storage.region.format import NAMESPACE_BYTES, page_checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy.typing as npt
+
+    Buffer = bytes | bytearray | memoryview
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_MANIFEST_BYTES",
+    "MAX_OBJECT_BYTES",
+    "MAX_OBJECT_PAGES",
+    "NAMESPACE_BYTES",
+    "NO_CODEC",
+    "PAGE_DTYPE",
+    "TAIL_BYTES",
+    "Manifest",
+    "Purge",
+    "manifest_bytes",
+    "other_version",
+    "pack_manifest",
+    "pack_purge",
+    "pack_tail",
+    "page_checksum",
+    "page_table",
+    "unpack_manifest",
+    "unpack_purge",
+    "unpack_tail",
+]
+
+FORMAT_VERSION = 1
+MAX_OBJECT_PAGES = 1 << 16
+MAX_OBJECT_BYTES = 1 << 30  # of payload; offsets and lengths are 32 bits
+NO_CODEC = "none"
+
+MANIFEST_MAGIC = b"SGLTOMAN"
+PURGE_MAGIC = b"SGLTOPRG"
+TAIL_MAGIC = b"SGLTOEND"
+
+# magic version num_pages namespace tenant codec id payload_bytes
+_MANIFEST = struct.Struct("<8sII32s16s16s40sQ")
+_PURGE = struct.Struct("<8sII32s16sQ")  # magic version everyone namespace tenant bound_ms
+_TAIL = struct.Struct("<Q8s")  # manifest_bytes magic
+_CHECKSUM = struct.Struct("<Q")
+_MAGIC_VERSION = struct.Struct("<8sI")
+
+TAIL_BYTES = _TAIL.size
+
+PAGE_DTYPE: np.dtype[Any] = np.dtype(
+    [
+        ("key", "V32"),
+        ("offset", "<u4"),  # within the object
+        ("stored", "<u4"),  # bytes in the object, encoded
+        ("length", "<u4"),  # bytes of the page
+        ("checksum", "<u8"),  # of namespace, key and stored bytes
+    ]
+)
+
+MAX_MANIFEST_BYTES = _MANIFEST.size + MAX_OBJECT_PAGES * PAGE_DTYPE.itemsize + _CHECKSUM.size
+
+
+class Manifest(NamedTuple):
+    """What one object holds: pages of one tenant, under one namespace and codec."""
+
+    object_id: ObjectId
+    namespace: bytes
+    tenant: bytes
+    codec: str
+    pages: npt.NDArray[Any]  # [pages] PAGE_DTYPE, in the order of their offsets
+    payload_bytes: int
+
+    @property
+    def object_bytes(self) -> int:
+        """The length of the whole object."""
+        return self.payload_bytes + manifest_bytes(len(self.pages)) + TAIL_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pages, decoded."""
+        return int(self.pages["length"].sum(dtype=np.int64))
+
+    @property
+    def page_bytes(self) -> int | None:
+        """The length of every page, where all have the same; the rule under a codec."""
+        lengths = self.pages["length"]
+        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
+
+
+class Purge(NamedTuple):
+    """Objects of the tenant (of everyone: None) that were opened up to ``bound_ms`` are dead."""
+
+    namespace: bytes
+    tenant: bytes | None
+    bound_ms: int
+
+
+def manifest_bytes(num_pages: int) -> int:
+    return _MANIFEST.size + num_pages * PAGE_DTYPE.itemsize + _CHECKSUM.size
+
+
+def page_table(records: Iterable[tuple[bytes, int, int, int, int]]) -> npt.NDArray[Any]:
+    """Rows of key, offset, stored bytes, length and checksum as a table of PAGE_DTYPE."""
+    return np.array(list(records), PAGE_DTYPE)
+
+
+def _close(body: bytes) -> bytes:
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _verifies(data: Buffer) -> bool:
+    if len(data) < _MAGIC_VERSION.size + _CHECKSUM.size:
+        return False
+    view = memoryview(data)
+    (stored,) = _CHECKSUM.unpack(view[-_CHECKSUM.size :])
+    return bool(stored == xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size]))
+
+
+def other_version(data: Buffer) -> int | None:
+    """The version of a manifest or purge that verifies but is of another format than ours.
+
+    The place of magic, version and checksum is frozen for all versions, so a flipped bit in the
+    version field is damage, not another format.
+    """
+    if not _verifies(data):
+        return None
+    magic, version = _MAGIC_VERSION.unpack_from(data)
+    known = magic in (MANIFEST_MAGIC, PURGE_MAGIC)
+    return int(version) if known and version != FORMAT_VERSION else None
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    fields = _MANIFEST.pack(
+        MANIFEST_MAGIC,
+        FORMAT_VERSION,
+        len(manifest.pages),
+        manifest.namespace,
+        manifest.tenant,
+        manifest.codec.encode("ascii"),
+        str(manifest.object_id).encode("ascii"),
+        manifest.payload_bytes,
+    )
+    return _close(fields + manifest.pages.tobytes())
+
+
+def unpack_manifest(data: Buffer) -> Manifest | None:
+    """The table is a copy: the caller may let go of the bytes."""
+    if len(data) > MAX_MANIFEST_BYTES or len(data) < manifest_bytes(1) or not _verifies(data):
+        return None
+    magic, version, num_pages, namespace, tenant, codec, name, payload = _MANIFEST.unpack_from(data)
+    if (magic, version) != (MANIFEST_MAGIC, FORMAT_VERSION):
+        return None
+    if len(data) != manifest_bytes(num_pages) or not 0 < payload <= MAX_OBJECT_BYTES:
+        return None
+    try:
+        object_id = parse_id(name[:ID_BYTES].decode("ascii"))
+        codec_name = codec.rstrip(b"\0").decode("ascii")
+    except UnicodeDecodeError:
+        return None
+    if object_id is None or name[ID_BYTES:].strip(b"\0") or not codec_name:
+        return None
+    pages = np.frombuffer(data, PAGE_DTYPE, num_pages, _MANIFEST.size).copy()
+    if not _is_sane(pages, payload, codec_name):
+        return None
+    return Manifest(object_id, namespace, tenant, codec_name, pages, payload)
+
+
+def _is_sane(pages: npt.NDArray[Any], payload_bytes: int, codec: str) -> bool:
+    """Whether the pages follow each other within the payload."""
+    offsets = pages["offset"].astype(np.int64)
+    stored, lengths = pages["stored"].astype(np.int64), pages["length"]
+    ends = offsets + stored
+    if not ((stored > 0).all() and (lengths > 0).all()):
+        return False
+    if (offsets[1:] < ends[:-1]).any() or int(ends[-1]) > payload_bytes:
+        return False
+    # Without a codec bytes are as they are; with one, memory keeps one length for all pages.
+    return bool((lengths == (stored if codec == NO_CODEC else lengths[0])).all())
+
+
+def pack_tail(num_pages: int) -> bytes:
+    """The end of an object. Before it is a copy of the manifest, so that an object tells by
+    itself what it holds, and before that the payload."""
+    return _TAIL.pack(manifest_bytes(num_pages), TAIL_MAGIC)
+
+
+def unpack_tail(data: Buffer) -> int | None:
+    """How many bytes before the tail the copy of the manifest begins; ``data`` ends with the
+    tail."""
+    if len(data) < TAIL_BYTES:
+        return None
+    nbytes, magic = _TAIL.unpack(memoryview(data)[-TAIL_BYTES:])
+    known = magic == TAIL_MAGIC and manifest_bytes(1) <= nbytes <= MAX_MANIFEST_BYTES
+    return int(nbytes) if known else None
+
+
+def pack_purge(purge: Purge) -> bytes:
+    everyone = purge.tenant is None
+    tenant = NO_TENANT if purge.tenant is None else purge.tenant
+    return _close(
+        _PURGE.pack(PURGE_MAGIC, FORMAT_VERSION, everyone, purge.namespace, tenant, purge.bound_ms)
+    )
+
+
+def unpack_purge(data: Buffer) -> Purge | None:
+    if len(data) != _PURGE.size + _CHECKSUM.size or not _verifies(data):
+        return None
+    magic, version, everyone, namespace, tenant, bound_ms = _PURGE.unpack_from(data)
+    if (magic, version) != (PURGE_MAGIC, FORMAT_VERSION) or everyone > 1:
+        return None
+    if bound_ms > MAX_UNIX_MS:
+        return None
+    return Purge(namespace, None if everyone else tenant, bound_ms)

@@ -1,0 +1,109 @@
+"""What an object tier is opened with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.object.format import MAX_OBJECT_BYTES, NO_CODEC
+
+__all__ = ["MAX_CODEC_NAME_BYTES", "ObjectSettings"]
+
+MAX_CODEC_NAME_BYTES = 16
+_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
+
+
+class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises ``ConfigError``, one sentence, for values that cannot work. Credentials are none of
+    them: those come from the environment."""
+
+    url: str
+    """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///directory`` or ``memory://name``."""
+
+    object_bytes: int = 32 << 20
+    """Payload of a full object."""
+
+    linger_s: float = 5.0
+    """An object that is not full is closed after this."""
+
+    capacity_bytes: int | None = None
+    """Of the namespace in the bucket. The collector deletes what is beyond it; an engine forgets
+    the oldest objects beyond it."""
+
+    ttl_s: float | None = None
+    """Objects older than this are misses, and deleted by the collector."""
+
+    refresh_s: float = 5.0
+    """How often other writers' manifests are looked for."""
+
+    max_pages: int = 4_000_000
+    """Bound of the index in memory; the oldest objects are forgotten first."""
+
+    max_tenant_bytes: int | None = None
+    """What one tenant may have; its own oldest objects are forgotten for it."""
+
+    num_connections: int = 8
+    """Requests under way that read; a quarter as many write."""
+
+    request_timeout_s: float = 10.0
+    """Of one request, its body included."""
+
+    writes_per_day: int | None = None
+    """Bytes that this engine may write in 24 hours."""
+
+    requests_per_day: int | None = None
+    """Writing requests (put and delete) that this engine may make in 24 hours."""
+
+    codec: str = NO_CODEC
+    """A name known to ``storage.codecs``."""
+
+    sse: str | None = None
+    """Server-side encryption of S3: AES256, aws:kms or aws:kms:dsse."""
+
+    sse_kms_key: str | None = None
+
+    staging_bytes: int = 256 << 20
+    """Memory for objects that are being filled and uploaded; stores beyond it are rejected."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "object_bytes",
+            "max_pages",
+            "num_connections",
+            "staging_bytes",
+            "refresh_s",
+            "request_timeout_s",
+            *(
+                name
+                for name in (
+                    "capacity_bytes",
+                    "ttl_s",
+                    "max_tenant_bytes",
+                    "writes_per_day",
+                    "requests_per_day",
+                )
+                if getattr(self, name) is not None
+            ),
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name} of the object tier is {getattr(self, name)}, not above 0"
+                )
+        if self.object_bytes > MAX_OBJECT_BYTES:
+            raise ConfigError(
+                f"object_bytes is {self.object_bytes}, must be at most {MAX_OBJECT_BYTES}"
+            )
+        if self.staging_bytes < self.object_bytes:
+            raise ConfigError(
+                f"staging_bytes is {self.staging_bytes}, must hold one object of "
+                f"{self.object_bytes} bytes"
+            )
+        if not self.linger_s >= 0:
+            raise ConfigError(f"linger_s of the object tier is {self.linger_s}, below 0")
+        if not self.codec.isascii() or not 0 < len(self.codec) <= MAX_CODEC_NAME_BYTES:
+            raise ConfigError(f"{self.codec!r} cannot be the name of a codec")
+        if self.sse is not None and self.sse not in _ENCRYPTIONS:
+            raise ConfigError(f"sse is {self.sse!r}, must be one of {', '.join(_ENCRYPTIONS)}")
+        if self.sse_kms_key is not None and (self.sse is None or "kms" not in self.sse):
+            raise ConfigError("sse_kms_key needs sse aws:kms or aws:kms:dsse")
