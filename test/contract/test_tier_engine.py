@@ -20,6 +20,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.faulty import FaultyEngine
 from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
 
@@ -48,13 +49,39 @@ def make_region_engine(directory: Path, *, direct: bool | None) -> RegionEngine:
     )
 
 
-@pytest.fixture(params=["memory", "region-direct", "region-buffered", "faulty-without-faults"])
+def make_object_engine(url: str) -> ObjectEngine:
+    settings = ObjectSettings(
+        url=url,
+        object_bytes=256 * 1024,
+        staging_bytes=64 << 20,
+        linger_s=0.0,
+        capacity_bytes=CAPACITY,
+        num_connections=2,
+    )
+    return ObjectEngine(settings, namespace=NAMESPACE)
+
+
+ENGINES = [
+    "memory",
+    "region-direct",
+    "region-buffered",
+    "faulty-without-faults",
+    "object-memory",
+    "object-directory",
+]
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
     made: TierEngine
     if request.param == "memory":
         made = MemoryEngine(CAPACITY)
     elif request.param == "faulty-without-faults":
         made = FaultyEngine(MemoryEngine(CAPACITY))
+    elif request.param == "object-memory":
+        made = make_object_engine(f"memory://{tmp_path}")
+    elif request.param == "object-directory":
+        made = make_object_engine((tmp_path / "store").as_uri())
     else:
         direct = None if request.param == "region-direct" else False
         made = make_region_engine(tmp_path / "store", direct=direct)
@@ -322,9 +349,18 @@ def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
     """Flip a bit of the stored copy of ``data``, behind the engine's back."""
     inner = engine.inner if isinstance(engine, FaultyEngine) else engine
     if isinstance(inner, MemoryEngine):
-        for stored in inner._pages.values():
-            if stored.data == data:
-                stored.data[0] ^= 1
+        for page in inner._pages.values():
+            if page.data == data:
+                page.data[0] ^= 1
+        return
+    if isinstance(inner, ObjectEngine):
+        client, folder = inner._client, inner._state.layout.objects
+        for listed in [entry for chunk in client.listing(folder) for entry in chunk]:
+            stored = bytearray(client.get(listed.path))
+            position = stored.find(data)
+            if position >= 0:
+                stored[position] ^= 1
+                client.put(listed.path, stored)
         return
     for file in directory.glob("*.kv"):
         position = file.read_bytes().find(data)

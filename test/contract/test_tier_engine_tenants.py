@@ -21,6 +21,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.faulty import FaultyEngine
 from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -40,7 +41,10 @@ A, B = b"a" * 16, b"b" * 16
 PAGES = [8192] * 4
 
 
-@pytest.fixture(params=["memory", "region-direct", "region-buffered", "faulty-without-faults"])
+ENGINES = ["memory", "region-direct", "region-buffered", "faulty-without-faults", "object"]
+
+
+@pytest.fixture(params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
     made: list[TierEngine] = []
 
@@ -50,6 +54,17 @@ def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
             engine = MemoryEngine(CAPACITY, max_tenant_bytes=max_tenant_bytes)
         elif request.param == "faulty-without-faults":
             engine = FaultyEngine(MemoryEngine(CAPACITY, max_tenant_bytes=max_tenant_bytes))
+        elif request.param == "object":
+            settings = ObjectSettings(
+                url=f"memory://{tmp_path}",
+                object_bytes=256 * 1024,
+                staging_bytes=64 << 20,
+                linger_s=0.0,
+                capacity_bytes=CAPACITY,
+                max_tenant_bytes=max_tenant_bytes,
+                num_connections=2,
+            )
+            engine = ObjectEngine(settings, namespace=b"\x11" * 32)
         else:
             directory = tmp_path / "store"
             directory.mkdir(mode=0o700)

@@ -3,6 +3,7 @@ has the format, the flow and what happens when something fails."""
 
 from __future__ import annotations
 
+from sglang_tiered.storage.object.engine import ObjectEngine
 from sglang_tiered.storage.object.settings import ObjectSettings
 
-__all__ = ["ObjectSettings"]
+__all__ = ["ObjectEngine", "ObjectSettings"]

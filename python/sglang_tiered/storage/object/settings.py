@@ -18,7 +18,8 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     them: those come from the environment."""
 
     url: str
-    """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///directory`` or ``memory://name``."""
+    """``s3://bucket/prefix``, ``gs://``, ``az://``, the file URL of a directory, or
+    ``memory://name``."""
 
     object_bytes: int = 32 << 20
     """Payload of a full object."""

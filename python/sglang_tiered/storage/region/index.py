@@ -60,9 +60,11 @@ def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class PageIndex:
-    """Pages by key, with the live count of every region slot kept in step."""
+    """Pages by key, with the live count of every region slot kept in step. Offsets are kept as
+    multiples of ``block_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
         self._table = np.full(_MIN_TABLE, _EMPTY, np.int32)
         self._num_deleted = 0  # places in the table
         self._num_rows = 0  # rows ever used; those on _free are unused again
@@ -136,7 +138,7 @@ class PageIndex:
         """Where the pages of these rows are."""
         return Places(
             self._slots[rows].tolist(),
-            (self._blocks[rows].astype(np.int64) * BLOCK_BYTES).tolist(),
+            (self._blocks[rows].astype(np.int64) * self._block_bytes).tolist(),
             self._lengths[rows].tolist(),
             self._checksums[rows].tolist(),
         )
@@ -180,7 +182,7 @@ class PageIndex:
             self._enter(rows[new], hashes[new])
         self._num_pages += len(rows)
         self._checksums[rows] = checksums
-        self._blocks[rows] = offsets // BLOCK_BYTES
+        self._blocks[rows] = offsets // self._block_bytes
         self._lengths[rows] = lengths
         self._slots[rows] = slot
         self._hits[rows] = 0
@@ -196,7 +198,7 @@ class PageIndex:
         if rows[0] < 0:
             return
         row = rows[0]
-        if self._slots[row] == slot and int(self._blocks[row]) * BLOCK_BYTES == offset:
+        if self._slots[row] == slot and int(self._blocks[row]) * self._block_bytes == offset:
             self._remove(rows)
 
     def some_rows(self, limit: int) -> npt.NDArray[np.int64]:
@@ -236,8 +238,8 @@ class PageIndex:
         return int(self._padded(rows).sum())
 
     def _padded(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        blocks: npt.NDArray[np.int64] = -(-self._lengths[rows].astype(np.int64) // BLOCK_BYTES)
-        return blocks * BLOCK_BYTES
+        lengths: npt.NDArray[np.int64] = self._lengths[rows].astype(np.int64)
+        return -(-lengths // self._block_bytes) * self._block_bytes
 
     def keys(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
         return [words.tobytes() for words in self._words[rows]]
@@ -247,15 +249,19 @@ class PageIndex:
 
     def drop_region(self, slot: int) -> int:
         """Forget every key that points into the region; returns how many could be hit."""
-        rows = self.rows_of(slot)
-        num_live = len(self.live_rows(slot))
+        return self.drop_regions([slot])
+
+    def drop_regions(self, slots: Sequence[int]) -> int:
+        """``drop_region`` of several, in one pass over the index."""
+        rows = np.flatnonzero(np.isin(self._slots[: self._num_rows], slots))
+        num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
         self._remove(rows)
         return num_live
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
         live = self._live
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self._block_bytes)  # type: ignore[misc]
         self._live = np.zeros_like(live)
 
     # ---- Tenants ----
@@ -352,14 +358,8 @@ class PageIndex:
             # In place, so that growing a large index needs no second copy of it. No view of a
             # column leaves this class.
             self._words.resize((size, 4), refcheck=False)
-            for column in (
-                self._checksums,
-                self._blocks,
-                self._lengths,
-                self._slots,
-                self._hits,
-                self._owners,
-            ):
+            columns = (self._checksums, self._blocks, self._lengths, self._slots, self._hits)
+            for column in (*columns, self._owners):
                 column.resize(size, refcheck=False)
         if self._num_pages + self._num_deleted + count > _MAX_FILL * len(self._table):
             self._rebuild(self._num_pages + count)
@@ -387,7 +387,7 @@ class PageIndex:
             assert live == counted, f"region slot {slot}: {live} rows, counted {counted}"
             assert live == 0 or slot in slots, f"{live} rows point into unused region slot {slot}"
         for row in rows:
-            end = int(self._blocks[row]) * BLOCK_BYTES + int(self._lengths[row])
+            end = int(self._blocks[row]) * self._block_bytes + int(self._lengths[row])
             slot = int(self._slots[row])
             assert end <= slots[slot], f"a page ends at {end} in region slot {slot}"
         if rows.size:

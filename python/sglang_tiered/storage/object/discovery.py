@@ -1,0 +1,317 @@
+"""How an engine learns of what others store, purge and delete: one thread that lists and reads.
+
+A pass lists the purges and then the manifests from a cursor on: the time of the latest manifest
+seen, less a look-back for objects that take long from their opening to their manifest and for
+clocks that differ. A full listing now and then finds what came later still, and notices what is
+gone. Manifests are read over the connections of loads, behind these, the newest first.
+
+The same thread makes purges durable, and its passes are the probes of an open breaker.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.format import (
+    MAX_MANIFEST_BYTES,
+    NO_CODEC,
+    Purge,
+    other_version,
+    unpack_manifest,
+    unpack_purge,
+)
+from sglang_tiered.storage.object.names import parse_path
+from sglang_tiered.storage.object.purging import obey
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.object.breaker import Breaker
+    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.object.names import Layout
+    from sglang_tiered.storage.object.purging import Purger
+    from sglang_tiered.storage.object.state import ObjectState
+
+__all__ = ["Discovery", "RefreshOrder"]
+
+logger = logging.getLogger(__name__)
+
+FULL_LISTING_S = 600.0
+_SKEW_MS = 60_000
+_BATCH = 64
+_MAX_PURGES_SEEN = 65_536
+
+
+@dataclass(eq=False, slots=True)
+class RefreshOrder:
+    """Look for news now."""
+
+    full: bool
+    done: threading.Event = field(default_factory=threading.Event)
+    succeeded: bool = False  # valid once done
+
+
+class _PassOver(Exception):  # noqa: N818
+    """The namespace changed or the engine was closed: what was found does not count."""
+
+
+class Discovery:
+    """Body of the discovery thread."""
+
+    def __init__(
+        self, state: ObjectState, client: ObjectClient, breaker: Breaker, purger: Purger
+    ) -> None:
+        self._state = state
+        self._client = client
+        self._breaker = breaker
+        self._purger = purger
+        settings = state.settings
+        self._look_back_ms = _SKEW_MS + int(
+            1000 * (2 * settings.linger_s + 4 * settings.request_timeout_s)
+        )
+        self._epoch = -1  # of the namespace that the cursor is of
+        self._cursor_ms = 0
+        self._last_full = 0.0
+        self._next_at = state.clock()
+        self._purges_seen: OrderedDict[str, None] = OrderedDict()
+
+    def run(self) -> None:
+        while True:
+            orders = self._await_work()
+            if orders is None:
+                return
+            self._serve_purges()
+            started = time.monotonic()
+            succeeded = False
+            try:
+                self._pass(any(order.full for order in orders))
+                succeeded = True
+            except (RequestError, _PassOver):
+                pass  # counted by the client; the breaker knows
+            except Exception:
+                logger.exception("looking for manifests failed")
+            for order in orders:
+                order.succeeded = succeeded
+                order.done.set()
+            with self._state.lock:
+                self._state.discovery.num_passes += 1
+                self._state.discovery.last_pass_s = time.monotonic() - started
+            self._next_at = self._state.clock() + self._state.settings.refresh_s
+
+    def _await_work(self) -> list[RefreshOrder] | None:
+        """The orders that the pass now due is for; None when the engine is closed."""
+        state = self._state
+        while True:
+            with state.lock:
+                if state.closed:
+                    return self._end()
+                wait_s = self._next_at - state.clock()
+                if self._breaker.is_open:
+                    wait_s = self._breaker.wait_s()
+                elif self._epoch != state.epoch:
+                    wait_s = 0.0
+                if state.refresh_orders or wait_s <= 0:
+                    orders = state.refresh_orders
+                    state.refresh_orders = []
+                    return orders
+                if not state.purge_orders:
+                    state.discovery_ready.wait(wait_s)
+                    continue
+            self._serve_purges()
+
+    def _end(self) -> list[RefreshOrder] | None:
+        state = self._state
+        for refresh in state.refresh_orders:
+            refresh.done.set()
+        for purge in state.purge_orders:
+            purge.done.set()
+        state.refresh_orders = []
+        state.purge_orders.clear()
+        return None
+
+    def _serve_purges(self) -> None:
+        while True:
+            with self._state.lock:
+                if self._state.closed or not self._state.purge_orders:
+                    return
+                order = self._state.purge_orders.popleft()
+            self._purger.serve(order)
+
+    # ---- A pass ----
+
+    def _pass(self, full: bool) -> None:
+        state = self._state
+        with state.lock:
+            epoch, layout = state.epoch, state.layout
+            now_ms = int(state.wall_clock() * 1000)
+        full = full or epoch != self._epoch
+        full = full or state.clock() - self._last_full >= FULL_LISTING_S
+        after = None if full else f"{max(self._cursor_ms - self._look_back_ms, 0):012x}"
+        self._purger.sweep()
+        self._purger.retry()
+        self._read_purges(layout, after, epoch)
+        latest_ms = self._read_manifests(layout, after, epoch, now_ms)
+        self._epoch = epoch
+        self._cursor_ms = max(min(latest_ms, now_ms), 0 if full else self._cursor_ms)
+        if full:
+            self._last_full = state.clock()
+            with state.lock:
+                state.discovery.num_full_listings += 1
+
+    def _check(self, epoch: int) -> None:
+        """With the state's lock held."""
+        if self._state.closed or self._state.epoch != epoch:
+            raise _PassOver
+
+    def _read_purges(self, layout: Layout, after: str | None, epoch: int) -> None:
+        for chunk in self._client.listing(layout.purges, after=after):
+            for listed in chunk:
+                named = parse_path(listed.path)
+                if named is None or listed.path in self._purges_seen:
+                    continue
+                try:
+                    data = self._client.get(listed.path)
+                except RequestError as error:
+                    if error.failure is Failure.NOT_FOUND:
+                        continue
+                    raise
+                purge = unpack_purge(data)
+                if purge is None or purge.namespace != layout.namespace:
+                    # Its name still says when: rather forget too much than serve what was purged.
+                    purge = Purge(layout.namespace, None, named.unix_ms)
+                with self._state.lock:
+                    self._check(epoch)
+                    obey(self._state, purge)
+                self._purges_seen[listed.path] = None
+                if len(self._purges_seen) > _MAX_PURGES_SEEN:
+                    self._purges_seen.popitem(last=False)
+
+    def _read_manifests(self, layout: Layout, after: str | None, epoch: int, now_ms: int) -> int:
+        """Returns the time of the latest manifest."""
+        state = self._state
+        full = after is None
+        ttl_s = state.settings.ttl_s
+        oldest = "" if ttl_s is None else f"{max(now_ms - int(ttl_s * 1000), 0):012x}"
+        with state.lock:
+            state.index.drop_objects(state.index.expired(oldest))
+            # What is young may be missing from a listing that is not up to date.
+            young = f"{max(now_ms - self._look_back_ms, 0):012x}"
+            unseen = {name for name in state.index.names() if name < young} if full else set()
+            limit = state.index.max_objects
+        newest: list[str] = []  # heap of at most so many names as can be held
+        latest_ms = 0
+        for chunk in self._client.listing(layout.manifests, after=after):
+            with state.lock:
+                self._check(epoch)
+                for listed in chunk:
+                    named = parse_path(listed.path)
+                    name = str(named)
+                    if named is None:
+                        continue
+                    latest_ms = (
+                        max(latest_ms, named.unix_ms) if named.unix_ms <= now_ms else (latest_ms)
+                    )
+                    unseen.discard(name)
+                    if name < oldest or named.unix_ms <= state.bounds.everyone:
+                        continue
+                    if name in state.ignored or not state.index.accepts(name):
+                        continue
+                    if listed.size > MAX_MANIFEST_BYTES:
+                        state.discovery.num_manifests_bad += 1
+                        state.ignore(name)
+                    elif len(newest) < limit:
+                        heapq.heappush(newest, name)
+                    else:
+                        heapq.heappushpop(newest, name)
+        if unseen:
+            with state.lock:
+                self._check(epoch)
+                state.discovery.num_objects_vanished += len(unseen)
+                state.index.drop_objects(unseen)
+        newest.sort(reverse=True)
+        for start in range(0, len(newest), _BATCH):
+            self._serve_purges()
+            if not self._read_batch(layout, newest[start : start + _BATCH], epoch):
+                break  # full: the rest is older still
+        return latest_ms
+
+    def _read_batch(self, layout: Layout, names: list[str], epoch: int) -> bool:
+        """Read manifests into the index; false when it took none of them."""
+        state = self._state
+        with state.lock:
+            self._check(epoch)
+            wanted = [name for name in names if state.index.accepts(name)]
+            batch = _Batch(len(wanted))
+            state.errands.extend(
+                _ManifestErrand(state, self._client, layout, name, epoch, batch).run
+                for name in wanted
+            )
+            state.load_ready.notify_all()
+            state.discovery_ready.wait_for(lambda: batch.num_left == 0 or state.closed)
+            self._check(epoch)
+        if batch.error is not None:
+            raise batch.error
+        return bool(wanted)
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Guarded by the state's lock."""
+
+    num_left: int
+    error: RequestError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _ManifestErrand:
+    """Read one manifest; run by a loading thread."""
+
+    state: ObjectState
+    client: ObjectClient
+    layout: Layout
+    name: str
+    epoch: int
+    batch: _Batch
+
+    def run(self) -> None:
+        try:
+            data: memoryview | None = self.client.get(self.layout.manifest(self.name))
+        except RequestError as error:
+            data = None
+            if error.failure is not Failure.NOT_FOUND:
+                self.batch.error = error
+        with self.state.lock:
+            try:
+                if data is not None and self.state.epoch == self.epoch:
+                    self._take(data)
+            finally:
+                self.batch.num_left -= 1
+                if not self.batch.num_left:
+                    self.state.discovery_ready.notify_all()
+
+    def _take(self, data: memoryview) -> None:
+        state, counts = self.state, self.state.discovery
+        manifest = unpack_manifest(data)
+        codec = NO_CODEC if state.codec is None else state.codec.name
+        if manifest is None:
+            if other_version(data) is None:
+                counts.num_manifests_bad += 1
+            else:
+                counts.num_manifests_foreign += 1
+            state.ignore(self.name)
+        elif str(manifest.object_id) != self.name:
+            counts.num_manifests_bad += 1
+            state.ignore(self.name)
+        elif (manifest.namespace, manifest.codec) != (self.layout.namespace, codec):
+            counts.num_manifests_foreign += 1
+            state.ignore(self.name)
+        elif manifest.object_id.unix_ms <= state.bounds.of(manifest.tenant):
+            state.ignore(self.name)
+        elif state.index.accepts(self.name):
+            counts.num_manifests_seen += 1
+            state.index.put(manifest)

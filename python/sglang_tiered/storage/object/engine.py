@@ -1,0 +1,313 @@
+"""``ObjectEngine``: the tier engine over a bucket or a shared directory.
+
+Threads: one packs stores into objects, ``num_connections // 4`` upload them, ``num_connections``
+read, one finishes loads at their deadlines, one looks for what other servers did and makes purges
+durable. What they share, and its one lock, is in ``state``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.base import (
+    Health,
+    Job,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    TierEngine,
+)
+from sglang_tiered.storage.object.breaker import Breaker
+from sglang_tiered.storage.object.client import open_client
+from sglang_tiered.storage.object.discovery import Discovery, RefreshOrder
+from sglang_tiered.storage.object.failures import Failure
+from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
+from sglang_tiered.storage.object.index import ObjectIndex
+from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
+from sglang_tiered.storage.object.packing import Packer, submit_store
+from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores
+from sglang_tiered.storage.object.state import FlushMark, ObjectState
+from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
+from sglang_tiered.storage.object.uploading import Uploader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.storage.base import EngineStats, TenantUsage
+    from sglang_tiered.storage.codecs.base import PageCodec
+    from sglang_tiered.storage.object.failures import RequestError
+    from sglang_tiered.storage.object.purging import ObjectForgetting
+    from sglang_tiered.storage.object.settings import ObjectSettings
+
+__all__ = ["ObjectEngine"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLOSE_S = 10.0
+
+
+class ObjectEngine(TierEngine):
+    """Pages in the objects of one namespace under one URL, shared with every engine that has both.
+
+    Opening touches nothing and returns at once: what is in the bucket becomes known in the
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for a
+    URL that cannot be one of ours or without obstore, ``ValueError`` for a namespace of the wrong
+    length.
+
+    ``namespace`` digests everything that gives the bytes their meaning. With ``page_codec``, which
+    must be the one that the settings name, pages are encoded, and live under a namespace of their
+    own. ``clock`` times lingering, deadlines and pauses, ``wall_clock`` the names of objects.
+    """
+
+    def __init__(
+        self,
+        settings: ObjectSettings,
+        *,
+        namespace: bytes,
+        page_codec: PageCodec | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        name = NO_CODEC if page_codec is None else page_codec.name
+        if name != settings.codec:
+            raise ConfigError(f"the object tier is set to codec {settings.codec}, not {name}")
+        self._codec = page_codec
+        self._settings = settings
+        self._breaker = breaker = Breaker(clock)
+        self._client = client = open_client(settings, on_outcome=self._note)
+        index = ObjectIndex(settings.max_pages, settings.capacity_bytes, settings.max_tenant_bytes)
+        self._state = state = ObjectState(
+            settings, self._own(namespace), page_codec, index, clock, wall_clock
+        )
+        self._deadlines = DeadlineClock(state)
+        discovery = Discovery(state, client, breaker, Purger(state, client))
+        uploader, loader = Uploader(state, client, breaker), Loader(state, client)
+        num_uploaders = max(settings.num_connections // 4, 1)
+        self._threads = [
+            _thread("object-packer", Packer(state).run),
+            _thread("object-deadlines", self._deadlines.run),
+            _thread("object-discovery", discovery.run),
+            *(_thread(f"object-uploader-{i}", uploader.run) for i in range(num_uploaders)),
+            *(_thread(f"object-loader-{i}", loader.run) for i in range(settings.num_connections)),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _own(self, namespace: bytes) -> bytes:
+        """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
+        if self._codec is None:
+            return namespace
+        return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
+
+    def _note(self, error: RequestError | None) -> None:
+        """What became of a request that reads."""
+        was_open = self._breaker.is_open
+        if error is None:
+            self._breaker.succeeded()
+            if was_open:
+                logger.info("%s answers again", self._settings.url)
+            return
+        self._breaker.failed(error.clause, for_good=error.failure is Failure.DENIED)
+        if self._breaker.is_open and not was_open:
+            logger.warning(
+                "%s: %s; every lookup misses until it works again",
+                self._settings.url,
+                error.clause,
+            )
+
+    # ---- Lookups ----
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        state = self._state
+        if state.closed or self._breaker.is_open:
+            return LookupResult(0, Stop.UNHEALTHY)
+        with state.lock:
+            num_hits = state.index.num_leading(keys)
+            if num_hits == len(keys):
+                return LookupResult(num_hits, Stop.END)
+            stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
+            return LookupResult(num_hits, stop)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys a load could serve now. Memory only."""
+        if self._state.closed or self._breaker.is_open:
+            return [False] * len(keys)
+        with self._state.lock:
+            return self._state.index.holds(keys)
+
+    def some_keys(self, limit: int) -> list[bytes]:
+        if self._state.closed or self._breaker.is_open:
+            return []
+        with self._state.lock:
+            return self._state.index.some_keys(limit)
+
+    # ---- Stores ----
+
+    def submit_store(self, run: Run) -> Job:
+        """As the contract says. The job is done when the object that holds its pages and the
+        manifest are in the bucket, ``linger_s`` later if that object does not fill up before."""
+        return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
+
+    def flush(self, timeout_s: float) -> bool:
+        """Close what is being filled. True when everything submitted before is durable and
+        announced; false when the time ran out, the bucket refused or the engine is closed."""
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return False
+            jobs = [job for job in state.jobs.inflight if job.kind is JobKind.STORE]
+            self._close_fillings()
+        failed = {Reason.IO_ERROR, Reason.REJECTED}
+        return _wait_all(jobs, timeout_s) and not any(failed & set(job.reasons) for job in jobs)
+
+    def _close_fillings(self) -> None:
+        self._state.stores.append(FlushMark())
+        self._state.store_ready.notify()
+
+    # ---- Loads ----
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        """As the contract says. ``deadline_s`` seconds from now the job is done, whatever its
+        requests do: pages that did not arrive are ``IO_ERROR``."""
+        return submit_load(
+            self._state,
+            run,
+            deadlines=self._deadlines,
+            deadline_s=deadline_s,
+            gap_bytes=self._client.gap_bytes,
+            answers=not self._breaker.is_open,
+        )
+
+    def poll(self) -> list[Job]:
+        with self._state.lock:
+            return self._state.jobs.take_finished()
+
+    # ---- Others ----
+
+    def refresh(self, timeout_s: float, *, full: bool = False) -> bool:
+        """Look for other writers' manifests now; with ``full`` also for what was deleted. True
+        when done; false when the time ran out, the bucket refused or the engine is closed."""
+        state = self._state
+        order = RefreshOrder(full)
+        with state.lock:
+            if state.closed:
+                return False
+            state.refresh_orders.append(order)
+            state.discovery_ready.notify_all()
+        return order.done.wait(timeout_s) and order.succeeded
+
+    def set_namespace(self, namespace: bytes) -> None:
+        """Continue under another namespace. Pages of the old one stop being visible at once;
+        stores and loads submitted before finish under it. Raises ``ValueError`` for a digest of
+        the wrong length."""
+        own, state = self._own(namespace), self._state
+        with state.lock:
+            if own == state.namespace:
+                return
+            state.namespace = own
+            state.epoch += 1
+            state.index.clear()
+            state.pending.clear()
+            state.ignored.clear()
+            state.bounds.change_namespace()
+            self._close_fillings()
+            state.discovery_ready.notify_all()
+
+    def begin_purge(self, tenant: bytes | None) -> ObjectForgetting:
+        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
+        return begin_purge(self._state, tenant)
+
+    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+        return self.begin_purge(tenant).wait(timeout_s)
+
+    def clear(self) -> bool:
+        """As the contract says, for every server: the namespace is emptied."""
+        return self.begin_purge(None).wait(None)
+
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        with self._state.lock:
+            usage = self._state.index.usage()
+        return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
+
+    def stats(self) -> EngineStats:
+        return engine_stats(self._state, *self._diagnosis())
+
+    def object_stats(self) -> ObjectStats:
+        """What ``stats`` has no place for: requests, the breaker, objects, discovery."""
+        return object_stats(self._state, self._client, self._breaker)
+
+    def _diagnosis(self) -> tuple[Health, str]:
+        if self._state.closed:
+            return Health.FAILED, "closed"
+        return self._breaker.diagnosis()
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._state.lock:
+            jobs = self._state.jobs.inflight
+            if jobs:
+                self._close_fillings()
+        return _wait_all(jobs, timeout_s)
+
+    def close(self) -> None:
+        """As the contract says; ``flush`` before it keeps what is being filled. Requests under
+        way are waited for, ten seconds at most, then left to their threads, which end with them.
+        """
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return
+            state.closed = True
+            uploading = list(state.uploading)
+            if state.packing is not None:
+                state.packing.dropped = True
+            drop_stores(state, None, None, but=uploading)
+            for ready in (
+                state.load_ready,
+                state.store_ready,
+                state.upload_ready,
+                state.upload_done,
+                state.discovery_ready,
+                state.deadline_ready,
+            ):
+                ready.notify_all()
+        deadline = time.monotonic() + min(self._settings.request_timeout_s, _MAX_CLOSE_S)
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in self._threads):
+            return
+        logger.warning("%s does not answer: closed without it", self._settings.url)
+        with state.lock:
+            drop_stores(state, None, None)
+            tickets = list(state.load_tickets)
+        for ticket in tickets:
+            if ticket.expire():
+                with state.lock:
+                    state.finish_load(ticket)
+
+    def check_integrity(self) -> None:
+        """As the contract says. Call it while nothing is submitted."""
+        state = self._state
+        with state.lock:
+            state.index.check_integrity()
+            left = state.jobs.num_inflight
+            assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
+            assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
+            assert left or not state.load_tickets, f"{len(state.load_tickets)} loads, no job"
+
+
+def _wait_all(jobs: Sequence[Job], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
+
+
+def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)

@@ -1,0 +1,333 @@
+"""Pages out of objects: ranged reads over all connections, verified, copied where they belong.
+
+A load is cut into spans: pages of one object whose ranges lie so close together that reading the
+gap is cheaper than another request. Each span is one request. Manifests are read by the same
+threads, behind every load, and on half of them at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import JobKind, Reason
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.format import page_checksum
+from sglang_tiered.storage.object.names import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sglang_tiered.storage.base import Job, Page, Run
+    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.object.index import Place
+    from sglang_tiered.storage.object.state import ObjectState
+
+__all__ = ["DeadlineClock", "LoadSpan", "LoadTicket", "Loader", "plan_spans", "submit_load"]
+
+_MIN_SPAN_BYTES = 2 << 20
+_MANY_DEADLINES = 64
+_MAX_SPAN_BYTES = 8 << 20  # of which every connection holds one in memory
+
+
+@dataclass(eq=False, slots=True)
+class LoadSpan:
+    """One ranged read. ``end`` is behind the last page."""
+
+    ticket: LoadTicket
+    name: str  # of the object
+    start: int
+    end: int
+    places: list[Place]
+
+
+class LoadTicket:
+    """A load cut into spans. Its guard decides who may touch the run's pages: threads that copy
+    say so before and after, and once the ticket is closed nobody begins. Whoever is told True
+    finishes the job, which exactly one is."""
+
+    def __init__(
+        self,
+        job: Job,
+        namespace: bytes,
+        num_spans: int,
+        until: float | None,
+        deadline: float | None,
+    ) -> None:
+        self.job = job
+        self.namespace = namespace
+        self.until = until  # time.monotonic, for the client
+        self.deadline = deadline  # of the state's clock
+        self._guard = threading.Condition()
+        self._num_left = num_spans
+        self._num_touching = 0
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[bool]:
+        """Around every touch of the pages or the reasons; false when it must not be."""
+        with self._guard:
+            allowed = self._is_open
+            self._num_touching += 1
+        try:
+            yield allowed
+        finally:
+            with self._guard:
+                self._num_touching -= 1
+                self._guard.notify_all()
+
+    def settle_span(self) -> bool:
+        """A span is done with; true for the last one of an open ticket, which closes it."""
+        with self._guard:
+            self._num_left -= 1
+            if not self._is_open or self._num_left:
+                return False
+            self._is_open = False
+            return True
+
+    def expire(self) -> bool:
+        """Close the ticket before its spans are done; false when it was closed. True once nobody
+        touches the pages any more, which takes no longer than the copy of a page."""
+        with self._guard:
+            if not self._is_open:
+                return False
+            self._is_open = False
+            self._guard.wait_for(lambda: not self._num_touching)
+            return True
+
+
+def plan_spans(
+    places: Sequence[Place], *, gap_bytes: int, num_connections: int
+) -> list[tuple[int, int, list[Place]]]:
+    """Start, end and places of every span. Pages of one object that are no further apart than
+    ``gap_bytes`` share one, unless it would be longer than its share of all connections."""
+    total = sum(place.stored for place in places)
+    share = -(-total // num_connections)
+    limit = min(max(share, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
+    spans: list[tuple[int, int, list[Place]]] = []
+    name = ""
+    for place in sorted(places, key=lambda place: (place.held.name, place.offset)):
+        end = place.offset + place.stored
+        if spans and place.held.name == name:
+            start, last, group = spans[-1]
+            if place.offset - last <= gap_bytes and end - start <= limit:
+                group.append(place)
+                spans[-1] = start, max(end, last), group
+                continue
+        name = place.held.name
+        spans.append((place.offset, end, [place]))
+    return spans
+
+
+class Loader:
+    """Body of the loading threads."""
+
+    def __init__(self, state: ObjectState, client: ObjectClient) -> None:
+        self._state = state
+        self._client = client
+        self._max_errands = max(state.settings.num_connections // 2, 1)
+
+    def run(self) -> None:
+        state = self._state
+        while True:
+            errand = None
+            with state.lock:
+                while True:
+                    if state.loads:
+                        span = state.loads.popleft()
+                        break
+                    if state.closed:
+                        return
+                    if state.errands and state.num_errands_running < self._max_errands:
+                        errand = state.errands.popleft()
+                        state.num_errands_running += 1
+                        break
+                    state.load_ready.wait()
+            if errand is None:
+                self._serve(span)
+                continue
+            try:
+                errand()
+            finally:
+                with state.lock:
+                    state.num_errands_running -= 1
+                    state.load_ready.notify()
+
+    def _serve(self, span: LoadSpan) -> None:
+        ticket = span.ticket
+        if ticket.is_open:
+            if ticket.job.cancelled or self._state.closed:
+                self._give_up(span, Reason.CANCELLED)
+            else:
+                self._load(span)
+        if ticket.settle_span():
+            with self._state.lock:
+                self._state.finish_load(ticket)
+
+    def _give_up(self, span: LoadSpan, reason: Reason) -> None:
+        with span.ticket.touching() as allowed:
+            if allowed:
+                for place in span.places:
+                    span.ticket.job.reasons[place.position] = reason
+
+    def _load(self, span: LoadSpan) -> None:
+        ticket = span.ticket
+        path = Layout(ticket.namespace).object(span.name)
+        try:
+            data = self._client.get_range(path, span.start, span.end, until=ticket.until)
+        except RequestError as error:
+            self._failed(span, error.failure)
+            return
+        run = ticket.job.run
+        for place in span.places:
+            if not ticket.is_open:
+                return
+            key = run.keys[place.position]
+            begin = place.offset - span.start
+            stored = data[begin : begin + place.stored]
+            is_whole = len(stored) == place.stored
+            is_good = is_whole and (
+                page_checksum(ticket.namespace, key, (stored,)) == place.checksum
+            )
+            if is_good:
+                with ticket.touching() as allowed:
+                    if not allowed:
+                        return
+                    is_good = self._deliver(stored, run.pages[place.position])
+                    if is_good:
+                        ticket.job.reasons[place.position] = Reason.OK
+            if not is_good:
+                self._corrupt(span, [place])
+
+    def _deliver(self, stored: memoryview, page: Page) -> bool:
+        """Fill the page; false when the bytes do not decode to it."""
+        codec = self._state.codec
+        if codec is not None:
+            try:
+                codec.decode(stored, page)
+            except Exception:  # whatever is wrong with verified bytes, they are not this page
+                return False
+            return True
+        position = 0
+        for segment in page:
+            segment[:] = stored[position : position + segment.nbytes]
+            position += segment.nbytes
+        return True
+
+    def _failed(self, span: LoadSpan, failure: Failure) -> None:
+        state = self._state
+        if failure is Failure.NOT_FOUND:
+            with state.lock:
+                state.ignore(span.name)  # its manifest may still be there
+                state.discovery.num_objects_vanished += span.name in state.index
+                state.index.drop_objects([span.name])
+            self._give_up(span, Reason.MISS)
+        elif failure is Failure.BAD_RANGE:
+            self._corrupt(span, span.places)
+        else:
+            self._give_up(span, Reason.IO_ERROR)
+
+    def _corrupt(self, span: LoadSpan, places: Sequence[Place]) -> None:
+        """Forget pages, then say so."""
+        ticket, state = span.ticket, self._state
+        with state.lock:
+            if ticket.namespace == state.namespace:
+                for place in places:
+                    state.index.drop_page(ticket.job.run.keys[place.position], place)
+        with ticket.touching() as allowed:
+            if allowed:
+                for place in places:
+                    ticket.job.reasons[place.position] = Reason.CORRUPT
+
+
+class DeadlineClock:
+    """Body of the thread that finishes loads at their deadlines, whatever their requests do."""
+
+    def __init__(self, state: ObjectState) -> None:
+        self._state = state
+        self._numbers = itertools.count()
+        self._tickets: list[tuple[float, int, LoadTicket]] = []  # heap
+
+    def add(self, ticket: LoadTicket) -> None:
+        """With the state's lock held."""
+        if ticket.deadline is not None:
+            if len(self._tickets) >= _MANY_DEADLINES:  # let go of the buffers of those long done
+                self._tickets = [entry for entry in self._tickets if entry[2].is_open]
+                heapq.heapify(self._tickets)
+            heapq.heappush(self._tickets, (ticket.deadline, next(self._numbers), ticket))
+            self._state.deadline_ready.notify()
+
+    def run(self) -> None:
+        state = self._state
+        while True:
+            with state.lock:
+                while not (due := self._take_due()):
+                    if state.closed:
+                        return
+                    wait_s = self._tickets[0][0] - state.clock() if self._tickets else None
+                    state.deadline_ready.wait(wait_s)
+            for ticket in due:
+                if ticket.expire():
+                    with state.lock:
+                        state.finish_load(ticket)
+
+    def _take_due(self) -> list[LoadTicket]:
+        now = self._state.clock()
+        due = []
+        while self._tickets and (self._tickets[0][0] <= now or not self._tickets[0][2].is_open):
+            due.append(heapq.heappop(self._tickets)[2])
+        return due
+
+
+def submit_load(
+    state: ObjectState,
+    run: Run,
+    *,
+    deadlines: DeadlineClock,
+    deadline_s: float | None,
+    gap_bytes: int,
+    answers: bool,
+) -> Job:
+    """See ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
+    with state.lock:
+        job = state.jobs.open(JobKind.LOAD, run)
+        if state.closed:
+            state.jobs.finish(job)
+            return job
+        job.reasons = [Reason.MISS] * run.num_pages
+        places = _fitting(run, state.index.find(run.keys)) if answers else []
+        for place in places:
+            job.reasons[place.position] = Reason.IO_ERROR  # until it is served
+        if not places or (deadline_s is not None and deadline_s <= 0):
+            state.jobs.finish(job)
+            return job
+        num_connections = state.settings.num_connections
+        spans = plan_spans(places, gap_bytes=gap_bytes, num_connections=num_connections)
+        until = deadline = None
+        if deadline_s is not None:
+            until, deadline = time.monotonic() + deadline_s, state.clock() + deadline_s
+        ticket = LoadTicket(job, state.namespace, len(spans), until, deadline)
+        state.load_tickets[ticket] = None
+        for start, end, group in spans:
+            state.loads.append(LoadSpan(ticket, group[0].held.name, start, end, group))
+        state.load_ready.notify(len(spans))
+        deadlines.add(ticket)
+    return job
+
+
+def _fitting(run: Run, places: list[Place]) -> list[Place]:
+    """A page of another length than the buffer is a miss."""
+    return [
+        place
+        for place in places
+        if sum(segment.nbytes for segment in run.pages[place.position]) == place.length
+    ]

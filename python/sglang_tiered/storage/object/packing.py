@@ -1,0 +1,248 @@
+"""Pages into objects: one thread copies, encodes and checksums what was submitted.
+
+One object at a time is open for every tenant (and, under a codec, page length). It is closed when
+it is full, when it has lingered, on ``flush``, and before its time where open objects take half of
+the staging memory. Pages of a run go in side by side, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.object.format import (
+    MAX_OBJECT_PAGES,
+    TAIL_BYTES,
+    manifest_bytes,
+    page_checksum,
+)
+from sglang_tiered.storage.object.state import FlushMark
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.base import Job, Page, Run
+    from sglang_tiered.storage.object.names import ObjectId
+    from sglang_tiered.storage.object.state import ObjectState
+
+__all__ = ["Filling", "Packer", "StoreTicket", "submit_store"]
+
+_MIN_OBJECT_OVERHEAD = manifest_bytes(1) + TAIL_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class StoreTicket:
+    """A store on its way: the pages that were neither held nor already coming. Guarded by the
+    state's lock; the run's buffers are read by the packer alone, and by nobody once its pages are
+    copied."""
+
+    job: Job
+    namespace: bytes
+    epoch: int
+    positions: list[int]  # of the pages within the run
+    num_left: int  # pages that are not settled
+    dropped: bool = False  # purged, or the engine was closed
+
+    @property
+    def tenant(self) -> bytes:
+        return self.job.run.tenant
+
+
+@dataclass(eq=False, slots=True)
+class Filling:
+    """An object in staging memory. Its buffer and rows belong to the packer while it is open and
+    to one uploader afterwards; the rest is guarded by the state's lock."""
+
+    object_id: ObjectId
+    namespace: bytes
+    epoch: int
+    tenant: bytes
+    opened_at: float
+    buffer: bytearray = field(default_factory=bytearray)
+    rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)
+    staged_bytes: int = 0  # raw, of its entries
+    dropped: bool = False  # its pages are purged: nobody may see them
+
+    def has_room(self, num_bytes: int, object_bytes: int) -> bool:
+        if not self.rows:
+            return True
+        return len(self.buffer) + num_bytes <= object_bytes and len(self.rows) < MAX_OBJECT_PAGES
+
+
+class Packer:
+    """Body of the packing thread."""
+
+    def __init__(self, state: ObjectState) -> None:
+        self._state = state
+        self._codec = state.codec
+
+    def run(self) -> None:
+        while True:
+            ticket = self._next()
+            if ticket is None:
+                return
+            self._pack(ticket)
+
+    def _next(self) -> StoreTicket | None:
+        """The next store; None when the engine is closed. Closes what has lingered meanwhile."""
+        state = self._state
+        linger_s = state.settings.linger_s
+        with state.lock:
+            state.packing = None
+            while not state.closed:
+                if state.stores:
+                    entry = state.stores.popleft()
+                    if isinstance(entry, FlushMark):
+                        for filling in list(state.fillings.values()):
+                            self._close(filling)
+                        continue
+                    state.packing = entry
+                    return entry
+                wait_s = None
+                now = state.clock()
+                for filling in list(state.fillings.values()):
+                    left_s = filling.opened_at + linger_s - now
+                    if left_s <= 0:
+                        self._close(filling)
+                    else:
+                        wait_s = left_s if wait_s is None else min(wait_s, left_s)
+                state.store_ready.wait(wait_s)
+        return None
+
+    def _pack(self, ticket: StoreTicket) -> None:
+        run = ticket.job.run
+        num_packed = 0
+        for position in ticket.positions:
+            if ticket.dropped or ticket.job.cancelled:
+                break
+            self._pack_page(ticket, position, run.keys[position], run.pages[position])
+            num_packed += 1
+        state = self._state
+        with state.lock:
+            state.packing = None
+            state.refuse(ticket, ticket.positions[num_packed:], Reason.CANCELLED)
+            self._relieve()
+
+    def _pack_page(self, ticket: StoreTicket, position: int, key: bytes, page: Page) -> None:
+        state = self._state
+        length = sum(segment.nbytes for segment in page)
+        try:
+            parts = page if self._codec is None else (memoryview(self._codec.encode(page)),)
+        except Exception:  # of a codec: the page cannot be stored, nothing else is lost
+            with state.lock:
+                state.refuse(ticket, [position], Reason.REJECTED)
+            return
+        stored = sum(part.nbytes for part in parts)
+        checksum = page_checksum(ticket.namespace, key, parts)
+        filling = self._filling(ticket, stored, length)
+        if filling is None:
+            with state.lock:
+                state.refuse(ticket, [position], Reason.CANCELLED)
+            return
+        offset = len(filling.buffer)
+        for part in parts:
+            filling.buffer += part
+        with state.lock:
+            if filling.dropped:  # purged while it was copied: the copy goes with the object
+                state.refuse(ticket, [position], Reason.CANCELLED)
+                return
+            filling.rows.append((key, offset, stored, length, checksum))
+            filling.entries.append((ticket, position, key))
+            filling.staged_bytes += length
+
+    def _filling(self, ticket: StoreTicket, stored: int, length: int) -> Filling | None:
+        """An open object with room for that page; None for a ticket that was dropped."""
+        state = self._state
+        place = ticket.tenant, length if self._codec is not None else 0
+        with state.lock:
+            if ticket.dropped:
+                return None
+            filling = state.fillings.get(place)
+            if filling is not None and (
+                filling.epoch != ticket.epoch
+                or not filling.has_room(stored, state.object_bytes_of(ticket.tenant))
+            ):
+                self._close(filling)
+                filling = None
+            if filling is None:
+                filling = Filling(
+                    state.next_id(ticket.tenant),
+                    ticket.namespace,
+                    ticket.epoch,
+                    ticket.tenant,
+                    state.clock(),
+                )
+                state.fillings[place] = filling
+            return filling
+
+    def _close(self, filling: Filling) -> None:
+        """Hand an object to the uploaders."""
+        state = self._state
+        for place, other in list(state.fillings.items()):
+            if other is filling:
+                del state.fillings[place]
+        if filling.rows:
+            state.uploads.append(filling)
+            state.upload_ready.notify()
+
+    def _relieve(self) -> None:
+        """Close the largest open objects while all of them hold back too many stores."""
+        state = self._state
+        limit = state.settings.staging_bytes // 2
+        staged = sum(filling.staged_bytes for filling in state.fillings.values())
+        while staged > limit:
+            largest = max(state.fillings.values(), key=lambda filling: filling.staged_bytes)
+            staged -= largest.staged_bytes
+            self._close(largest)
+
+
+def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
+    """See ``ObjectEngine.submit_store``; ``accepts`` says whether the bucket takes stores."""
+    with state.lock:
+        job = state.jobs.open(JobKind.STORE, run)
+        if state.closed:
+            state.jobs.finish(job)
+            return job
+        positions, num_bytes = _storable(state, job)
+        if not positions or not accepts or not _affords(state, num_bytes):
+            state.jobs.finish_with(job, positions, Reason.REJECTED)
+            return job
+        ticket = StoreTicket(job, state.namespace, state.epoch, positions, len(positions))
+        for position in positions:
+            state.pending[run.keys[position]] = ticket
+        state.staged_bytes += num_bytes
+        state.stores.append(ticket)
+        state.store_ready.notify()
+    return job
+
+
+def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
+    """The pages to store, and their bytes; the others get their reasons."""
+    settings, run = state.settings, job.run
+    share = settings.max_tenant_bytes if run.tenant != NO_TENANT else None
+    positions: list[int] = []
+    num_bytes = taken = 0
+    held = state.index.holds(run.keys)
+    for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
+        length = sum(segment.nbytes for segment in page)
+        if held[position] or key in state.pending:
+            job.reasons[position] = Reason.DUPLICATE
+        elif length > settings.object_bytes:
+            job.reasons[position] = Reason.NO_SPACE
+        elif share is not None and taken + length + _MIN_OBJECT_OVERHEAD > share:
+            job.reasons[position] = Reason.OVER_SHARE
+        else:
+            positions.append(position)
+            num_bytes += length
+            taken += length + _MIN_OBJECT_OVERHEAD
+    return positions, num_bytes
+
+
+def _affords(state: ObjectState, num_bytes: int) -> bool:
+    """Whether staging memory and the budgets of the day have room."""
+    staged = state.staged_bytes + num_bytes
+    return (
+        staged <= state.settings.staging_bytes
+        and staged <= state.write_budget.available
+        and state.request_budget.available >= 1
+    )

@@ -1,0 +1,228 @@
+"""How pages are forgotten on order: hidden in memory at once, then gone from the bucket.
+
+A purge is known to other servers by its tombstone, which says up to when objects of the tenant are
+dead; it is written first, then manifests and objects are deleted. A purge of a tenant is of every
+namespace under the prefix, a purge of everyone of the engine's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.format import Purge, pack_purge
+from sglang_tiered.storage.object.names import (
+    ROOT,
+    Layout,
+    ObjectId,
+    namespace_of,
+    parse_path,
+    tenant_tag,
+)
+from sglang_tiered.storage.object.packing import Filling, StoreTicket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.object.state import ObjectState
+
+__all__ = ["ObjectForgetting", "PurgeOrder", "Purger", "begin_purge", "obey"]
+
+_MAX_SKEW_MS = 60_000
+_SWEPT_ROWS = 1 << 16
+_DELETED_AT_ONCE = 1000
+
+
+@dataclass(eq=False, slots=True)
+class PurgeOrder:
+    """Make a purge durable."""
+
+    tenant: bytes | None
+    purge_id: ObjectId  # its time is the bound
+    namespace: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
+
+
+class ObjectForgetting:
+    """A purge that was begun: its pages are hidden."""
+
+    def __init__(self, order: PurgeOrder | None, jobs: Sequence[Job] = ()) -> None:
+        self._order = order
+        self._jobs = jobs
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._order is None or (
+            self._order.done.is_set() and all(job.done for job in self._jobs)
+        )
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it is durable and nothing that concerns it is under way any more; false when the
+        time runs out. Not on the scheduler thread, unless it is done."""
+        order = self._order
+        if order is None:
+            return False
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left() -> float | None:
+            return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+        return all(job.wait(left()) for job in self._jobs) and (
+            order.done.wait(left()) and order.durable
+        )
+
+
+def begin_purge(state: ObjectState, tenant: bytes | None) -> ObjectForgetting:
+    """Forget a tenant, or everything. Memory only."""
+    with state.lock:
+        if state.closed:
+            return ObjectForgetting(None)
+        bound = max(state.now_ms(), state.bounds.of(tenant) + 1)
+        state.bounds.add(tenant, bound)
+        drop_stores(state, tenant, None)
+        state.num_pages_purged += (
+            state.index.clear() if tenant is None else state.index.purge(tenant)
+        )
+        purge_id = state.next_id(NO_TENANT)._replace(
+            unix_ms=bound, tenant_tag=0 if tenant is None else tenant_tag(tenant)
+        )
+        order = PurgeOrder(tenant, purge_id, state.namespace)
+        state.purge_orders.append(order)
+        state.discovery_ready.notify_all()
+        jobs = [
+            job
+            for job in state.jobs.inflight
+            if job.kind is JobKind.LOAD or tenant is None or job.run.tenant == tenant
+        ]
+        return ObjectForgetting(order, jobs)
+
+
+def obey(state: ObjectState, purge: Purge) -> None:
+    """Hide what another server purged. With the state's lock held."""
+    if not state.bounds.add(purge.tenant, purge.bound_ms):
+        return
+    drop_stores(state, purge.tenant, purge.bound_ms)
+    state.num_pages_purged += state.index.drop_before(purge.tenant, purge.bound_ms)
+
+
+def drop_stores(
+    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[Filling] = ()
+) -> None:
+    """Let nothing of a tenant (None: of anyone) that is on its way become visible, but for some
+    objects; with a bound, only what is in objects opened up to it. With the state's lock held."""
+    if bound_ms is None:
+        if state.packing is not None and tenant in (None, state.packing.tenant):
+            state.packing.dropped = True  # the packer finishes it
+        kept = []
+        for entry in state.stores:
+            if isinstance(entry, StoreTicket) and tenant in (None, entry.tenant):
+                entry.dropped = True
+                state.refuse(entry, entry.positions, Reason.CANCELLED)
+            else:
+                kept.append(entry)
+        state.stores.clear()
+        state.stores.extend(kept)
+    gone = [
+        filling
+        for filling in state.in_staging()
+        if tenant in (None, filling.tenant)
+        and filling not in but
+        and (bound_ms is None or filling.object_id.unix_ms <= bound_ms)
+    ]
+    for filling in gone:
+        filling.dropped = True
+        state.settle(filling, Reason.CANCELLED)
+    state.fillings = {k: filling for k, filling in state.fillings.items() if not filling.dropped}
+    for filling in [filling for filling in state.uploads if filling.dropped]:
+        state.uploads.remove(filling)
+
+
+class Purger:
+    """Makes purges durable, on the discovery thread. One that failed is tried again."""
+
+    def __init__(self, state: ObjectState, client: ObjectClient) -> None:
+        self._state = state
+        self._client = client
+        self._unfinished: dict[bytes | None, PurgeOrder] = {}
+
+    def serve(self, order: PurgeOrder) -> None:
+        self.sweep()
+        self._await_uploads(order)
+        try:
+            self._make_durable(order)
+        except RequestError:
+            self._unfinished[order.tenant] = order
+        else:
+            self._unfinished.pop(order.tenant, None)
+            order.durable = True
+        order.done.set()
+
+    def retry(self) -> None:
+        """Try again what failed. Raises ``RequestError``."""
+        for tenant, order in list(self._unfinished.items()):
+            self._make_durable(order)
+            del self._unfinished[tenant]
+
+    def sweep(self) -> None:
+        """Remove hidden pages from the index, with the lock let go in between."""
+        state = self._state
+        done = False
+        while not done:
+            with state.lock:
+                done = state.closed or state.index.sweep(_SWEPT_ROWS)
+
+    def _await_uploads(self, order: PurgeOrder) -> None:
+        """What is uploaded while it is purged may still write its manifest."""
+        state = self._state
+        with state.lock:
+            dropped = [
+                filling
+                for filling in state.uploading
+                if filling.dropped and order.tenant in (None, filling.tenant)
+            ]
+            state.upload_done.wait_for(
+                lambda: state.closed or not any(filling in state.uploading for filling in dropped)
+            )
+
+    def _make_durable(self, order: PurgeOrder) -> None:
+        namespaces = [order.namespace]
+        if order.tenant is not None:
+            found = {namespace_of(folder) for folder in self._client.folders(ROOT)}
+            namespaces += [name for name in found if name and name != order.namespace]
+        purges = [
+            (Layout(namespace), Purge(namespace, order.tenant, order.purge_id.unix_ms))
+            for namespace in namespaces
+        ]
+        for layout, purge in purges:
+            self._client.put(layout.purge(order.purge_id), pack_purge(purge))
+        for layout, _ in purges:
+            for folder in (layout.manifests, layout.objects):
+                self._delete(folder, order)
+
+    def _delete(self, folder: str, order: PurgeOrder) -> None:
+        gone: list[str] = []
+        for chunk in self._client.listing(folder):
+            gone += [listed.path for listed in chunk if self._is_dead(listed.path, order)]
+        for start in range(0, len(gone), _DELETED_AT_ONCE):
+            try:
+                self._client.delete(gone[start : start + _DELETED_AT_ONCE])
+            except RequestError as error:
+                if error.failure is not Failure.NOT_FOUND:
+                    raise
+
+    def _is_dead(self, path: str, order: PurgeOrder) -> bool:
+        """Whether the name says that it is of the purge: opened up to its bound, or a little
+        later by the clock of another writer."""
+        named, purge_id = parse_path(path), order.purge_id
+        if named is None or (order.tenant is not None and named.tenant_tag != purge_id.tenant_tag):
+            return False
+        skew = 0 if named.writer == purge_id.writer else _MAX_SKEW_MS
+        return named.unix_ms <= purge_id.unix_ms + skew

@@ -1,0 +1,210 @@
+"""What the threads of an engine share, and the one lock that guards it. No I/O under it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.storage.base import NO_TENANT, Reason
+from sglang_tiered.storage.object.budgets import DailyBudget
+from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
+from sglang_tiered.storage.object.stats import DiscoveryCounts
+from sglang_tiered.storage.region.jobs import JobBook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.storage.codecs.base import PageCodec
+    from sglang_tiered.storage.object.discovery import RefreshOrder
+    from sglang_tiered.storage.object.index import ObjectIndex
+    from sglang_tiered.storage.object.loading import LoadSpan, LoadTicket
+    from sglang_tiered.storage.object.packing import Filling, StoreTicket
+    from sglang_tiered.storage.object.purging import PurgeOrder
+    from sglang_tiered.storage.object.settings import ObjectSettings
+
+__all__ = ["Bounds", "FlushMark", "ObjectState"]
+
+_MAX_PURGES = 16_384
+_MAX_IGNORED = 8192
+_MAX_SEQUENCE = 1 << 24
+_MAX_SKEW_MS = 60_000
+
+
+class FlushMark(NamedTuple):
+    """In the queue of stores: close every object that is being filled."""
+
+
+class Bounds:
+    """Up to when objects are dead, by tenant. The owner's lock guards every call."""
+
+    def __init__(self) -> None:
+        self.everyone = -1
+        self._collapsed = -1  # of tenants no longer remembered one by one
+        self._tenants: OrderedDict[bytes, int] = OrderedDict()
+
+    def add(self, tenant: bytes | None, bound_ms: int) -> bool:
+        """Whether it says anything new."""
+        if bound_ms <= self.of(tenant):
+            return False
+        if tenant is None:
+            self.everyone = bound_ms
+            return True
+        self._tenants[tenant] = bound_ms
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > _MAX_PURGES:  # rather forget pages than a purge
+            for _ in range(_MAX_PURGES // 2):
+                self._collapsed = max(self._collapsed, self._tenants.popitem(last=False)[1])
+            self.everyone = max(self.everyone, self._collapsed)
+        return True
+
+    def change_namespace(self) -> None:
+        """A purge of everyone is of one namespace, that of a tenant of all."""
+        self.everyone = self._collapsed
+
+    def of(self, tenant: bytes | None) -> int:
+        """Objects of the tenant opened up to this are dead; -1: none."""
+        if tenant is None:
+            return self.everyone
+        return max(self.everyone, self._tenants.get(tenant, -1))
+
+
+class ObjectState:
+    """Everything is guarded by ``lock`` but for what never changes."""
+
+    def __init__(
+        self,
+        settings: ObjectSettings,
+        namespace: bytes,
+        codec: PageCodec | None,
+        index: ObjectIndex,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.codec = codec
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.lock = threading.Lock()
+        self.load_ready = threading.Condition(self.lock)
+        self.store_ready = threading.Condition(self.lock)
+        self.upload_ready = threading.Condition(self.lock)
+        self.upload_done = threading.Condition(self.lock)
+        self.discovery_ready = threading.Condition(self.lock)
+        self.deadline_ready = threading.Condition(self.lock)
+        self.closed = False
+        self.namespace = namespace
+        self.epoch = 0  # of the namespace
+        self.index = index
+        self.jobs = JobBook()
+        # Stores
+        self.pending: dict[bytes, StoreTicket] = {}
+        self.stores: deque[StoreTicket | FlushMark] = deque()
+        self.packing: StoreTicket | None = None
+        self.fillings: dict[tuple[bytes, int], Filling] = {}  # open, by tenant and page length
+        self.uploads: deque[Filling] = deque()
+        self.uploading: dict[Filling, None] = {}
+        self.staged_bytes = 0  # raw bytes of pages submitted and not settled
+        self.write_budget = DailyBudget(settings.writes_per_day, clock)
+        self.request_budget = DailyBudget(settings.requests_per_day, clock)
+        # Loads, and reads of manifests, which go behind them
+        self.loads: deque[LoadSpan] = deque()
+        self.load_tickets: dict[LoadTicket, None] = {}  # whose jobs are not done
+        self.errands: deque[Callable[[], None]] = deque()
+        self.num_errands_running = 0
+        # Purges and names
+        self.bounds = Bounds()
+        self.purge_orders: deque[PurgeOrder] = deque()
+        self.refresh_orders: list[RefreshOrder] = []
+        self.ignored: OrderedDict[str, None] = OrderedDict()  # names not to read again
+        self._writer = secrets.randbits(32)
+        self._last_ms = 0
+        self._sequence = 0
+        # Counters
+        self.discovery = DiscoveryCounts()
+        self.num_pages_stored = 0
+        self.num_pages_loaded = 0
+        self.num_pages_purged = 0
+        self.num_objects_stored = 0
+        self.bytes_stored = 0
+        self.bytes_written = 0
+        self.bytes_loaded = 0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.namespace)
+
+    def now_ms(self) -> int:
+        """The time for names: it never falls."""
+        self._last_ms = max(self._last_ms, int(self.wall_clock() * 1000))
+        return self._last_ms
+
+    def next_id(self, tenant: bytes, not_before: int = 0) -> ObjectId:
+        """A name for an object opened now: later than every purge that concerns it."""
+        opened = max(self.now_ms(), self.bounds.of(tenant) + 1, not_before)
+        # A purge by a clock that is far ahead must not take the time of all our names with it.
+        if opened <= self._last_ms + _MAX_SKEW_MS:
+            self._last_ms = opened
+        self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
+        return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
+
+    def ignore(self, name: str) -> None:
+        """Not to be read again, as long as it is remembered."""
+        self.ignored[name] = None
+        if len(self.ignored) > _MAX_IGNORED:
+            self.ignored.popitem(last=False)
+
+    def object_bytes_of(self, tenant: bytes) -> int:
+        """Payload of a full object: a quarter of a tenant's share at most, or none could go for
+        the next."""
+        share = self.settings.max_tenant_bytes
+        if share is None or tenant == NO_TENANT:
+            return self.settings.object_bytes
+        return min(self.settings.object_bytes, share // 4)
+
+    def in_staging(self) -> list[Filling]:
+        """Every object that is being filled, waits or is uploaded."""
+        return [*self.fillings.values(), *self.uploads, *self.uploading]
+
+    # ---- Ends of stores ----
+
+    def settle(self, filling: Filling, reason: Reason) -> None:
+        """Finish what is in an object, whatever became of it."""
+        for ticket, position, key in filling.entries:
+            ticket.job.reasons[position] = reason
+            self.settle_pages(ticket, [key], filling_bytes=0)
+        self.staged_bytes -= filling.staged_bytes
+        filling.staged_bytes = 0
+        filling.entries = []
+
+    def settle_pages(self, ticket: StoreTicket, keys: list[bytes], filling_bytes: int) -> None:
+        """Pages whose reasons are set are done with; ``filling_bytes`` of staging are free."""
+        self.staged_bytes -= filling_bytes
+        for key in keys:
+            if self.pending.get(key) is ticket:
+                del self.pending[key]
+        ticket.num_left -= len(keys)
+        if ticket.num_left == 0:
+            self.jobs.finish(ticket.job)
+
+    def refuse(self, ticket: StoreTicket, positions: list[int], reason: Reason) -> None:
+        """Pages of a ticket that were not copied and never will be."""
+        if not positions:
+            return
+        run = ticket.job.run
+        sizes = 0
+        for position in positions:
+            ticket.job.reasons[position] = reason
+            sizes += sum(segment.nbytes for segment in run.pages[position])
+        self.settle_pages(ticket, [run.keys[p] for p in positions], sizes)
+
+    def finish_load(self, ticket: LoadTicket) -> None:
+        """For whoever the ticket told to."""
+        job = ticket.job
+        del self.load_tickets[ticket]
+        for is_ok, page in zip(job.ok, job.run.pages, strict=True):
+            if is_ok:
+                self.num_pages_loaded += 1
+                self.bytes_loaded += sum(segment.nbytes for segment in page)
+        self.jobs.finish(job)

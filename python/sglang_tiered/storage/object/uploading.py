@@ -1,0 +1,109 @@
+"""Objects into the bucket: the object first, then its manifest, and only then a hit."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.object.failures import RequestError
+from sglang_tiered.storage.object.format import (
+    NO_CODEC,
+    Manifest,
+    pack_manifest,
+    pack_tail,
+    page_table,
+)
+from sglang_tiered.storage.object.names import Layout
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.object.breaker import Breaker
+    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.object.packing import Filling
+    from sglang_tiered.storage.object.state import ObjectState
+
+__all__ = ["Uploader"]
+
+
+class Uploader:
+    """Body of the uploading threads."""
+
+    def __init__(self, state: ObjectState, client: ObjectClient, breaker: Breaker) -> None:
+        self._state = state
+        self._client = client
+        self._breaker = breaker
+
+    def run(self) -> None:
+        state = self._state
+        while True:
+            with state.lock:
+                while not state.uploads and not state.closed:
+                    state.upload_ready.wait()
+                if not state.uploads:
+                    return
+                filling = state.uploads.popleft()
+                state.uploading[filling] = None
+            try:
+                reason = self._upload(filling)
+            finally:
+                with state.lock:
+                    del state.uploading[filling]
+                    state.upload_done.notify_all()
+            del filling, reason  # its memory goes now, not with the next one
+
+    def _upload(self, filling: Filling) -> Reason:
+        """Upload and settle. Reasons: OK, IO_ERROR, REJECTED while stores pause, CANCELLED when
+        its pages were purged."""
+        state = self._state
+        manifest = Manifest(
+            filling.object_id,
+            filling.namespace,
+            filling.tenant,
+            NO_CODEC if state.codec is None else state.codec.name,
+            page_table(filling.rows),
+            len(filling.buffer),
+        )
+        reason = self._write(filling, manifest)
+        with state.lock:
+            if filling.dropped:
+                reason = Reason.CANCELLED
+            elif reason is Reason.OK:
+                state.num_objects_stored += 1
+                state.num_pages_stored += len(filling.entries)
+                state.bytes_stored += manifest.num_bytes
+                if filling.epoch == state.epoch:
+                    state.index.put(manifest)
+            state.settle(filling, reason)
+        return reason
+
+    def _write(self, filling: Filling, manifest: Manifest) -> Reason:
+        state = self._state
+        layout = Layout(filling.namespace)
+        packed = pack_manifest(manifest)
+        filling.buffer += packed
+        filling.buffer += pack_tail(len(filling.rows))
+        if filling.dropped:
+            return Reason.CANCELLED
+        if not self._breaker.accepts_stores():
+            return Reason.REJECTED
+        num_written = 0
+        try:
+            self._client.put(layout.object(filling.object_id), filling.buffer)
+            num_written += len(filling.buffer)
+            if filling.dropped:
+                with contextlib.suppress(RequestError):
+                    self._client.delete([layout.object(filling.object_id)])
+                return Reason.CANCELLED
+            # Without its manifest an object is nobody's: the collector takes it.
+            self._client.put(layout.manifest(filling.object_id), packed)
+            num_written += len(packed)
+        except RequestError:
+            self._breaker.store_failed()
+            return Reason.IO_ERROR
+        finally:
+            with state.lock:
+                state.bytes_written += num_written
+                state.write_budget.spend(num_written)
+                state.request_budget.spend(self._client.num_puts(len(filling.buffer)) + 1)
+        self._breaker.store_succeeded()
+        return Reason.OK
