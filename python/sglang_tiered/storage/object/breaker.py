@@ -59,15 +59,14 @@ class Breaker:
             self._num_probes = 0
             self._retry_at = None
 
-    def failed(self, cause: str, *, for_good: bool = False) -> None:
-        """A request failed after its retries; ``for_good`` is what another try will not mend, as
-        refused credentials."""
+    def failed(self, cause: str) -> None:
+        """A request failed after its retries."""
         with self._lock:
             self._num_failures += 1
             self._cause = cause
             now = self._clock()
             if self._retry_at is None:
-                if self._num_failures <= _FAILURES_TOLERATED and not for_good:
+                if self._num_failures <= _FAILURES_TOLERATED:
                     return
                 self.num_opened += 1
             elif now < self._retry_at:

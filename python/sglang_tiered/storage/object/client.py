@@ -48,6 +48,7 @@ _REMOTE_GAP_BYTES = 1 << 20  # until it is measured
 _LOCAL_GAP_BYTES = 64 << 10
 _LIST_CHUNK = 1000
 _MAX_DELETES = 1000
+_CONNECT = timedelta(seconds=5)
 
 _memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
 _memory_lock = threading.Lock()
@@ -79,6 +80,7 @@ class ObjectClient:
         on_outcome: Callable[[RequestError | None], None] | None = None,
     ) -> None:
         self._directory = directory
+        self._synced: set[Path] = set()
         self._timeout_s = timeout_s
         self._is_remote = is_remote
         self._place = place
@@ -191,7 +193,19 @@ class ObjectClient:
     def _put_whole(self, path: str, data: bytes | bytearray) -> None:
         obstore.put(self._store, path, data, use_multipart=False)
         if self._directory is not None:
-            _sync(self._directory / path)
+            self._sync(self._directory, path)
+
+    def _sync(self, directory: Path, path: str) -> None:
+        """Make a file and its name survive loss of power, and the folders it is in, once."""
+        file = directory / path
+        _fsync(file)
+        _fsync(file.parent)
+        if file.parent not in self._synced:
+            for folder in file.parent.parents:
+                _fsync(folder)
+                if folder == directory:
+                    break
+            self._synced.add(file.parent)
 
     def _put_parts(self, path: str, data: bytes | bytearray) -> None:
         obstore.put(self._uploads, path, data, chunk_size=MULTIPART_BYTES, max_concurrency=4)
@@ -278,14 +292,12 @@ class _NotFoundError(RequestError):
     """So that those who do not mind can say so."""
 
 
-def _sync(path: Path) -> None:
-    """Make a file and its name survive loss of power."""
-    for place in (path, path.parent):
-        fd = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_client(
@@ -299,46 +311,40 @@ def open_client(
     """
     if obstore is None:
         raise ConfigError("the object tier needs the package obstore: pip install obstore")
-    parts = urlsplit(settings.url)
-    if parts.username or parts.password or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(settings.url)
+        is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
+    except ValueError:
+        raise ConfigError("the URL of the object tier is not one") from None
+    if not is_bare:
         raise ConfigError(
             "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
             "credentials come from the environment"
         )
     if settings.sse is not None and parts.scheme not in ("s3", "s3a"):
         raise ConfigError(f"sse is of S3 only, and the object tier is at {parts.scheme}://")
+    directory: Path | None = None
+    make_store: Callable[[int], Any]
     if parts.scheme == "memory":
         with _memory_lock:
             store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
-        return _client(settings, lambda _: store, False, None, on_outcome)
-    if parts.scheme == "file":
-        directory = Path(unquote(parts.path))
+        make_store = lambda _: store  # noqa: E731
+    elif parts.scheme == "file":
+        directory = folder = Path(unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not directory.is_absolute():
             raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
-        return _client(
-            settings, lambda _: _directory_store(directory), False, directory, on_outcome
-        )
-    if parts.scheme not in REMOTE or not parts.netloc:
+        make_store = lambda _: _directory_store(folder)  # noqa: E731
+    elif parts.scheme in REMOTE and parts.netloc:
+        make_store = lambda retries: _remote_store(settings, retries)  # noqa: E731
+    else:
         raise ConfigError(
             f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
             "az:// or the file URL of a directory"
         )
-    return _client(
-        settings, lambda retries: _remote_store(settings, retries), True, None, on_outcome
-    )
-
-
-def _client(
-    settings: ObjectSettings,
-    make_store: Callable[[int], Any],
-    is_remote: bool,
-    directory: Path | None,
-    on_outcome: Callable[[RequestError | None], None] | None,
-) -> ObjectClient:
     return ObjectClient(
         make_store,
         place=settings.url,
-        is_remote=is_remote,
+        is_remote=parts.scheme in REMOTE,
         directory=directory,
         timeout_s=settings.request_timeout_s,
         on_outcome=on_outcome,
@@ -353,10 +359,7 @@ def _directory_store(directory: Path) -> Any:
 
 def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
     timeout = timedelta(seconds=settings.request_timeout_s)
-    client: dict[str, Any] = {
-        "timeout": timeout,
-        "connect_timeout": min(timeout, timedelta(seconds=5)),
-    }
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
     config: Any = {}
     if urlsplit(settings.url).scheme in ("s3", "s3a"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

@@ -153,9 +153,9 @@ class Discovery:
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         after = None if full else f"{max(self._cursor_ms - self._look_back_ms, 0):012x}"
         self._purger.sweep()
-        self._purger.retry()
         self._read_purges(layout, after, epoch)
         latest_ms = self._read_manifests(layout, after, epoch, now_ms)
+        self._purger.retry()
         self._epoch = epoch
         self._cursor_ms = max(min(latest_ms, now_ms), 0 if full else self._cursor_ms)
         if full:
@@ -213,9 +213,8 @@ class Discovery:
                     name = str(named)
                     if named is None:
                         continue
-                    latest_ms = (
-                        max(latest_ms, named.unix_ms) if named.unix_ms <= now_ms else (latest_ms)
-                    )
+                    if named.unix_ms <= now_ms:  # no clock that is ahead may move the cursor
+                        latest_ms = max(latest_ms, named.unix_ms)
                     unseen.discard(name)
                     if name < oldest or named.unix_ms <= state.bounds.everyone:
                         continue

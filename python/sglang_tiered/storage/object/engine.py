@@ -27,7 +27,6 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.discovery import Discovery, RefreshOrder
-from sglang_tiered.storage.object.failures import Failure
 from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
@@ -116,8 +115,10 @@ class ObjectEngine(TierEngine):
             if was_open:
                 logger.info("%s answers again", self._settings.url)
             return
-        self._breaker.failed(error.clause, for_good=error.failure is Failure.DENIED)
+        self._breaker.failed(error.clause)
         if self._breaker.is_open and not was_open:
+            with self._state.lock:  # its probes are the discovery's
+                self._state.discovery_ready.notify_all()
             logger.warning(
                 "%s: %s; every lookup misses until it works again",
                 self._settings.url,

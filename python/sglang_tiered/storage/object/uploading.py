@@ -90,13 +90,15 @@ class Uploader:
         try:
             self._client.put(layout.object(filling.object_id), filling.buffer)
             num_written += len(filling.buffer)
-            if filling.dropped:
+            # Without its manifest an object is nobody's: the collector takes it.
+            if not filling.dropped:
+                self._client.put(layout.manifest(filling.object_id), packed)
+                num_written += len(packed)
+            if filling.dropped:  # purged meanwhile
                 with contextlib.suppress(RequestError):
+                    self._client.delete([layout.manifest(filling.object_id)])
                     self._client.delete([layout.object(filling.object_id)])
                 return Reason.CANCELLED
-            # Without its manifest an object is nobody's: the collector takes it.
-            self._client.put(layout.manifest(filling.object_id), packed)
-            num_written += len(packed)
         except RequestError:
             self._breaker.store_failed()
             return Reason.IO_ERROR

@@ -1,0 +1,53 @@
+"""Engines over one directory or one memory, closed and checked when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeEngine = Callable[..., ObjectEngine]
+
+TIMEOUT_S = 20.0
+NAMESPACE = b"\x11" * 32
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
+    """``make_engine(**settings)``: engines that share what they store. Nothing lingers and nothing
+    is looked for unless the test says so."""
+    made: list[ObjectEngine] = []
+
+    def make(
+        *, namespace: bytes = NAMESPACE, page_codec: Any = None, clocks: Any = None, **changes: Any
+    ) -> ObjectEngine:
+        settings = ObjectSettings(
+            **{
+                "url": f"memory://{tmp_path}",
+                "object_bytes": 256 * 1024,
+                "staging_bytes": 4 << 20,
+                "linger_s": 0.0,
+                "refresh_s": 3600.0,
+                "num_connections": 2,
+                "request_timeout_s": 5.0,
+                **changes,
+            }
+        )
+        engine = ObjectEngine(
+            settings, namespace=namespace, page_codec=page_codec, **(clocks or {})
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.drain(TIMEOUT_S)
+        engine.check_integrity()
+        engine.close()
+        assert not [thread.name for thread in engine._threads if thread.is_alive()]

@@ -1,0 +1,84 @@
+"""The breaker opens after failures in a row, probes with growing pauses, and closes by itself."""
+
+from __future__ import annotations
+
+from sglang_tiered.storage.base import Health
+from sglang_tiered.storage.object.breaker import Breaker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: Clock) -> Breaker:
+    breaker = Breaker(clock)
+    breaker.succeeded()
+    for _ in range(3):
+        assert not breaker.is_open
+        breaker.failed("get was answered with status 503")
+    assert breaker.is_open
+    return breaker
+
+
+def test_it_opens_after_three_in_a_row_and_says_why() -> None:
+    breaker = opened(Clock())
+    assert breaker.diagnosis() == (Health.MISS_ONLY, "get was answered with status 503")
+    assert not breaker.accepts_stores()
+
+
+def test_an_answer_in_between_keeps_it_closed() -> None:
+    breaker = Breaker(Clock())
+    for _ in range(10):
+        breaker.succeeded()
+        breaker.failed("x")
+        breaker.failed("x")
+    assert not breaker.is_open
+    assert breaker.diagnosis() == (Health.RUNNING, "")
+
+
+def test_a_bucket_that_never_answered_opens_it_at_once() -> None:
+    breaker = Breaker(Clock())
+    breaker.failed("list found no connection")
+    assert breaker.is_open
+
+
+def test_requests_from_before_it_opened_do_not_lengthen_the_pause() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    for _ in range(20):
+        breaker.failed("x")
+    assert breaker.wait_s() == 1.0
+    assert breaker.num_opened == 1
+
+
+def test_pauses_double_to_a_minute_and_one_success_ends_them() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    pauses = []
+    for _ in range(9):
+        pauses.append(breaker.wait_s())
+        clock.now += breaker.wait_s()
+        assert breaker.is_open, "half-open serves nobody but the probe"
+        breaker.failed("x")
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.succeeded()
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.failed("x")
+    assert breaker.wait_s() == 1.0
+    assert breaker.num_opened == 2
+
+
+def test_failed_stores_pause_stores_only() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    breaker.succeeded()
+    breaker.store_failed()
+    assert not breaker.accepts_stores()
+    assert not breaker.is_open
+    clock.now += 1.1
+    assert breaker.accepts_stores()
