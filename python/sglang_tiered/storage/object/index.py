@@ -18,6 +18,8 @@ from sglang_tiered.storage.region.index import PageIndex, key_words
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy.typing as npt
+
     from sglang_tiered.storage.object.format import Manifest
 
 __all__ = ["HeldObject", "ObjectIndex", "Place"]
@@ -54,8 +56,7 @@ class Place(NamedTuple):
 
 class ObjectIndex:
     """At most ``max_pages``, ``capacity_bytes`` of objects and ``max_tenant_bytes`` of them for
-    one tenant; the oldest objects go first. Where two objects hold a key, the later known counts.
-    """
+    one tenant; the oldest objects go first. Where two objects hold a key, the younger counts."""
 
     def __init__(
         self, max_pages: int, capacity_bytes: int | None, max_tenant_bytes: int | None
@@ -166,20 +167,36 @@ class ObjectIndex:
             name, slot, manifest.tenant, (manifest.page_bytes or 0) if encoded else 0, size
         )
         pages = manifest.pages
+        words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
+        fresh = self._not_in_younger(words, name)
+        words, pages = words[fresh], pages[fresh]
         self._slots[slot] = self._objects[name] = held
-        self._pages.put(
-            np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4),
-            slot,
-            pages["offset"].astype(np.int64),
-            pages["stored"],
-            pages["checksum"],
-            self._pages.place_of(manifest.tenant),
-        )
+        if len(pages):
+            self._pages.put(
+                words,
+                slot,
+                pages["offset"].astype(np.int64),
+                pages["stored"],
+                pages["checksum"],
+                self._pages.place_of(manifest.tenant),
+            )
         heapq.heappush(self._ages, name)
         self._tenants.setdefault(manifest.tenant, set()).add(name)
         self._tenant_bytes[manifest.tenant] = self._tenant_bytes.get(manifest.tenant, 0) + size
         self.object_bytes += size
         self._evict(manifest.tenant)
+
+    def _not_in_younger(self, words: npt.NDArray[np.uint64], name: str) -> npt.NDArray[np.bool_]:
+        """Which keys no object with a greater name holds."""
+        rows = self._pages.find(words)
+        fresh = rows < 0
+        known = np.flatnonzero(~fresh)
+        for position, slot in zip(
+            known.tolist(), self._pages.places(rows[known]).slots, strict=True
+        ):
+            other = self._slots[slot]
+            fresh[position] = other is None or other.name < name
+        return fresh
 
     def drop_page(self, key: bytes, place: Place) -> None:
         """Forget a page if it is still known to be there."""

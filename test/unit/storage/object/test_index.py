@@ -124,6 +124,20 @@ def test_a_page_is_forgotten_only_where_it_was_found() -> None:
     table.check_integrity()
 
 
+def test_where_two_objects_hold_a_key_the_younger_counts() -> None:
+    table = index()
+    table.put(manifest(20, [1, 2]))
+    table.put(manifest(10, [1, 3]))
+    table.put(manifest(30, [3]))
+    found = table.find([key(1), key(2), key(3)])
+    assert [int(place.held.name[:12], 16) for place in found] == [20, 20, 30]
+    table.put(manifest(5, [1, 2]))
+    table.check_integrity()
+    table.drop_objects([str(manifest(20, [1]).object_id)])
+    assert held(table, 1, 2, 3) == [False, False, True]
+    table.check_integrity()
+
+
 def test_what_expired_comes_off_the_end() -> None:
     table = index()
     for ms in (5, 9, 7):

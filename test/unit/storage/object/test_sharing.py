@@ -353,7 +353,7 @@ def test_stores_under_way_finish_under_the_old_namespace(
     a.set_namespace(OLD)
     assert a.refresh(TIMEOUT_S)
     assert (hits(a, held), hits(a, under_way)) == (1, 1)
-    assert len([p for p in paths(a, "objects")]) == 2
+    assert len(paths(a, "objects")) == 2
 
 
 @pytest.mark.parametrize("name", ["zstd", "int8"])

@@ -1,0 +1,219 @@
+"""The client: URLs, what comes from the environment, real requests over HTTP, and no secrets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.object import client as client_module
+from sglang_tiered.storage.object.client import ObjectClient, open_client
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.settings import ObjectSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"
+
+
+def opened(url: str, **changes: Any) -> ObjectClient:
+    return open_client(ObjectSettings(url=url, **{"request_timeout_s": 5.0, **changes}))
+
+
+def failure(call: Any, *arguments: Any, **named: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(*arguments, **named)
+    return caught.value
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ALLOW_HTTP", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server: str, environment: pytest.MonkeyPatch) -> Iterator[Any]:
+    environment.setenv("AWS_ENDPOINT_URL", server)
+    made = boto3.resource("s3", endpoint_url=server).create_bucket(Bucket="tier-test")
+    yield made
+    made.objects.delete()
+    made.delete()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "s3://",
+        "s3:///prefix",
+        "ftp://bucket/prefix",
+        "s3://[bad",
+        "s3://" + "key:secret" + "@bucket",
+        "s3://bucket/prefix?region=x",
+        "file:relative/path",
+        "/a/path",
+    ],
+)
+def test_a_url_that_is_no_place_is_refused_before_anything_is_touched(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_encryption_is_of_s3_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sse is of S3 only"):
+        opened(tmp_path.as_uri(), sse="AES256")
+
+
+def test_without_the_library_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "obstore", None)
+    with pytest.raises(ConfigError, match="pip install obstore"):
+        opened("s3://bucket")
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory", "s3"])
+def test_the_same_requests_everywhere(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if kind == "s3":
+        request.getfixturevalue("bucket")
+    urls = {
+        "memory": f"memory://{tmp_path}",
+        "directory": (tmp_path / "a folder").as_uri(),
+        "s3": "s3://tier-test/some/prefix",
+    }
+    client, other = opened(urls[kind]), opened(urls[kind])
+    names = [f"v1/x/objects/{number:02d}" for number in range(5)]
+    for name in names:
+        client.put(name, name.encode() * 10)
+    assert bytes(other.get(names[1])) == names[1].encode() * 10
+    view = other.get_range(names[1], 3, 9)
+    assert (bytes(view), view.format, view.ndim) == ((names[1].encode() * 10)[3:9], "B", 1)
+    assert len(other.get_range(names[0], 100, 10_000)) == 15 * 10 - 100
+    assert failure(other.get_range, names[0], 500, 600).failure is Failure.BAD_RANGE
+    assert failure(other.get_range, "v1/x/objects/99", 0, 5).failure is Failure.NOT_FOUND
+    assert failure(other.get, "v1/x/objects/99").failure is Failure.NOT_FOUND
+    assert other.size(names[0]) == 150
+    listed = sorted(entry.path for chunk in other.listing("v1/x/objects") for entry in chunk)
+    assert listed == names
+    after = [e.path for chunk in other.listing("v1/x/objects", after="02") for e in chunk]
+    assert sorted(after) == names[3:]
+    assert [e for chunk in other.listing("v1/nothing") for e in chunk] == []
+    assert other.folders("v1") == ["v1/x"]
+    assert other.folders("v2") == []
+    client.delete([*names[:2], "v1/x/objects/99"])
+    client.delete(["v1/x/objects/99"])
+    listed = sorted(entry.path for chunk in other.listing("v1/x/objects") for entry in chunk)
+    assert listed == names[2:]
+    assert other.requests["get"] == 6
+    assert client.requests["put"] == 5
+    assert (client.num_retries, other.num_retries) == (0, 0)
+
+
+def test_large_objects_go_up_in_parts_and_come_back_whole(bucket: Any) -> None:
+    client = opened("s3://tier-test/prefix", request_timeout_s=30.0)
+    data = bytes(range(256)) * (20 << 12)
+    client.put("v1/x/objects/1", data)
+    assert bytes(client.get("v1/x/objects/1")) == data
+    assert client.requests["put"] == client.num_puts(len(data)) == 4
+    assert "-2" in bucket.Object("prefix/v1/x/objects/1").e_tag
+
+
+def test_encryption_reaches_the_bucket(bucket: Any) -> None:
+    opened("s3://tier-test", sse="AES256").put("v1/plain", b"1")
+    kms = opened("s3://tier-test", sse="aws:kms", sse_kms_key="key-1")
+    kms.put("v1/kms", b"1")
+    assert bucket.Object("v1/plain").server_side_encryption == "AES256"
+    assert bucket.Object("v1/kms").server_side_encryption == "aws:kms"
+    assert bucket.Object("v1/kms").ssekms_key_id == "key-1"
+
+
+def test_a_bucket_that_is_not_there_is_no_missing_object(bucket: Any) -> None:
+    client = opened("s3://no-such-bucket")
+    for found in (
+        failure(client.get_range, "v1/x", 0, 1),
+        failure(lambda: list(client.listing("v1"))),
+        failure(client.put, "v1/x", b"1"),
+    ):
+        assert found.failure is Failure.DENIED
+        assert "no such bucket" in found.clause
+
+
+def test_plain_http_is_spoken_only_where_the_endpoint_says_so(
+    server: str, environment: pytest.MonkeyPatch
+) -> None:
+    host = server.removeprefix("http://")
+    environment.setenv("AWS_ENDPOINT_URL", f"https://{host}")
+    found = failure(opened("s3://tier-test").get, "v1/x")
+    assert found.failure is Failure.UNAVAILABLE
+    environment.setenv("AWS_CA_BUNDLE", "/no/such/file")
+    with pytest.raises(ConfigError, match="AWS_CA_BUNDLE /no/such/file cannot be read"):
+        opened("s3://tier-test")
+
+
+def test_a_server_that_does_not_answer_is_given_up_in_time(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        client = opened("s3://tier-test", request_timeout_s=0.3)
+        began = time.monotonic()
+        found = failure(client.get_range, "v1/x", 0, 10)
+        assert time.monotonic() - began < 3.0
+        assert "not answered in time" in found.clause
+        assert client.requests["get"] == 1, "waiting once is enough"
+
+
+def test_a_refused_connection_is_tried_again_within_the_budget(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    client = opened("s3://tier-test")
+    for _ in range(6):
+        found = failure(client.get_range, "v1/x", 0, 10)
+        assert found.failure is Failure.UNAVAILABLE
+        assert "no connection" in found.clause
+    assert client.num_retries == 10
+    assert client.requests["get"] == 16
+    before = client.requests["get"]
+    failure(client.get_range, "v1/x", 0, 10, until=time.monotonic())
+    assert client.requests["get"] == before + 1
+
+
+def test_no_secret_is_in_anything_that_is_shown(
+    bucket: Any, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    client = opened("s3://tier-test/prefix")
+    found = failure(client.get, "v1/x")
+    shown = repr(client) + repr(found) + str(found) + client.last_error + caplog.text
+    assert KEY_ID not in shown
+    assert SECRET not in shown
+    assert "127.0.0.1" not in shown
+    assert found.__cause__ is None
+    assert found.__suppress_context__
