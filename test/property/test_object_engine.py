@@ -67,6 +67,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.namespaces = [NAMESPACES[0], NAMESPACES[0]]
         self.may: list[set[bytes]] = [set(), set()]
         self.must: list[set[bytes]] = [set(), set()]
+        self.looks = [True, True]  # its first pass in its namespace may still be under way
         self.engines = [self.open(number) for number in (0, 1)]
 
     def open(self, number: int) -> ObjectEngine:
@@ -105,6 +106,9 @@ class TwoEngines(RuleBasedStateMachine):
             self.present[namespace] |= stored
             self.may[number] |= stored
             self.must[number] |= stored
+            other = 1 - number
+            if self.looks[other] and self.namespaces[other] == namespace:
+                self.may[other] |= stored
 
     @rule(number=engines, chosen=chains)
     def load(self, number: int, chosen: list[bytes]) -> None:
@@ -124,6 +128,7 @@ class TwoEngines(RuleBasedStateMachine):
     def refresh(self, number: int, full: bool) -> None:
         assert self.engines[number].refresh(TIMEOUT_S, full=full)
         known = self.present[self.namespaces[number]]
+        self.looks[number] = False
         self.may[number] = set(known)
         self.must[number] = known - self.damaged[self.namespaces[number]]
 
@@ -157,12 +162,14 @@ class TwoEngines(RuleBasedStateMachine):
         self.namespaces[number] = namespace
         self.may[number] = set(self.present[namespace])
         self.must[number] = set()
+        self.looks[number] = True
 
     @rule(number=engines)
     def restart(self, number: int) -> None:
         self.engines[number].close()
         self.may[number] = set(self.present[self.namespaces[number]])
         self.must[number] = set()
+        self.looks[number] = True
         self.engines[number] = self.open(number)
 
     def objects(self) -> list[tuple[bytes, str, set[bytes]]]:

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["Listed", "ObjectClient", "open_client"]
 
 REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
-MULTIPART_BYTES = 16 << 20
-"""Larger objects go up in parts of this size: few requests, and each ends within its timeout."""
+MULTIPART_BYTES = 17 << 20
+"""Larger objects go up in parts of this size: few requests, and each ends within its timeout. A
+payload of 16 MiB and its manifest are one."""
 
 _MAX_RETRIES = 2
 _FIRST_PAUSE_S = 0.05
