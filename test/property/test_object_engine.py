@@ -111,6 +111,9 @@ class TwoEngines(RuleBasedStateMachine):
                 self.may[other] |= stored
 
     @rule(number=engines, chosen=chains)
+    def load_some(self, number: int, chosen: list[bytes]) -> None:
+        self.load(number, chosen)
+
     def load(self, number: int, chosen: list[bytes]) -> None:
         engine, namespace = self.engines[number], self.namespaces[number]
         right = [content(namespace, key) for key in chosen]
@@ -197,7 +200,8 @@ class TwoEngines(RuleBasedStateMachine):
             return
         data = bytearray(path.read_bytes())
         if how == "flip":
-            data[choice % len(data)] ^= 1 << choice % 8
+            payload = sum(len(content(namespace, key)) for key in keys)
+            data[choice % payload % len(data)] ^= 1 << choice % 8
             path.write_bytes(data)
         elif how == "cut":
             path.write_bytes(data[: choice % len(data)])
@@ -209,6 +213,7 @@ class TwoEngines(RuleBasedStateMachine):
         for number in (0, 1):
             if self.namespaces[number] == namespace:
                 self.must[number] -= keys
+                self.load(number, sorted(keys))
 
     @invariant()
     def time_passes(self) -> None:
