@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.object.budgets import RequestCost, RetryBudget
+from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.object.failures import Failure, RequestError, explain
 
 try:
@@ -47,6 +48,8 @@ _MAX_RETRIES = 2
 _FIRST_PAUSE_S = 0.05
 _REMOTE_GAP_BYTES = 1 << 20  # until it is measured
 _LOCAL_GAP_BYTES = 64 << 10
+_REMOTE_SPAN_BYTES = 8 << 20
+_LOCAL_SPAN_BYTES = 1 << 20
 _LIST_CHUNK = 1000
 _MAX_DELETES = 1000
 _CONNECT = timedelta(seconds=5)
@@ -80,8 +83,7 @@ class ObjectClient:
         timeout_s: float = 10.0,
         on_outcome: Callable[[RequestError | None], None] | None = None,
     ) -> None:
-        self._directory = directory
-        self._synced: set[Path] = set()
+        self._directory = None if directory is None else Directory(directory)
         self._timeout_s = timeout_s
         self._is_remote = is_remote
         self._place = place
@@ -112,6 +114,17 @@ class ObjectClient:
         return self._opened
 
     @property
+    def reads_into(self) -> bool:
+        """Whether ``get_range`` makes use of ``into``."""
+        return self._directory is not None
+
+    @property
+    def max_span_bytes(self) -> int:
+        """The longest range to ask for at once: what a processor's cache holds where requests are
+        for free."""
+        return _REMOTE_SPAN_BYTES if self._is_remote else _LOCAL_SPAN_BYTES
+
+    @property
     def gap_bytes(self) -> int:
         """The bytes that may as well be read as skipped by another request."""
         return self._cost.gap_bytes
@@ -123,17 +136,29 @@ class ObjectClient:
             return dict(self._requests)
 
     def get_range(
-        self, path: str, start: int, end: int, *, until: float | None = None
+        self,
+        path: str,
+        start: int,
+        end: int,
+        *,
+        until: float | None = None,
+        into: memoryview | None = None,
     ) -> memoryview:
-        """Bytes ``start`` to ``end``, or fewer where the object ends before. No retry begins after
-        ``until`` (``time.monotonic``)."""
+        """Bytes ``start`` to ``end``, or fewer where the object ends before; in ``into`` if it is
+        given, is long enough, and the store is a directory. No retry begins after ``until``
+        (``time.monotonic``)."""
         began = time.monotonic()
-        data = self._read(
-            "get", lambda: obstore.get_range(self._store, path, start=start, end=end), until
-        )
+        if self._directory is not None and into is not None and end - start <= len(into):
+            folder, room = self._directory, into[: end - start]
+            data = room[: self._read("get", lambda: folder.read(path, room, start), until)]
+        else:
+            found = self._read(
+                "get", lambda: obstore.get_range(self._store, path, start=start, end=end), until
+            )
+            data = memoryview(found)
         self._count_in(len(data))
         self._cost.observe(len(data), time.monotonic() - began)
-        return memoryview(data)
+        return data
 
     def get(self, path: str) -> memoryview:
         """A whole object, which should be small."""
@@ -194,19 +219,7 @@ class ObjectClient:
     def _put_whole(self, path: str, data: bytes | bytearray) -> None:
         obstore.put(self._store, path, data, use_multipart=False)
         if self._directory is not None:
-            self._sync(self._directory, path)
-
-    def _sync(self, directory: Path, path: str) -> None:
-        """Make a file and its name survive loss of power, and the folders it is in, once."""
-        file = directory / path
-        _fsync(file)
-        _fsync(file.parent)
-        if file.parent not in self._synced:
-            for folder in file.parent.parents:
-                _fsync(folder)
-                if folder == directory:
-                    break
-            self._synced.add(file.parent)
+            self._directory.sync(path)
 
     def _put_parts(self, path: str, data: bytes | bytearray) -> None:
         obstore.put(self._uploads, path, data, chunk_size=MULTIPART_BYTES, max_concurrency=4)
@@ -291,14 +304,6 @@ class ObjectClient:
 
 class _NotFoundError(RequestError):
     """So that those who do not mind can say so."""
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def open_client(

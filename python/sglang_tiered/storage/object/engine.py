@@ -184,7 +184,7 @@ class ObjectEngine(TierEngine):
             run,
             deadlines=self._deadlines,
             deadline_s=deadline_s,
-            gap_bytes=self._client.gap_bytes,
+            client=self._client,
             answers=not self._breaker.is_open,
         )
 

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sglang_tiered.storage.base import JobKind, Reason
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import page_checksum
@@ -32,7 +34,7 @@ __all__ = ["DeadlineClock", "LoadSpan", "LoadTicket", "Loader", "plan_spans", "s
 
 _MIN_SPAN_BYTES = 2 << 20
 _MANY_DEADLINES = 64
-_MAX_SPAN_BYTES = 8 << 20  # of which every connection holds one in memory
+_LARGE_COPY_BYTES = 64 << 10
 
 
 @dataclass(eq=False, slots=True)
@@ -106,13 +108,13 @@ class LoadTicket:
 
 
 def plan_spans(
-    places: Sequence[Place], *, gap_bytes: int, num_connections: int
+    places: Sequence[Place], *, gap_bytes: int, max_span_bytes: int, num_connections: int
 ) -> list[tuple[int, int, list[Place]]]:
     """Start, end and places of every span. Pages of one object that are no further apart than
     ``gap_bytes`` share one, unless it would be longer than its share of all connections."""
     total = sum(place.stored for place in places)
     share = -(-total // num_connections)
-    limit = min(max(share, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
+    limit = min(max(share, _MIN_SPAN_BYTES), max_span_bytes)
     spans: list[tuple[int, int, list[Place]]] = []
     name = ""
     for place in sorted(places, key=lambda place: (place.held.name, place.offset)):
@@ -138,6 +140,9 @@ class Loader:
 
     def run(self) -> None:
         state = self._state
+        room = None
+        if self._client.reads_into:
+            room = memoryview(bytearray(self._client.max_span_bytes))
         while True:
             errand = None
             with state.lock:
@@ -153,7 +158,7 @@ class Loader:
                         break
                     state.load_ready.wait()
             if errand is None:
-                self._serve(span)
+                self._serve(span, room)
                 continue
             try:
                 errand()
@@ -162,13 +167,13 @@ class Loader:
                     state.num_errands_running -= 1
                     state.load_ready.notify()
 
-    def _serve(self, span: LoadSpan) -> None:
+    def _serve(self, span: LoadSpan, room: memoryview | None) -> None:
         ticket = span.ticket
         if ticket.is_open:
             if ticket.job.cancelled or self._state.closed:
                 self._give_up(span, Reason.CANCELLED)
             else:
-                self._load(span)
+                self._load(span, room)
         if ticket.settle_span():
             with self._state.lock:
                 self._state.finish_load(ticket)
@@ -179,11 +184,11 @@ class Loader:
                 for place in span.places:
                     span.ticket.job.reasons[place.position] = reason
 
-    def _load(self, span: LoadSpan) -> None:
+    def _load(self, span: LoadSpan, room: memoryview | None) -> None:
         ticket = span.ticket
         path = Layout(ticket.namespace).object(span.name)
         try:
-            data = self._client.get_range(path, span.start, span.end, until=ticket.until)
+            data = self._client.get_range(path, span.start, span.end, until=ticket.until, into=room)
         except RequestError as error:
             self._failed(span, error.failure)
             return
@@ -219,8 +224,12 @@ class Loader:
             return True
         position = 0
         for segment in page:
-            segment[:] = stored[position : position + segment.nbytes]
+            part = stored[position : position + segment.nbytes]
             position += segment.nbytes
+            if segment.nbytes < _LARGE_COPY_BYTES:
+                segment[:] = part
+            else:  # numpy lets other threads run meanwhile
+                np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
         return True
 
     def _failed(self, span: LoadSpan, failure: Failure) -> None:
@@ -294,7 +303,7 @@ def submit_load(
     *,
     deadlines: DeadlineClock,
     deadline_s: float | None,
-    gap_bytes: int,
+    client: ObjectClient,
     answers: bool,
 ) -> Job:
     """See ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
@@ -310,8 +319,12 @@ def submit_load(
         if not places or (deadline_s is not None and deadline_s <= 0):
             state.jobs.finish(job)
             return job
-        num_connections = state.settings.num_connections
-        spans = plan_spans(places, gap_bytes=gap_bytes, num_connections=num_connections)
+        spans = plan_spans(
+            places,
+            gap_bytes=client.gap_bytes,
+            max_span_bytes=client.max_span_bytes,
+            num_connections=state.settings.num_connections,
+        )
         until = deadline = None
         if deadline_s is not None:
             until, deadline = time.monotonic() + deadline_s, state.clock() + deadline_s

@@ -250,6 +250,22 @@ def test_a_purge_reaches_other_servers_and_objects_that_were_open(
     assert hits(c, again) == 1
 
 
+def test_what_is_stored_in_the_instant_of_a_purge_outlives_it(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    clocks = {"wall_clock": lambda: 1_000_000.0}
+    a, b = make_engine(clocks=clocks), make_engine(clocks=clocks)
+    before, after = of(A, make_run(1, [100])), of(A, make_run(2, [100]))
+    for _ in range(3):
+        store(a, before)
+        assert a.purge(A, TIMEOUT_S)
+        store(a, after)
+        assert b.refresh(TIMEOUT_S)
+        assert (hits(a, before), hits(b, before)) == (0, 0)
+        assert (hits(a, after), hits(b, after)) == (1, 1)
+        assert a.purge(A, TIMEOUT_S)
+
+
 def test_a_purge_leaves_nothing_of_the_tenant_but_its_tombstone(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:

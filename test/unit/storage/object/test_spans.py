@@ -14,7 +14,9 @@ def place(position: int, offset: int, stored: int, held: HeldObject = ONE) -> Pl
 
 
 def ranges(places: list[Place], gap: int = 0, num_connections: int = 1) -> list[tuple[int, int]]:
-    spans = plan_spans(places, gap_bytes=gap, num_connections=num_connections)
+    spans = plan_spans(
+        places, gap_bytes=gap, max_span_bytes=8 * MIB, num_connections=num_connections
+    )
     return [(start, end) for start, end, _ in spans]
 
 
@@ -32,6 +34,7 @@ def test_objects_are_never_read_together() -> None:
     spans = plan_spans(
         [place(0, 0, 100), place(1, 100, 100, OTHER), place(2, 100, 100)],
         gap_bytes=MIB,
+        max_span_bytes=8 * MIB,
         num_connections=1,
     )
     assert [[p.position for p in group] for _, _, group in spans] == [[0, 2], [1]]
@@ -53,7 +56,7 @@ def test_a_page_beyond_the_limit_is_one_request() -> None:
 
 def test_every_page_is_in_exactly_one_span() -> None:
     places = [place(i, (i * 7919) % 5000 * 1000, 900) for i in range(300)]
-    spans = plan_spans(places, gap_bytes=2000, num_connections=4)
+    spans = plan_spans(places, gap_bytes=2000, max_span_bytes=8 * MIB, num_connections=4)
     seen = sorted(p.position for _, _, group in spans for p in group)
     assert seen == list(range(300))
     for start, end, group in spans:

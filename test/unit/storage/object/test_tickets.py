@@ -1,0 +1,59 @@
+"""Who may touch a load's buffers, and who finishes it: exactly one, after the last touch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sglang_tiered.storage.base import Job, JobKind, Run
+from sglang_tiered.storage.object.loading import LoadTicket
+
+MakeRun = Callable[..., Run]
+TIMEOUT_S = 20.0
+
+
+def ticket(make_run: MakeRun, num_spans: int) -> LoadTicket:
+    return LoadTicket(Job(JobKind.LOAD, make_run(1, [10])), b"n" * 32, num_spans, None, None)
+
+
+def test_the_last_span_finishes(make_run: MakeRun) -> None:
+    load = ticket(make_run, 3)
+    assert [load.settle_span() for _ in range(3)] == [False, False, True]
+    assert not load.expire()
+
+
+def test_after_its_deadline_nobody_touches_and_no_span_finishes(make_run: MakeRun) -> None:
+    load = ticket(make_run, 1)
+    with load.touching() as allowed:
+        assert allowed
+    assert load.expire()
+    with load.touching() as allowed:
+        assert not allowed
+    assert not load.settle_span()
+    assert not load.expire()
+
+
+def test_a_deadline_waits_for_a_copy_that_is_under_way(make_run: MakeRun) -> None:
+    load = ticket(make_run, 1)
+    expired: list[bool] = []
+    thread = threading.Thread(target=lambda: expired.append(load.expire()))
+    with load.touching():
+        thread.start()
+        while load.is_open:
+            pass
+        assert not expired, "the buffers were given back under a copy"
+    thread.join(TIMEOUT_S)
+    assert expired == [True]
+
+
+def test_many_spans_and_a_deadline_finish_once(make_run: MakeRun) -> None:
+    for _ in range(50):
+        load = ticket(make_run, 4)
+        told: list[bool] = []
+        threads = [threading.Thread(target=lambda: told.append(load.settle_span())) for _ in "1234"]
+        threads.append(threading.Thread(target=lambda: told.append(load.expire())))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert told.count(True) == 1
