@@ -44,7 +44,7 @@ MULTIPART_BYTES = 17 << 20
 """Larger objects go up in parts of this size: few requests, and each ends within its timeout. A
 payload of 16 MiB and its manifest are one."""
 
-_MAX_RETRIES = 2
+_MAX_TRIES = 3
 _FIRST_PAUSE_S = 0.05
 _REMOTE_GAP_BYTES = 1 << 20  # until it is measured
 _LOCAL_GAP_BYTES = 64 << 10
@@ -88,13 +88,12 @@ class ObjectClient:
         self._is_remote = is_remote
         self._place = place
         self.on_outcome = on_outcome
-        # Whole requests are retried here, where budget and deadline are known; parts of an upload
-        # only the library can send again.
+        # Requests are retried here, by budget and deadline; parts of an upload by the library.
         self._make_store = make_store
         self._opened: Any = None
         with contextlib.suppress(OSError):  # a directory that is not there may come yet
             self._opened = make_store(0)
-        self._uploads: Any = make_store(_MAX_RETRIES) if is_remote else None
+        self._uploads: Any = make_store(_MAX_TRIES - 1) if is_remote else None
         self._budget = RetryBudget()
         self._cost = RequestCost(_REMOTE_GAP_BYTES if is_remote else _LOCAL_GAP_BYTES)
         self._lock = threading.Lock()
@@ -120,8 +119,7 @@ class ObjectClient:
 
     @property
     def max_span_bytes(self) -> int:
-        """The longest range to ask for at once: what a processor's cache holds where requests are
-        for free."""
+        """The longest range to ask for at once; requests to a directory are for free."""
         return _REMOTE_SPAN_BYTES if self._is_remote else _LOCAL_SPAN_BYTES
 
     @property
@@ -144,9 +142,8 @@ class ObjectClient:
         until: float | None = None,
         into: memoryview | None = None,
     ) -> memoryview:
-        """Bytes ``start`` to ``end``, or fewer where the object ends before; in ``into`` if it is
-        given, is long enough, and the store is a directory. No retry begins after ``until``
-        (``time.monotonic``)."""
+        """Bytes ``start`` to ``end``, or fewer where the object ends before; of a directory in
+        ``into``, where they fit. No retry begins after ``until`` (``time.monotonic``)."""
         began = time.monotonic()
         if self._directory is not None and into is not None and end - start <= len(into):
             folder, room = self._directory, into[: end - start]
@@ -243,7 +240,7 @@ class ObjectClient:
         kind: str,
         request: Callable[[], Any],
         until: float | None = None,
-        num_tries: int = _MAX_RETRIES + 1,
+        num_tries: int = _MAX_TRIES,
     ) -> Any:
         try:
             found = self._tried(kind, request, until, num_tries)
@@ -254,9 +251,7 @@ class ObjectClient:
         self._tell(None)
         return found
 
-    def _write(
-        self, kind: str, request: Callable[[], Any], num_tries: int = _MAX_RETRIES + 1
-    ) -> None:
+    def _write(self, kind: str, request: Callable[[], Any], num_tries: int = _MAX_TRIES) -> None:
         self._tried(kind, request, None, num_tries)
 
     def _tell(self, error: RequestError | None) -> None:

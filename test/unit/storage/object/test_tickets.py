@@ -50,8 +50,12 @@ def test_many_spans_and_a_deadline_finish_once(make_run: MakeRun) -> None:
     for _ in range(50):
         load = ticket(make_run, 4)
         told: list[bool] = []
-        threads = [threading.Thread(target=lambda: told.append(load.settle_span())) for _ in "1234"]
-        threads.append(threading.Thread(target=lambda: told.append(load.expire())))
+        ends = [load.settle_span] * 4 + [load.expire]
+
+        def end(how: Callable[[], bool], into: list[bool] = told) -> None:
+            into.append(how())
+
+        threads = [threading.Thread(target=end, args=(how,)) for how in ends]
         for thread in threads:
             thread.start()
         for thread in threads:
