@@ -113,9 +113,9 @@ class ObjectClient:
         return self._opened
 
     @property
-    def reads_into(self) -> bool:
-        """Whether ``get_range`` makes use of ``into``."""
-        return self._directory is not None
+    def directory(self) -> Path | None:
+        """Where everything is, if the store is a directory."""
+        return None if self._directory is None else self._directory.root
 
     @property
     def max_span_bytes(self) -> int:

@@ -15,13 +15,13 @@ class Directory:
     """The files under one root, by the paths of their objects. Raises ``OSError``. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
         self._synced: set[Path] = set()
 
     def read(self, path: str, room: memoryview, start: int) -> int:
         """Fill the room as far as the file goes; returns how far. Plain reads into memory that is
         used again take less than half the processor time of the library's into fresh memory."""
-        fd = os.open(self._root / path, os.O_RDONLY)
+        fd = os.open(self.root / path, os.O_RDONLY)
         try:
             filled = 0
             while filled < len(room) and (
@@ -34,13 +34,13 @@ class Directory:
 
     def sync(self, path: str) -> None:
         """Make a file and its name survive loss of power, and the folders it is in, once."""
-        file = self._root / path
+        file = self.root / path
         _fsync(file)
         _fsync(file.parent)
         if file.parent not in self._synced:
             for folder in file.parent.parents:
                 _fsync(folder)
-                if folder == self._root:
+                if folder == self.root:
                     break
             self._synced.add(file.parent)
 

@@ -300,9 +300,10 @@ class _ManifestErrand:
         if manifest is None:
             if other_version(data) is None:
                 counts.num_manifests_bad += 1
+                state.doubt(self.name)
             else:
                 counts.num_manifests_foreign += 1
-            state.ignore(self.name)
+                state.ignore(self.name)
         elif str(manifest.object_id) != self.name:
             counts.num_manifests_bad += 1
             state.ignore(self.name)

@@ -141,7 +141,7 @@ class Loader:
     def run(self) -> None:
         state = self._state
         room = None
-        if self._client.reads_into:
+        if self._client.directory is not None:  # it reads into it
             room = memoryview(bytearray(self._client.max_span_bytes))
         while True:
             errand = None

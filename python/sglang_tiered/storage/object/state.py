@@ -118,6 +118,7 @@ class ObjectState:
         self.purge_orders: deque[PurgeOrder] = deque()
         self.refresh_orders: list[RefreshOrder] = []
         self.ignored: OrderedDict[str, None] = OrderedDict()  # names not to read again
+        self.doubted: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
         self._writer = secrets.randbits(32)
         self._last_ms = 0
         self._sequence = 0
@@ -148,6 +149,17 @@ class ObjectState:
             self._last_ms = opened
         self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
         return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
+
+    def doubt(self, name: str) -> None:
+        """Its manifest does not verify. It may have been damaged on its way: the second time it is
+        ignored."""
+        if name in self.doubted:
+            del self.doubted[name]
+            self.ignore(name)
+            return
+        self.doubted[name] = None
+        if len(self.doubted) > _MAX_IGNORED:
+            self.doubted.popitem(last=False)
 
     def ignore(self, name: str) -> None:
         """Not to be read again, as long as it is remembered."""
