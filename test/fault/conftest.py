@@ -1,0 +1,32 @@
+"""Fixtures of the object tier's fault tests: one S3 server for all, a bucket for each test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from object_proxy import FaultProxy
+from object_server import ObjectServer, s3_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(object_server: ObjectServer) -> Iterator[FaultProxy]:
+    with FaultProxy(object_server.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3_url(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket of the test's own; the environment leads there by way of the proxy."""
+    for name, value in s3_environment(proxy.url).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{object_server.make_bucket()}/tier"
