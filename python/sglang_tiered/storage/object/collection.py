@@ -1,0 +1,385 @@
+"""One run of the collector over one namespace: what goes, in which order, and why that is safe.
+
+Listings are streamed and may come in any order; what is remembered of them has a fixed size. Every
+age is by the store's own clock: between its time of a marker written now and of the thing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.format import other_version, unpack_manifest, unpack_purge
+from sglang_tiered.storage.object.listings import Entry, IdFilter, Oldest
+from sglang_tiered.storage.object.names import Layout, parse_id, tenant_tag
+from sglang_tiered.storage.object.removals import CollectorReport, Removal
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.object.names import ObjectId
+    from sglang_tiered.storage.object.removals import CollectorSettings
+
+__all__ = ["Collection", "store_clock"]
+
+_CLOCKS = "clocks"
+_GRAVES = "graves"
+_MAX_GRAVES = 100_000
+_MAX_PURGES = 1 << 16
+_EVERYONE = -1  # beside the tags of tenants
+_CLOCK_STEP_S = 1.0  # S3 tells times in whole seconds
+_STAGED = re.compile(r"(.+)#\d+")  # what obstore calls a file of a directory until it is whole
+
+
+def store_clock(client: ObjectClient, layout: Layout) -> float:
+    """The store's time: what its listing says of something written now."""
+    folder = f"{layout.folder}/{_CLOCKS}"
+    path = f"{folder}/{secrets.token_hex(8)}"
+    client.put(path, b"now")
+    try:
+        # One that does not show it yet shows older ones at best: then ages seem smaller, which
+        # only keeps things longer.
+        return max((e.modified for chunk in client.listing(folder) for e in chunk), default=0.0)
+    finally:
+        client.delete([path])
+
+
+class Collection:
+    """Order of a removal: the grave is written, the manifest deleted, and after the grace the
+    object and then the grave. A run that dies anywhere in this leaves what the next one finishes.
+
+    Any number may run at once, beside any number of writers: all of them choose the oldest, and
+    what is gone already counts as removed.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        namespace: bytes,
+        settings: CollectorSettings,
+        *,
+        budget: int,
+        delete: bool,
+        now: Callable[[], float],
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.report = CollectorReport()
+        self._client = client
+        self._layout = Layout(namespace)
+        self._settings = settings
+        self._budget = budget
+        self._delete = delete
+        self._clock = now
+        self._stop = stop
+        self._now = 0.0
+
+        self._graves: set[str] = set()
+        self._bounds: dict[int, dict[bytes | None, int]] = {}
+        self._unfinished_purges: set[bytes | None] = set()
+        self._live = IdFilter()
+        self._present = IdFilter()
+        self._num_live = 0
+        self._purged_bytes = 0  # counted as alive, but gone before the byte cap is looked at
+
+    @property
+    def _graves_folder(self) -> str:
+        return f"{self._layout.folder}/{_GRAVES}"
+
+    def run(self) -> CollectorReport:
+        """Raises ``RequestError``; what was done until then stands."""
+        begun, before = time.monotonic(), self._client.requests
+        try:
+            self._now = self._clock()
+            self._empty_graves()
+            purges = self._read_purges()
+            self._read_manifests()
+            purged, orphans, oldest = self._read_objects()
+            for entry in purged:
+                self._remove_purged(entry)
+            for entry in orphans:
+                self._remove_orphan(entry)
+            self._bury(oldest)
+            if self.report.num_manifests > self._num_live:
+                self._remove_dangling()
+            self._forget_purges(purges)
+            self._remove_markers()
+            self._remove_staged()
+        except _Enough:
+            self.report.is_complete = False
+        finally:
+            self.report.seconds = time.monotonic() - begun
+            now = self._client.requests
+            self.report.requests = {kind: now[kind] - before.get(kind, 0) for kind in now}
+        return self.report
+
+    # -- what is there ----------------------------------------------------------------------
+
+    def _empty_graves(self) -> None:
+        """Objects whose grace is over go. The manifest first, once more: a collector may have died
+        between grave and manifest."""
+        due: list[tuple[str, str]] = []
+        for path, entry in self._list(self._graves_folder):
+            if parse_id(entry.name) is None:
+                self.report.num_foreign += 1
+            elif self._age_s(entry) < self._settings.grace_s:
+                self._graves.add(entry.name)
+            elif len(due) <= self._budget:
+                due.append((path, entry.name))
+                self._graves.add(entry.name)
+        for path, name in due:
+            nbytes = self._size(self._layout.object(name))
+            removal = self._plan(self._layout.object(name), "object", nbytes, "its grace is over")
+            if self._delete:
+                self._erase(self._layout.manifest(name), self._layout.object(name), path)
+                self._graves.discard(name)
+                self._done(removal)
+        self.report.num_buried = len(self._graves)
+
+    def _read_purges(self) -> list[tuple[str, Entry, bytes | None]]:
+        found: list[tuple[str, Entry, bytes | None]] = []
+        for path, entry in self._list(self._layout.purges):
+            if parse_id(entry.name) is None or len(found) >= _MAX_PURGES:
+                self.report.num_foreign += 1
+                continue
+            purge = unpack_purge(self._get(path) or b"")
+            if purge is None or purge.namespace != self._layout.namespace:
+                self.report.num_unreadable += 1
+                continue
+            tag = _EVERYONE if purge.tenant is None else tenant_tag(purge.tenant)
+            bounds = self._bounds.setdefault(tag, {})
+            bounds[purge.tenant] = max(bounds.get(purge.tenant, 0), purge.bound_ms)
+            found.append((path, entry, purge.tenant))
+        return found
+
+    def _read_manifests(self) -> None:
+        for _, entry in self._list(self._layout.manifests):
+            if parse_id(entry.name) is None:
+                self.report.num_foreign += 1
+            else:
+                self.report.num_manifests += 1
+                self._live.add(entry.name)
+
+    def _read_objects(self) -> tuple[list[Entry], list[Entry], list[Entry]]:
+        """Purged ones, orphans past their grace, and the oldest of those alive."""
+        purged: list[Entry] = []
+        orphans: list[Entry] = []
+        oldest = Oldest(self._budget + 1)
+        report = self.report
+        for _, entry in self._list(self._layout.objects):
+            object_id = parse_id(entry.name)
+            if object_id is None:
+                report.num_foreign += 1
+                continue
+            report.num_objects += 1
+            report.object_bytes += entry.nbytes
+            self._present.add(entry.name)
+            if entry.name not in self._live:
+                if entry.name in self._graves:
+                    continue
+                report.num_orphans += 1
+                if self._age_s(entry) >= self._settings.orphan_grace_s:
+                    if len(orphans) <= self._budget:
+                        orphans.append(entry)
+                elif self._maybe_purged(object_id):
+                    self._keep_purges(object_id)
+                continue
+            self._num_live += 1
+            report.live_bytes += entry.nbytes
+            if self._maybe_purged(object_id):
+                if len(purged) <= self._budget:
+                    purged.append(entry)
+                else:
+                    self._keep_purges(object_id)
+            else:
+                oldest.add(entry)
+        return purged, orphans, oldest.take()
+
+    def _maybe_purged(self, object_id: ObjectId) -> bool:
+        """By its name, which may be that of another tenant's; the manifest decides."""
+        return any(
+            object_id.unix_ms <= bound
+            for tag in (_EVERYONE, object_id.tenant_tag)
+            for bound in self._bounds.get(tag, {}).values()
+        )
+
+    def _is_purged(self, object_id: ObjectId, tenant: bytes) -> bool:
+        everyone = self._bounds.get(_EVERYONE, {}).get(None, -1)
+        own = self._bounds.get(object_id.tenant_tag, {}).get(tenant, -1)
+        return object_id.unix_ms <= max(everyone, own)
+
+    def _keep_purges(self, object_id: ObjectId) -> None:
+        for tag in (_EVERYONE, object_id.tenant_tag):
+            self._unfinished_purges |= self._bounds.get(tag, {}).keys()
+
+    # -- what goes --------------------------------------------------------------------------
+
+    def _remove_purged(self, entry: Entry) -> None:
+        """At once, without a grace: nobody is to read it any more."""
+        data = self._get(self._layout.manifest(entry.name))
+        object_id = parse_id(entry.name)
+        assert object_id is not None
+        if data is None or other_version(data) is not None:
+            # Another collector is at it, or another program's: an orphan, or none of ours.
+            self._keep_purges(object_id)
+            return
+        manifest = unpack_manifest(data)
+        if manifest is None:
+            self.report.num_unreadable += 1  # nobody can read it, so nothing is lost if it goes
+        elif not self._is_purged(object_id, manifest.tenant):
+            return  # another tenant with the same tag
+        removal = self._plan(self._layout.object(entry.name), "object", entry.nbytes, "purged")
+        self._purged_bytes += entry.nbytes
+        if self._delete:
+            self._erase(self._layout.manifest(entry.name), self._layout.object(entry.name))
+            self._done(removal)
+        else:
+            self._keep_purges(object_id)
+
+    def _remove_orphan(self, entry: Entry) -> None:
+        """Unless it has a manifest after all, which a listing did not show yet."""
+        if self._size(self._layout.manifest(entry.name), missing=-1) >= 0:
+            return
+        path = self._layout.object(entry.name)
+        removal = self._plan(path, "object", entry.nbytes, "was never announced")
+        if self._delete:
+            self._erase(path)
+            self._done(removal)
+
+    def _bury(self, oldest: list[Entry]) -> None:
+        settings = self._settings
+        left = self.report.live_bytes - self._purged_bytes
+        for entry in oldest:
+            if settings.ttl_s is not None and self._age_s(entry) >= settings.ttl_s:
+                reason = "older than the time to live"
+            elif settings.capacity_bytes is not None and left > settings.capacity_bytes:
+                reason = "beyond the byte cap"
+            else:
+                return
+            if len(self._graves) >= _MAX_GRAVES:
+                raise _Enough
+            left -= entry.nbytes
+            removal = self._plan(self._layout.object(entry.name), "object", entry.nbytes, reason)
+            if self._delete:
+                self._client.put(f"{self._graves_folder}/{entry.name}", reason.encode())
+                self._erase(self._layout.manifest(entry.name))
+                self._graves.add(entry.name)
+                self.report.num_buried += 1
+                removal.is_done = True
+
+    def _remove_dangling(self) -> None:
+        """Manifests whose object is gone: somebody deleted it, or a stalled writer announced what
+        had been taken for an orphan."""
+        for path, entry in self._list(self._layout.manifests):
+            if parse_id(entry.name) is None or entry.name in self._present:
+                continue
+            if entry.name in self._graves or self._age_s(entry) < self._settings.grace_s:
+                continue
+            if self._size(self._layout.object(entry.name), missing=-1) >= 0:
+                continue
+            removal = self._plan(path, "manifest", entry.nbytes, "its object is gone")
+            if self._delete:
+                self._erase(path)
+                self._done(removal)
+
+    def _forget_purges(self, purges: list[tuple[str, Entry, bytes | None]]) -> None:
+        for path, entry, tenant in purges:
+            if tenant in self._unfinished_purges:
+                continue
+            if self._age_s(entry) >= self._settings.purge_keep_s:
+                removal = self._plan(path, "purge", entry.nbytes, "nothing of it is left")
+                if self._delete:
+                    self._erase(path)
+                    self._done(removal)
+
+    def _remove_markers(self) -> None:
+        """Markers of the clock that a collector died over."""
+        for path, entry in self._list(f"{self._layout.folder}/{_CLOCKS}"):
+            if self._delete and self._age_s(entry) >= self._settings.grace_s:
+                self._erase(path)
+
+    def _remove_staged(self) -> None:
+        """Files of a directory that a writer died in. A bucket has its own rule for half-finished
+        multipart uploads, which obstore cannot list."""
+        if self._client.directory is None:
+            return
+        for folder in (self._layout.objects, self._layout.manifests, self._layout.purges):
+            directory = self._client.directory / folder
+            with contextlib.suppress(FileNotFoundError):
+                for file in directory.iterdir():
+                    match = _STAGED.fullmatch(file.name)
+                    if match is None or parse_id(match[1]) is None:
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = file.stat()
+                        age_s = self._now - status.st_mtime
+                        if age_s < self._settings.orphan_grace_s:
+                            continue
+                        removal = self._plan(
+                            f"{folder}/{file.name}",
+                            "staged file",
+                            status.st_size,
+                            "its writer never finished it",
+                        )
+                        if self._delete:
+                            file.unlink()
+                            self._done(removal)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _list(self, folder: str) -> Iterator[tuple[str, Entry]]:
+        for chunk in self._client.listing(folder):
+            self._check_stop()
+            for path, size, modified in chunk:
+                yield path, Entry(modified, path[len(folder) + 1 :], size)
+
+    def _get(self, path: str) -> memoryview | None:
+        self._check_stop()
+        try:
+            return self._client.get(path)
+        except RequestError as error:
+            if error.failure is not Failure.NOT_FOUND:
+                raise
+            return None
+
+    def _size(self, path: str, *, missing: int = 0) -> int:
+        self._check_stop()
+        try:
+            return self._client.size(path)
+        except RequestError as error:
+            if error.failure is not Failure.NOT_FOUND:
+                raise
+            return missing
+
+    def _erase(self, *paths: str) -> None:
+        """Gone is gone, whoever did it. One request for each, as their order matters."""
+        for path in paths:
+            self._client.delete([path])
+
+    def _age_s(self, entry: Entry) -> float:
+        return self._now - entry.modified - _CLOCK_STEP_S
+
+    def _plan(self, path: str, kind: str, nbytes: int, reason: str) -> Removal:
+        self._check_stop()
+        if len(self.report.removals) >= self._budget:
+            raise _Enough
+        self.report.removals.append(removal := Removal(path, kind, nbytes, reason))
+        return removal
+
+    def _done(self, removal: Removal) -> None:
+        removal.is_done = True
+        self.report.num_removed += 1
+        self.report.removed_bytes += removal.nbytes
+
+    def _check_stop(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise _Enough
+
+
+class _Enough(Exception):
+    """The budget is spent, or the caller wants an end."""
