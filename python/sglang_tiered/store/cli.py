@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import KEY_BYTES
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.terminal import Parser, run_program
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PROGRAM = "python -m sglang_tiered.store"
 _DESCRIPTION = """\
-Looks into the directory of the NVMe tier, checks it, and gives space back.
+Looks into the directory of the NVMe tier, or into the object tier, checks it, and
+gives space back.
 
-DIR is the --tier-dir of a server, or one of the shard-* directories in it. Nothing
-is written, locked or removed, unless gc is told to --delete; all but that works
-while a server uses the directory.
+PLACE is the --tier-dir of a server or one of the shard-* directories in it; or, for
+stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
+file URL of a directory), with credentials from the environment. Nothing is written,
+locked or removed, unless gc is told to --delete; everything works while servers use
+it, but gc --delete of a directory of the NVMe tier.
 """
 _EPILOG = """\
 exit code:
@@ -42,6 +47,8 @@ served; "used" is payload over disk space. A tenant is a digest of its names.
 
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
+
+Of a URL: objects, pages, bytes and age by namespace, from listings alone.
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
@@ -51,6 +58,9 @@ it what was read. A bar with the speed shows on a terminal.
 What a server is writing at the moment, or a crash cut short, is a note, not damage;
 so is a checkpoint that does not verify, which only speeds up the next start. A
 server never serves a damaged page: it is a miss, and computed again.
+
+Of a URL: every manifest, and every page of every object. This reads all there is,
+which a bucket may charge for.
 """
 _DUMP = """\
 One line per page: shard, region, extent ordinal, offset in the region, length,
@@ -66,6 +76,11 @@ namespaces to keep are given, regions with no page of those; files left by proce
 that died; and shards for other parallel sizes than those used last. Prints the plan.
 --delete takes the locks a server takes, plans again, and deletes; files that are not
 ours stay.
+
+Of a URL: what servers collect in the background as well. Objects older than --ttl, the
+oldest beyond --max-bytes of each namespace, purged ones, those that were never
+announced, manifests without an object. Manifests go at once; their objects five
+minutes later, with the next run of anybody. Safe beside servers and other runs.
 """
 _BENCH = """\
 A short throughput test of the real engine, on the filesystem of DIR: GB/s and CPU
@@ -74,12 +89,15 @@ DIR is any writable directory; the files go to a subdirectory that is removed ag
 It is no comparison: that is benchmark/bench_storage.py.
 """
 _EXAMPLES = {
-    "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages",
-    "verify": "  {0} verify /nvme/kv\n  {0} verify /nvme/kv/shard-tp0of1-pp0of1-dp0-0 --region 17",
+    "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
+    "  {0} stat s3://bucket/kv",
+    "verify": "  {0} verify /nvme/kv\n  {0} verify /nvme/kv/shard-tp0of1-pp0of1-dp0-0 --region 17\n"
+    "  {0} verify s3://bucket/kv --jobs 8",
     "dump": "  {0} dump /nvme/kv | head\n"
     "  {0} dump /nvme/kv --keys 3f9a --namespace 00c1\n"
     "  {0} dump /nvme/kv --extract 3f9a07 --output page.bin",
-    "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete",
+    "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete\n"
+    "  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
     "bench": "  {0} bench /nvme --bytes 4GiB",
 }
 
@@ -91,7 +109,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
+    if _URL.match(options.place):
+        return _bucket_command(options.command)(options)
+    if options.command == "gc" and (options.ttl or options.max_bytes):
+        raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
+    options.directory = Path(options.place)
     return _command(options.command)(options)
+
+
+def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "stat":
+        from sglang_tiered.store.bucket_stat import run
+    elif name == "verify":
+        from sglang_tiered.store.bucket_verify import run
+    elif name == "gc":
+        from sglang_tiered.store.bucket_gc import run
+    else:
+        raise ConfigError(
+            f"{name} is for a directory of the NVMe tier; a URL has stat, verify, gc."
+        )
+    return run
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -116,22 +153,23 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
 
-    def add(name: str, line: str, text: str, directory: str) -> argparse.ArgumentParser:
+    def add(name: str, line: str, text: str, place: str) -> argparse.ArgumentParser:
         examples = textwrap.dedent(f"examples:\n{_EXAMPLES[name].format(_PROGRAM)}")
         command = commands.add_parser(
             name, help=line, description=text, epilog=examples, formatter_class=layout
         )
-        command.add_argument("directory", metavar="DIR", type=Path, help=directory)
+        command.add_argument("place", metavar="PLACE", help=place)
         command.add_argument(
             "--json", action="store_true", help="print JSON instead of a table for people"
         )
         return command
 
     a_store = "a server's --tier-dir, or one of its shard-* directories"
-    stat = add("stat", "what a store holds and who uses it", _STAT, a_store)
-    verify = add("verify", "check every byte against its checksum", _VERIFY, a_store)
+    a_place = f"{a_store}; or the URL of an object tier"
+    stat = add("stat", "what a store holds and who uses it", _STAT, a_place)
+    verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
-    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_store)
+    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)
     bench = add("bench", "a short throughput test", _BENCH, "any writable directory")
     for command in (stat, verify, dump, gc):
         command.add_argument(
@@ -172,6 +210,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a namespace to keep, by 8 or more of its first digits; repeatable. Without any, "
         "all are kept",
+    )
+    gc.add_argument(
+        "--ttl", metavar="AGE", help="of a URL: objects older than this go; as 14d, 12h or 30m"
+    )
+    gc.add_argument(
+        "--max-bytes",
+        metavar="SIZE",
+        help="of a URL: the oldest of a namespace beyond it go",
     )
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
     bench.add_argument(

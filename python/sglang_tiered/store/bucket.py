@@ -1,0 +1,76 @@
+"""What URL is: the place of an object tier, and the namespaces in it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from sglang_tiered.errors import ConfigError, StoreError
+from sglang_tiered.storage.object.client import open_client
+from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.names import ROOT, namespace_of
+from sglang_tiered.storage.object.settings import ObjectSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.storage.object.client import ObjectClient
+
+
+__all__ = ["BucketTarget", "open_bucket", "refuse_flags", "requests_end"]
+
+_WAY_OUT = "pass the URL of a server's object tier"
+
+
+@dataclass(frozen=True)
+class BucketTarget:
+    url: str
+    client: ObjectClient
+    namespaces: list[bytes]
+    notes: list[str] = field(default_factory=list)
+
+
+def open_bucket(url: str) -> BucketTarget:
+    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory."""
+    parts = urlsplit(url)
+    directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
+    if directory is not None and not directory.is_dir():
+        raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
+    if parts.scheme == "memory":
+        raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
+    client = open_client(ObjectSettings(url=url))
+    namespaces, notes = [], []
+    with requests_end(url):
+        for folder in client.folders(ROOT):
+            namespace = namespace_of(folder)
+            if namespace is None:
+                notes.append(f"{folder!a} is not ours and is left alone")
+            else:
+                namespaces.append(namespace)
+    if not namespaces:
+        raise StoreError(f"{url} holds nothing of an object tier; {_WAY_OUT}")
+    return BucketTarget(url, client, sorted(namespaces), notes)
+
+
+@contextlib.contextmanager
+def requests_end(url: str) -> Iterator[None]:
+    """One sentence for a request that fails. The text of the failure holds no secrets."""
+    try:
+        yield
+    except RequestError as error:
+        cure = (
+            "check the credentials and the region in the environment, and the name of the bucket"
+            if error.failure is Failure.DENIED
+            else "check the endpoint in the environment and try again"
+        )
+        raise StoreError(f"{url} cannot be read: {error.clause}; {cure}") from None
+
+
+def refuse_flags(**flags: object) -> None:
+    """Flags that are for directories of the NVMe tier only, with what they were given."""
+    for name, value in flags.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a directory, not for a URL.")
