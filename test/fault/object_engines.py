@@ -1,0 +1,158 @@
+"""Object engines under test: small settings, numbered runs, and loads that check every byte.
+
+``load`` fails the test when a page that is reported OK holds anything but what was stored under its
+key; that is the promise every test here rests on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import threading
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from object_bucket import NAMESPACE
+
+from sglang_tiered.storage.base import NO_TENANT, Reason, Run
+from sglang_tiered.storage.object.engine import ObjectEngine
+from sglang_tiered.storage.object.settings import ObjectSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.storage.base import Job
+
+__all__ = [
+    "TIMEOUT_S",
+    "Clock",
+    "eventually",
+    "is_held",
+    "load",
+    "open_descriptors",
+    "open_engine",
+    "opened",
+    "run_of",
+    "start_load",
+    "store",
+]
+
+TIMEOUT_S = 20.0
+PAGES_PER_RUN = 4
+PAGE_BYTES = 3000
+_FILL = 0xA5
+
+
+class Clock:
+    """The engine's own clock, which a test may put forward instead of waiting."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def open_engine(
+    url: str,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    **changes: Any,
+) -> ObjectEngine:
+    """One that looks for others' manifests only when it is told to."""
+    settings: dict[str, Any] = {
+        "object_bytes": 64 << 10,
+        "linger_s": 0.0,
+        "refresh_s": 1000.0,
+        "request_timeout_s": 2.0,
+        "num_connections": 4,
+        "staging_bytes": 8 << 20,
+    }
+    namespace = changes.pop("namespace", NAMESPACE)
+    return ObjectEngine(
+        ObjectSettings(url=url, **{**settings, **changes}),
+        namespace=namespace,
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+
+
+@contextlib.contextmanager
+def opened(url: str, **changes: Any) -> Iterator[ObjectEngine]:
+    """An engine that has looked into the bucket once, if it could."""
+    engine = open_engine(url, **changes)
+    try:
+        engine.refresh(TIMEOUT_S)
+        yield engine
+    finally:
+        engine.close()
+    assert not any(thread.is_alive() for thread in engine._threads), "threads outlive the engine"
+
+
+@lru_cache(4096)
+def _page(number: int, position: int, nbytes: int) -> tuple[bytes, bytes]:
+    key = hashlib.sha256(f"{number}/{position}/{nbytes}".encode()).digest()
+    return key, random.Random(key).randbytes(nbytes)
+
+
+def run_of(
+    number: int,
+    *,
+    num_pages: int = PAGES_PER_RUN,
+    page_bytes: int = PAGE_BYTES,
+    tenant: bytes = NO_TENANT,
+) -> Run:
+    """The run of that number: always the same keys and bytes."""
+    pages = [_page(number, position, page_bytes) for position in range(num_pages)]
+    return Run(
+        tuple(key for key, _ in pages), tuple((memoryview(data),) for _, data in pages), tenant
+    )
+
+
+def store(engine: ObjectEngine, *runs: Run) -> set[Reason]:
+    """Store and flush; what became of the pages."""
+    jobs = [engine.submit_store(run) for run in runs]
+    engine.flush(TIMEOUT_S)
+    assert all(job.wait(TIMEOUT_S) for job in jobs), "a store did not finish"
+    return {reason for job in jobs for reason in job.reasons}
+
+
+def start_load(
+    engine: ObjectEngine, run: Run, *, deadline_s: float | None = None
+) -> tuple[Job, list[bytearray]]:
+    """A load and its buffers."""
+    buffers = [bytearray([_FILL]) * page[0].nbytes for page in run.pages]
+    target = Run(run.keys, tuple((memoryview(buffer),) for buffer in buffers))
+    return engine.submit_load(target, deadline_s=deadline_s), buffers
+
+
+def load(engine: ObjectEngine, run: Run, *, deadline_s: float | None = None) -> set[Reason]:
+    job, buffers = start_load(engine, run, deadline_s=deadline_s)
+    assert job.wait(TIMEOUT_S), "a load did not finish"
+    for reason, buffer, page in zip(job.reasons, buffers, run.pages, strict=True):
+        assert reason is not Reason.OK or buffer == page[0], "wrong bytes were served"
+    return set(job.reasons)
+
+
+def is_held(engine: ObjectEngine, run: Run) -> bool:
+    """Whether a lookup finds all of it, in no time."""
+    begun = time.monotonic()
+    num_hits = engine.lookup(run.keys).num_hits
+    assert time.monotonic() - begun < 0.5, "a lookup took its time"
+    return num_hits == run.num_pages
+
+
+def eventually(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        pause.wait(0.005)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
