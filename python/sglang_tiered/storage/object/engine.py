@@ -99,6 +99,11 @@ class ObjectEngine(TierEngine):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def namespace(self) -> bytes:
+        """Of what is in the bucket: for the collector."""
+        return self._state.namespace
+
     def _own(self, namespace: bytes) -> bytes:
         """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
         if len(namespace) != NAMESPACE_BYTES:
