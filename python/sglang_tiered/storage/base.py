@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "KEY_BYTES",
@@ -148,6 +148,10 @@ class Job:
     reasons: list[Reason] = field(init=False)
     _done: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _cancelled: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _callbacks: list[Callable[[Job], None]] | None = field(
+        default_factory=list, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.reasons = [Reason.CANCELLED] * self.run.num_pages
@@ -180,9 +184,23 @@ class Job:
         """Ask the engine to skip what it has not begun. The job still finishes by ``done``."""
         self._cancelled.set()
 
+    def call_at_end(self, callback: Callable[[Job], None]) -> None:
+        """Call when ``reasons`` are complete and the engine touches the buffers no more, just
+        before ``done``; at once if that is so already. The engine may hold its lock then: the
+        callback must note what happened and leave the rest to another thread."""
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
     def finish(self) -> None:
         """Called by the engine, once, after its last touch of the run's buffers."""
         assert not self._done.is_set(), "a job finishes once"
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks or [], None
+        for callback in callbacks:
+            callback(self)
         self._done.set()
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Extent",
     "RegionHeader",
     "Trailer",
+    "check_namespace",
     "extent_header_bytes",
     "footer_bytes",
     "max_page_bytes",
@@ -219,6 +220,12 @@ def parse_region_name(name: str) -> int | None:
     """The sequence number in a region's file name; ``None`` when the name is not ours."""
     match = _NAME.fullmatch(name)
     return int(match[1], 16) if match else None
+
+
+def check_namespace(namespace: bytes) -> None:
+    """Raise ``ValueError`` for a digest of the wrong length: that is our own bug."""
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
 
 
 def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> int:

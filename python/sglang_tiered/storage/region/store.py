@@ -31,7 +31,7 @@ from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
-    NAMESPACE_BYTES,
+    check_namespace,
     max_page_bytes,
     parse_region_name,
     region_name,
@@ -49,6 +49,7 @@ from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
+from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class RegionEngine(TierEngine):
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_namespace(namespace)
+        check_namespace(namespace)
         if region_bytes % BLOCK_BYTES or region_bytes < MIN_REGION_BYTES:
             raise ValueError(
                 f"region_bytes is {region_bytes}, must be a multiple of {BLOCK_BYTES} "
@@ -116,6 +117,7 @@ class RegionEngine(TierEngine):
         self._max_queued_store_bytes = max_queued_store_bytes
         self._close_timeout_s = io_timeout_s
         self._state = state = StoreState(namespace)
+        self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
         report = self._open(device, num_readers)
@@ -306,7 +308,7 @@ class RegionEngine(TierEngine):
         them first unless ``keep`` says that some later process may open the old one again. Raises
         ``ValueError`` for a digest of the wrong length.
         """
-        _check_namespace(namespace)
+        check_namespace(namespace)
         forgetting.set_namespace(self._state, namespace, keep=keep)
 
     def begin_purge(self, tenant: bytes | None) -> Forgetting:
@@ -386,11 +388,6 @@ class RegionEngine(TierEngine):
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
     return threading.Thread(target=target, name=name, daemon=True)
-
-
-def _check_namespace(namespace: bytes) -> None:
-    if len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
 
 
 def _unusable(directory: Path, error: OSError) -> StoreError:

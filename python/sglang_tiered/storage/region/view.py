@@ -1,0 +1,81 @@
+"""``RegionView``: what a store holds, for those who copy from it. Memory only, changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sglang_tiered.storage.region.index import key_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from sglang_tiered.storage.region.state import StoreState
+
+__all__ = ["RegionView", "StoredPage"]
+
+_ALL_BYTES = 1 << 62
+
+
+class StoredPage(NamedTuple):
+    """A page that a load could serve. ``is_used``: it was loaded since it was written."""
+
+    key: bytes
+    length: int  # payload bytes
+    tenant: bytes
+    is_used: bool
+
+
+class RegionView:
+    """Any thread; each call takes the store's lock for a moment. Says nothing of the device's
+    health: what is listed may turn out unreadable."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key is held."""
+        if not keys:
+            return []
+        with self._state.lock:
+            held: list[bool] = (self._state.index.find(key_words(keys)) >= 0).tolist()
+        return held
+
+    def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
+        """Each page, or None where it is not held."""
+        found: list[StoredPage | None] = [None] * len(keys)
+        if not keys:
+            return found
+        with self._state.lock:
+            rows = self._state.index.find(key_words(keys))
+            positions = np.flatnonzero(rows >= 0)
+            pages = self._pages(rows[positions], np.zeros(len(positions), np.bool_))
+        for position, page in zip(positions.tolist(), pages, strict=True):
+            found[position] = page
+        return found
+
+    def pages_behind(self, sequence: int) -> tuple[int, list[StoredPage]] | None:
+        """The oldest region behind that sequence number (-1: of all), with its pages in the order
+        they were written; None behind the last. Older regions are reclaimed first."""
+        state = self._state
+        with state.lock:
+            later = [region for region in state.regions if region.sequence > sequence]
+            if not later:
+                return None
+            region = min(later, key=lambda region: region.sequence)
+            rows = state.index.in_order(state.index.live_rows(region.slot))
+            used = state.index.hot_rows(region.slot, _ALL_BYTES)
+            return region.sequence, self._pages(rows, np.isin(rows, used))
+
+    def _pages(self, rows: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> list[StoredPage]:
+        index = self._state.index
+        columns = (
+            index.keys(rows),
+            index.places(rows).lengths,
+            index.tenants_of(rows),
+            used.tolist(),
+        )
+        return [StoredPage(*values) for values in zip(*columns, strict=True)]
