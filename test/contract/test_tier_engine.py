@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from shared_tier import SharedTier
 
 from sglang_tiered.storage.base import (
     Health,
@@ -19,6 +20,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
 )
 from sglang_tiered.storage.faulty import FaultyEngine
+from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
@@ -68,6 +70,7 @@ ENGINES = [
     "faulty-without-faults",
     "object-memory",
     "object-directory",
+    "layered",
 ]
 
 
@@ -82,6 +85,11 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngin
         made = make_object_engine(f"memory://{tmp_path}")
     elif request.param == "object-directory":
         made = make_object_engine((tmp_path / "store").as_uri())
+    elif request.param == "layered":
+        # Nothing moves between the tiers, so that all outcomes are those of one run.
+        lower = SharedTier()
+        lower.known = False
+        made = LayeredEngine(make_region_engine(tmp_path / "store", direct=None), lower)
     else:
         direct = None if request.param == "region-direct" else False
         made = make_region_engine(tmp_path / "store", direct=direct)

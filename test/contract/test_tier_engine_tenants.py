@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from shared_tier import SharedTier
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
@@ -20,6 +21,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
 )
 from sglang_tiered.storage.faulty import FaultyEngine
+from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
@@ -41,7 +43,14 @@ A, B = b"a" * 16, b"b" * 16
 PAGES = [8192] * 4
 
 
-ENGINES = ["memory", "region-direct", "region-buffered", "faulty-without-faults", "object"]
+ENGINES = [
+    "memory",
+    "region-direct",
+    "region-buffered",
+    "faulty-without-faults",
+    "object",
+    "layered",
+]
 
 
 @pytest.fixture(params=ENGINES)
@@ -76,9 +85,11 @@ def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
                 num_readers=2,
                 max_tenant_bytes=max_tenant_bytes,
                 device=FileDevice(
-                    directory, direct=None if request.param == "region-direct" else False
+                    directory, direct=False if request.param == "region-buffered" else None
                 ),
             )
+            if request.param == "layered":
+                engine = LayeredEngine(engine, SharedTier())
         made.append(engine)
         return engine
 

@@ -1,0 +1,123 @@
+"""What the layered engine needs of its tiers, of its owner, and its own settings and counters."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.storage.base import EngineStats, Job, LookupResult, Run
+
+__all__ = [
+    "LayeredSettings",
+    "LayeredStats",
+    "LowerTier",
+    "ReadObserver",
+    "Span",
+    "Tier",
+    "Unfinished",
+]
+
+MiB = 1 << 20
+
+
+class Tier(enum.Enum):
+    NVME = "nvme"  # the upper one
+    OBJECT = "object"  # the lower one
+
+
+class Span(NamedTuple):
+    """Consecutive pages of a prefix that come from one tier."""
+
+    tier: Tier
+    num_pages: int
+
+
+class Unfinished(Protocol):
+    """A purge that was begun; see ``storage.region.forgetting``."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None) -> bool: ...
+
+
+class LowerTier(Protocol):
+    """A tier engine that several servers share (``storage.object``): of ``TierEngine``, and more.
+
+    ``lookup``, ``contains``, ``stats``, ``submit_store``, ``submit_load`` and ``begin_purge`` read
+    and write memory only. A load that has not begun to serve a page by its deadline fails it, and
+    touches no buffer afterwards.
+    """
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult: ...
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+    def some_keys(self, limit: int) -> list[bytes]: ...
+
+    def submit_store(self, run: Run) -> Job: ...
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job: ...
+
+    def poll(self) -> list[Job]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def begin_purge(self, tenant: bytes | None) -> Unfinished: ...
+
+    def set_namespace(self, namespace: bytes) -> None: ...
+
+    def flush(self, timeout_s: float) -> bool: ...
+
+    def refresh(self, timeout_s: float) -> bool: ...
+
+    def object_stats(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
+class ReadObserver(Protocol):
+    """Told of every read of a tier for a caller. Any thread, at times under an engine's lock, so
+    it must only note."""
+
+    def begin_read(self, num_bytes: int, tier: Tier) -> Any: ...
+
+    def end_read(self, reading: Any, *, is_complete: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredSettings:
+    """Bounds of the background work.
+
+    ``staging_bytes`` lie between the tiers while they are demoted, in batches of ``batch_bytes``;
+    ``promotion_bytes`` while they are promoted. A key of the demotion queue takes about 100 bytes.
+    A failed batch is tried again after ``retry_s``, four times as long each time, ``max_tries``
+    times in all.
+    """
+
+    staging_bytes: int = 128 * MiB
+    batch_bytes: int = 8 * MiB
+    promotion_bytes: int = 64 * MiB
+    max_queued_keys: int = 262_144
+    max_tries: int = 5
+    retry_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredStats:
+    """Pages that moved between the tiers since the engine was opened, and what waits now."""
+
+    num_promoted: int  # copied to NVMe after a load found them in the object store
+    num_promotions_dropped: int  # NVMe was busy or refused, or memory for copies was short
+    num_demoted: int  # copied to the object store, durable
+    bytes_demoted: int
+    num_demotions_dropped: int  # refused for good, failed too often, or queue full
+    num_demotions_gone: int  # NVMe gave them up before their turn
+    demote_backlog: int  # pages that wait to be copied or are on their way
+    num_recovered: int  # pages that NVMe could not serve and the object store did

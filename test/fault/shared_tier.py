@@ -1,0 +1,105 @@
+"""A lower tier for tests: pages in memory, held back or refused when told."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
+from sglang_tiered.storage.memory import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.storage.base import EngineStats
+
+
+class Done:
+    """A purge that needed no waiting."""
+
+    done = True
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return True
+
+
+class SharedTier(MemoryEngine):
+    """As ``LowerTier`` says, over a dictionary. ``hold`` keeps jobs from running until
+    ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
+
+    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
+        super().__init__(capacity_bytes)
+        self.holding: set[JobKind] = set()
+        self.refuse: Reason | None = None
+        self.sick = False
+        self.known = True
+        self.stored_runs: list[Run] = []
+        self.deadlines: list[float | None] = []
+        self._held: list[tuple[Job, float | None]] = []
+        self._guard = threading.Lock()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [not self.sick and key in self._pages for key in keys]
+
+    def submit_store(self, run: Run) -> Job:
+        return self._submit(Job(JobKind.STORE, run), None)
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        self.deadlines.append(deadline_s)
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        return self._submit(Job(JobKind.LOAD, run), deadline)
+
+    def _submit(self, job: Job, deadline: float | None) -> Job:
+        with self._guard:
+            if job.kind in self.holding:
+                self._held.append((job, deadline))
+                return job
+        return self._do(job, deadline)
+
+    def _do(self, job: Job, deadline: float | None) -> Job:
+        reason = self.refuse if job.kind is JobKind.STORE else None
+        if self.sick:
+            reason = Reason.REJECTED if job.kind is JobKind.STORE else Reason.MISS
+        if deadline is not None and time.monotonic() > deadline:
+            reason = Reason.CANCELLED
+        if reason is not None:
+            job.reasons = [reason] * job.run.num_pages
+            job.finish()
+            return job
+        if job.kind is JobKind.STORE:
+            self.stored_runs.append(job.run)
+        return self._serve(job)
+
+    def release(self) -> None:
+        with self._guard:
+            held, self._held = self._held, []
+            self.holding.clear()
+        for job, deadline in held:
+            self._do(job, deadline)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        return dataclasses.replace(stats, health=Health.MISS_ONLY) if self.sick else stats
+
+    def begin_purge(self, tenant: bytes | None) -> Done:
+        if tenant is None:
+            self.clear()
+        else:
+            self.purge(tenant, 0.0)
+        return Done()
+
+    def set_namespace(self, namespace: bytes) -> None:
+        self.clear()
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def refresh(self, timeout_s: float) -> bool:
+        return self.known
