@@ -2,28 +2,28 @@
 
 The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
 request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
-three come from the same two learnt costs. Loads finish on a storage thread and are only noted
-there; everything else runs on the scheduler thread.
+three come from the same learnt costs: of computing, and of loads from each tier. Loads finish on
+storage threads and are only noted there; everything else runs on the scheduler thread.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sglang_tiered.integration.tier_meter import Reading, TierMeter
 from sglang_tiered.policy.cost_model import LoadPlan
+from sglang_tiered.storage.layered.tiers import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
 
-__all__ = ["LoadDecision", "LoadPlanner", "Reading"]
+__all__ = ["LoadDecision", "LoadPlanner"]
 
 Request = TypeVar("Request")
 
@@ -31,11 +31,15 @@ STALE_AFTER_S = 3.0
 """A tier that no load has measured for this long is measured by a probe before it is declined for
 ever: disks recover."""
 
+OBJECT_STALE_AFTER_S = 60.0
+"""The same for the object store, where a probe is paid for."""
+
+MIN_OBJECT_DEADLINE_S = 0.05
+
 YIELD_SHARE = 0.05
 """Of its own prefill, what a request gives up so that a load that is nearly there gets into the
 same batch: without it, one that arrives a moment too late waits for a whole prefill of others."""
 
-MAX_FINISHED = 1024
 MAX_WAITING = 100_000
 
 
@@ -46,15 +50,6 @@ class LoadDecision(enum.Enum):
     LOAD = "load"
     DECLINED = "declined"  # computing them was expected to be cheaper
     GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """Reads under way."""
-
-    num_bytes: int
-    begun_at: float
-    told_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -76,17 +71,17 @@ class LoadPlanner(Generic[Request]):
         clock: Callable[[], float] = time.monotonic,
         *,
         always: bool = False,
+        always_deadline_s: float = 10.0,
     ) -> None:
         self.costs = costs
         self._always = always  # load everything, what it costs aside
         self.tokens = dict.fromkeys(LoadDecision, 0)
-        self.num_loads = 0
-        self.load_s = 0.0
+        self.meters = {
+            Tier.NVME: TierMeter(costs.transfer, clock, stale_after_s=STALE_AFTER_S),
+            Tier.OBJECT: TierMeter(costs.below, clock, stale_after_s=OBJECT_STALE_AFTER_S),
+        }
+        self.object_deadline_s = always_deadline_s if always else MIN_OBJECT_DEADLINE_S
         self._clock = clock
-        self._lock = threading.Lock()
-        self._readings: list[Reading] = []
-        self._finished: deque[tuple[int, float]] = deque(maxlen=MAX_FINISHED)
-        self._measured_at = clock()
         self._loads: dict[Request, _Load] = {}
         self._waiting: dict[Request, float] = {}
         self._waiting_s = 0.0
@@ -94,53 +89,26 @@ class LoadPlanner(Generic[Request]):
 
     # ---- What things take ----
 
-    def begin_read(self, num_bytes: int) -> Reading:
+    def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> Reading:
         """A load (or a probe) begins to read. Any thread; give the result to ``end_read``."""
-        reading = Reading(num_bytes, self._clock())
-        with self._lock:
-            self._readings.append(reading)
-        return reading
+        return self.meters[tier].begin(num_bytes)
 
     def end_read(self, reading: Reading, *, is_complete: bool) -> None:
         """Its last byte arrived, or some never will. Any thread."""
-        with self._lock:
-            self._readings.remove(reading)
-        if is_complete:
-            self._finished.append((reading.num_bytes, self._clock() - reading.begun_at))
+        reading.meter.end(reading, is_complete=is_complete)
 
     def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
         self.costs.prefill.observe(spans, seconds)
 
-    def wants_probe(self) -> bool:
+    def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether nothing has measured the tier for long; asked when a load was declined."""
         self._learn()
-        if self._clock() - self._measured_at < STALE_AFTER_S:
-            return False
-        self._measured_at = self._clock()  # one at a time
-        return True
+        return self.meters[tier].wants_probe()
 
     def _learn(self) -> None:
-        while self._finished:
-            num_bytes, seconds = self._finished.popleft()
-            self.costs.transfer.observe(num_bytes, seconds)
-            self.num_loads += 1
-            self.load_s += seconds
-            self._measured_at = self._clock()
-        with self._lock:
-            for reading in self._readings:
-                self._learn_from(reading)
-
-    def _learn_from(self, reading: Reading) -> None:
-        """A read that goes on for twice as long as expected has told something already, and again
-        each time that doubles: requests must not wait one after the other for a disk that hangs
-        until it has answered once."""
-        elapsed_s = self._clock() - reading.begun_at
-        expected_s = self.costs.transfer.seconds(reading.num_bytes)
-        if elapsed_s > 2 * max(expected_s, reading.told_s):
-            reading.told_s = elapsed_s
-            self.costs.transfer.observe(reading.num_bytes, elapsed_s)
-            self._measured_at = self._clock()
+        for meter in self.meters.values():
+            meter.learn()
 
     # ---- A request's way ----
 
@@ -154,10 +122,18 @@ class LoadPlanner(Generic[Request]):
         return self._waiting_s
 
     def arrives(
-        self, request: Request, *, num_held: int, num_new: int, num_before: int, num_ahead: int
+        self,
+        request: Request,
+        *,
+        num_held: int,
+        num_new: int,
+        num_before: int,
+        num_ahead: int,
+        spans: Sequence[tuple[Tier, int]] = (),
     ) -> int:
         """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
-        the tier holds the first ``num_held`` of them. Returns how many to load."""
+        the tiers hold the first ``num_held`` of them, in ``spans`` of so many tokens (none: NVMe
+        holds all). Returns how many to load."""
         self._learn()
         is_new = not self.knows(request)
         self.leaves(request)
@@ -168,7 +144,9 @@ class LoadPlanner(Generic[Request]):
                 num_new=num_new,
                 num_before=num_before,
                 num_ahead=num_ahead,
+                num_ahead_below=min(num_ahead, self._num_loading_below()),
                 queue_wait_s=self._waiting_s,
+                spans=[(tier is Tier.OBJECT, num_tokens) for tier, num_tokens in spans],
             )
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
@@ -195,6 +173,22 @@ class LoadPlanner(Generic[Request]):
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
             load.queued_at = self._clock()
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        """A read of the object store, of whichever request, is of no use any more once the
+        longest prefill that a load replaces would have been computed."""
+        if not self._always:
+            saved = [load.plan.saved_s for load in self._begun() if load.plan.num_below]
+            longest_s = max(saved, default=0.0) + self._waiting_s
+            self.object_deadline_s = max(MIN_OBJECT_DEADLINE_S, longest_s)
+
+    def _begun(self) -> list[_Load]:
+        return [load for load in self._loads.values() if load.queued_at is not None]
+
+    def _num_loading_below(self) -> int:
+        """Tokens of loads under way that come from the object store."""
+        return sum(load.plan.num_below for load in self._begun())
 
     def left_s(self, request: Request) -> float:
         """Until its load is expected to have arrived; infinite if it is far too late, or none."""
@@ -221,7 +215,13 @@ class LoadPlanner(Generic[Request]):
             return load is not None
         self._learn()
         plan = load.plan
-        return self.costs.load_seconds(plan.num_tokens, num_ahead=num_ahead) < plan.saved_s
+        load_s = self.costs.load_seconds(
+            plan.num_tokens,
+            num_ahead=num_ahead,
+            num_below=plan.num_below,
+            num_ahead_below=min(num_ahead, self._num_loading_below()),
+        )
+        return load_s < plan.saved_s
 
     def should_wait(
         self, request: Request, *, num_missing: int, num_before: int, num_ahead: int, is_read: bool
@@ -236,8 +236,15 @@ class LoadPlanner(Generic[Request]):
         if self._always:
             return True
         now = self._clock()
-        left_s = self.costs.load_seconds(num_missing, num_ahead=num_ahead)
         load = self._loads.get(request)
+        num_below = 0 if load is None else min(num_missing, load.plan.num_below)
+        others_below = self._num_loading_below() - (0 if load is None else load.plan.num_below)
+        left_s = self.costs.load_seconds(
+            num_missing,
+            num_ahead=num_ahead,
+            num_below=num_below,
+            num_ahead_below=min(num_ahead, max(0, others_below)),
+        )
         if load is not None and is_read:
             if load.begun_at is None:
                 load.begun_at, load.left_to_begin_s = now, left_s

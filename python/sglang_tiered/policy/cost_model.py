@@ -8,6 +8,9 @@ prefill follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICM
 arXiv 2410.03065); what this runtime cannot do of it, meeting in the middle, is told in the README
 of this package.
 
+A prefix may lie in two tiers, the second below the first (an object store below NVMe), each with
+a cost of its own. They are read at the same time, so a load takes as long as the slower part.
+
 Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
 """
 
@@ -35,6 +38,9 @@ all prices with it."""
 PRIOR_TRANSFER = (1e-3, 1e-9)
 """Seconds per load and per byte, before any: 1 GB/s."""
 
+PRIOR_BELOW = (5e-2, 5e-9)
+"""The same for the second tier: 50 ms, and 200 MB/s."""
+
 TYPICAL_TRANSFER_BYTES = 16 << 20
 
 PREFILL_LEVEL_HALF_LIFE, TRANSFER_LEVEL_HALF_LIFE, PRICE_HALF_LIFE = 8, 1, 48
@@ -42,6 +48,9 @@ PREFILL_LEVEL_HALF_LIFE, TRANSFER_LEVEL_HALF_LIFE, PRICE_HALF_LIFE = 8, 1, 48
 
 NUM_CUTS = 16
 """Lengths between nothing and everything that a plan compares."""
+
+MAX_SPANS = 8
+"""Changes of tier that a plan looks at besides; a prefix rarely has more than one."""
 
 MIN_GAIN = 0.02
 """A load must save this share of the prefill it replaces, or it is not worth its reads."""
@@ -126,16 +135,18 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much of a prefix to load. ``load_s`` is until it has arrived, its queue included;
-    ``saved_s`` the prefill it replaces."""
+    """How much of a prefix to load, ``num_below`` of it from the second tier. ``load_s`` is until
+    it has arrived, its queue included; ``saved_s`` the prefill it replaces."""
 
     num_tokens: int
     load_s: float
     saved_s: float
+    num_below: int = 0
 
 
 class CostModel:
-    """Compares computing with loading, for one tier of one scheduler."""
+    """Compares computing with loading, for the tiers of one scheduler. ``below`` is the cost of
+    loads from the second tier, if there is one."""
 
     def __init__(
         self,
@@ -144,6 +155,7 @@ class CostModel:
         bytes_per_token: int,
         prefill: PrefillCost | None = None,
         transfer: TransferCost | None = None,
+        below: TransferCost | None = None,
     ) -> None:
         if page_tokens <= 0 or bytes_per_token <= 0:
             raise ValueError(
@@ -153,12 +165,25 @@ class CostModel:
         self._bytes_per_token = bytes_per_token
         self.prefill = PrefillCost() if prefill is None else prefill
         self.transfer = TransferCost() if transfer is None else transfer
+        self.below = TransferCost(PRIOR_BELOW) if below is None else below
 
-    def load_seconds(self, num_tokens: int, *, num_ahead: int = 0) -> float:
-        """Until ``num_tokens`` have arrived, behind ``num_ahead`` tokens of other loads."""
-        num_loads = 2 if num_ahead else 1
-        total = (num_tokens + num_ahead) * self._bytes_per_token
-        return self.transfer.seconds(total, num_loads)
+    def load_seconds(
+        self,
+        num_tokens: int,
+        *,
+        num_ahead: int = 0,
+        num_below: int = 0,
+        num_ahead_below: int = 0,
+    ) -> float:
+        """Until ``num_tokens`` have arrived, behind ``num_ahead`` tokens of other loads, so many
+        of both from the second tier. Loads follow each other; the parts of one run side by side."""
+        parts = self._part_seconds(num_tokens - num_below, num_below)
+        own_s = max(parts, default=self.transfer.seconds(0))
+        return own_s + sum(self._part_seconds(num_ahead - num_ahead_below, num_ahead_below))
+
+    def _part_seconds(self, num_above: int, num_below: int) -> list[float]:
+        parts = ((self.transfer, num_above), (self.below, num_below))
+        return [cost.seconds(n * self._bytes_per_token) for cost, n in parts if n > 0]
 
     def plan(
         self,
@@ -167,27 +192,36 @@ class CostModel:
         num_new: int,
         num_before: int,
         num_ahead: int = 0,
+        num_ahead_below: int = 0,
         queue_wait_s: float = 0.0,
+        spans: Sequence[tuple[bool, int]] = (),
     ) -> LoadPlan:
-        """The length to load of a prefix that a tier holds ``num_held`` tokens of.
+        """The length to load of a prefix that the tiers hold ``num_held`` tokens of.
 
         ``num_new`` tokens, the held ones first among them, follow ``num_before`` that need no
-        prefill. Whatever arrives while the request has to wait anyway (``queue_wait_s``) costs
-        nothing. Of lengths that are about as good the longest is taken: it leaves more of the
-        processor to others. Whole pages; 0 means compute everything.
+        prefill. ``spans`` say in order how many of the held tokens lie in which tier (true: the
+        second); without them all lie in the first. Whatever arrives while the request has to wait
+        anyway (``queue_wait_s``) costs nothing. Of lengths that are about as good the longest is
+        taken: it leaves more of the processor to others. Whole pages; 0 means compute everything.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         if num_held <= 0:
             return LoadPlan(0, 0.0, 0.0)
         everything = self.prefill.seconds(num_new, num_before)
         best, best_s = LoadPlan(0, 0.0, 0.0), everything
-        for num_tokens in self._cuts(num_held):
-            load_s = self.load_seconds(num_tokens, num_ahead=num_ahead)
+        for num_tokens in self._cuts(num_held, spans):
+            num_below = _num_below(num_tokens, spans)
+            load_s = self.load_seconds(
+                num_tokens,
+                num_ahead=num_ahead,
+                num_below=num_below,
+                num_ahead_below=num_ahead_below,
+            )
             rest_s = self.prefill.seconds(num_new - num_tokens, num_before + num_tokens)
             saved_s = everything - rest_s
             total_s = max(0.0, load_s - queue_wait_s) + rest_s + MIN_GAIN * saved_s
             if total_s <= best_s:
-                best, best_s = LoadPlan(num_tokens, load_s, saved_s), total_s
+                best, best_s = LoadPlan(num_tokens, load_s, saved_s, num_below), total_s
         return best
 
     def should_wait(self, *, num_missing: int, num_before: int, left_s: float) -> bool:
@@ -195,10 +229,28 @@ class CostModel:
         ``num_before`` ones that are there, expected in ``left_s``."""
         return left_s < self.prefill.seconds(num_missing, num_before)
 
-    def _cuts(self, num_held: int) -> list[int]:
+    def _cuts(self, num_held: int, spans: Sequence[tuple[bool, int]]) -> list[int]:
+        """Lengths to compare: even parts, and where the tier changes."""
         num_pages = num_held // self._page_tokens
         cuts = min(NUM_CUTS, num_pages)
-        return [num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)]
+        lengths = {num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)}
+        end = 0
+        for _, num_tokens in spans[:MAX_SPANS]:
+            end += num_tokens
+            lengths.add(min(end, num_held) // self._page_tokens * self._page_tokens)
+        return sorted(lengths - {0})
+
+
+def _num_below(num_tokens: int, spans: Sequence[tuple[bool, int]]) -> int:
+    """How many of the first tokens lie in the second tier."""
+    total = 0
+    for is_below, length in spans:
+        taken = min(length, num_tokens)
+        total += taken * is_below
+        num_tokens -= taken
+        if num_tokens <= 0:
+            break
+    return total
 
 
 def _pairs(new: int, before: int) -> float:

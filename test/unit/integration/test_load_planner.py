@@ -16,6 +16,7 @@ from sglang_tiered.integration.load_planner import (
     LoadPlanner,
 )
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.storage.layered.tiers import Tier
 
 TOKEN_S = 1e-4
 BYTES_PER_TOKEN = 1000
@@ -80,8 +81,8 @@ def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() ->
     for _ in range(8):
         load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
-    assert planner.num_loads == 14
-    assert planner.load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+    assert planner.meters[Tier.NVME].num_loads == 14
+    assert planner.meters[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
 
 
 def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:

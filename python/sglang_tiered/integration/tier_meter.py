@@ -1,0 +1,96 @@
+"""``TierMeter``: what reads of one tier take, noted on any thread, learnt on the scheduler's."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.policy.cost_model import TransferCost
+
+__all__ = ["Reading", "TierMeter"]
+
+MAX_FINISHED = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Reads under way."""
+
+    meter: TierMeter
+    num_bytes: int
+    begun_at: float
+    told_s: float = 0.0
+
+
+class TierMeter:
+    """``begin`` and ``end`` may be called by any thread, the rest by the scheduler thread. Nothing
+    is called with its lock held."""
+
+    def __init__(
+        self, cost: TransferCost, clock: Callable[[], float], *, stale_after_s: float
+    ) -> None:
+        self.cost = cost
+        self._clock = clock
+        self._stale_after_s = stale_after_s
+        self._lock = threading.Lock()
+        self._readings: list[Reading] = []
+        self._finished: deque[tuple[int, float, bool]] = deque(maxlen=MAX_FINISHED)
+        self._measured_at = clock()
+        self.num_loads = 0
+        self.load_s = 0.0
+
+    def begin(self, num_bytes: int) -> Reading:
+        """A load (or a probe) begins to read."""
+        reading = Reading(self, num_bytes, self._clock())
+        with self._lock:
+            self._readings.append(reading)
+        return reading
+
+    def end(self, reading: Reading, *, is_complete: bool) -> None:
+        """Its last byte arrived, or some never will."""
+        with self._lock:
+            self._readings.remove(reading)
+        self._finished.append((reading.num_bytes, self._clock() - reading.begun_at, is_complete))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of a load of typical size; None before one."""
+        return self.cost.bytes_per_s if self.cost.num_observed else None
+
+    def wants_probe(self) -> bool:
+        """Whether nothing has measured the tier for long; asked when a load was declined."""
+        if self._clock() - self._measured_at < self._stale_after_s:
+            return False
+        self._measured_at = self._clock()  # one at a time
+        return True
+
+    def learn(self) -> None:
+        while self._finished:
+            num_bytes, seconds, is_complete = self._finished.popleft()
+            if is_complete:
+                self.num_loads += 1
+                self.load_s += seconds
+            elif seconds < self.cost.seconds(num_bytes):
+                continue  # a quick failure says nothing of speed; one that took long does
+            self.cost.observe(num_bytes, seconds)
+            self._measured_at = self._clock()
+        with self._lock:
+            readings = list(self._readings)
+        for reading in readings:
+            self._learn_from(reading)
+
+    def _learn_from(self, reading: Reading) -> None:
+        """A read that goes on for twice as long as expected has told something already, and again
+        each time that doubles: requests must not wait one after the other for a disk that hangs
+        until it has answered once."""
+        elapsed_s = self._clock() - reading.begun_at
+        expected_s = self.cost.seconds(reading.num_bytes)
+        if elapsed_s > 2 * max(expected_s, reading.told_s):
+            reading.told_s = elapsed_s
+            self.cost.observe(reading.num_bytes, elapsed_s)
+            self._measured_at = self._clock()
