@@ -48,7 +48,7 @@ class Tier:
     """The parts of the cache and of the storage class that the spiller asks, over a real tree."""
 
     decides_alone = True
-    serves_loads = True
+    takes_stores = True
 
     def __init__(self, num_nodes: int) -> None:
         params: Any = CacheInitParams(
@@ -134,10 +134,10 @@ class Tier:
 def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict[str, list[float]]:
     """Milliseconds of each step's offers, and of each step of the spiller."""
     tier = Tier(num_dirty + (num_steps + 1) * num_offers)
-    tier.serves_loads = False
+    tier.takes_stores = False
     for _ in range(num_dirty):
         tier.spiller.offer(tier.new_node(), tier)  # type: ignore[arg-type]
-    tier.serves_loads = True
+    tier.takes_stores = True
     if state == "loads waiting":
         tier.ongoing_prefetch = dict.fromkeys(range(1000), 64)
     samples: dict[str, list[float]] = {"offer": [], "step": []}

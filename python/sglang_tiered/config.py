@@ -28,6 +28,7 @@ __all__ = [
     "KiB",
     "MiB",
     "NvmeConfig",
+    "ObjectConfig",
     "TierMode",
     "TieredConfig",
     "TransferConfig",
@@ -35,6 +36,7 @@ __all__ = [
     "default_tier_directory",
     "format_bytes",
     "parse_bytes",
+    "parse_duration",
     "parse_flush",
     "parse_mode",
     "parse_share",
@@ -48,6 +50,9 @@ MIN_REGION_BYTES = 4 * MiB
 MAX_DEFAULT_REGION_BYTES = 256 * MiB
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
+
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+OBJECT_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 MAX_TRANSFER_CONNECTIONS = 16
 MIN_PEER_TIMEOUT_S = 2.0
@@ -106,6 +111,65 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The object tier below NVMe, shared by all servers that name it. ``capacity_bytes`` bounds
+    what servers with the same model, weights and settings have in it together (None: no limit),
+    ``ttl_s`` the age of what they find there. ``writes_per_day`` and ``requests_per_day`` are what
+    this server, all ranks together, may write and ask in any 24 hours. Credentials are no part of
+    it: they stay in the environment."""
+
+    url: str
+    capacity_bytes: int | None = None
+    ttl_s: float | None = None
+    writes_per_day: int | None = None
+    requests_per_day: int | None = None
+    codec: str = "none"
+    sse: str | None = None
+    sse_kms_key: str | None = None
+
+    def __post_init__(self) -> None:
+        scheme, separator, rest = self.url.partition("://")
+        if not separator or scheme not in OBJECT_SCHEMES or not rest.strip("/"):
+            raise ConfigError(
+                f"--tier-object-url {self.shown_url} is not a place for objects; write "
+                "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or the absolute "
+                "path of a shared directory."
+            )
+        if self.shown_url != self.url:
+            raise ConfigError(
+                f"--tier-object-url {self.shown_url} carries credentials or options; leave them "
+                "out, they come from the environment (AWS_ACCESS_KEY_ID and the like)."
+            )
+        for flag, value in (
+            ("--tier-object-bytes", self.capacity_bytes),
+            ("--tier-object-writes-per-day", self.writes_per_day),
+            ("--tier-object-requests-per-day", self.requests_per_day),
+        ):
+            if value is not None:
+                _require_positive(flag, value)
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
+        if self.sse is not None and self.sse not in OBJECT_ENCRYPTIONS:
+            names = ", ".join(OBJECT_ENCRYPTIONS)
+            raise ConfigError(f"--tier-object-sse {self.sse} is unknown; choose one of {names}.")
+        if self.sse is not None and not scheme.startswith("s3"):
+            raise ConfigError(
+                f"--tier-object-sse {self.sse} is S3's and has no meaning with {scheme}; drop it."
+            )
+        if self.sse_kms_key is not None and "kms" not in (self.sse or ""):
+            raise ConfigError(
+                f"--tier-object-sse-kms-key {self.sse_kms_key} needs --tier-object-sse aws:kms."
+            )
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without what may be secret, for messages."""
+        scheme, separator, rest = self.url.partition("://")
+        place, _, path = rest.partition("/")
+        path = path.split("?")[0].split("#")[0]
+        return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
     decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead."""
@@ -151,6 +215,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1  # ranks that share the heads of a page
     pp_size: int = 1  # ranks that share its layers
     transfer: TransferConfig | None = None  # None: the defaults
+    object: ObjectConfig | None = None  # None: no object tier
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -159,6 +224,11 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
             _require_positive("--tier-host-bytes", self.host_bytes)
         if (self.mode is TierMode.NVME) != (self.nvme is not None):
             raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
+        if self.object is not None and self.nvme is None:
+            raise ConfigError(
+                f"--tier-object-url needs the NVMe tier above it; drop it or --tier-mode "
+                f"{self.mode.value}."
+            )
         if self.nvme is not None:
             share, region = self.nvme_bytes_per_rank, self.nvme.region_bytes
             ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
@@ -251,6 +321,14 @@ def parse_bytes(flag: str, text: str, *, otherwise: str = "use --tier-mode to go
     if value <= 0:
         raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
     return value
+
+
+def parse_duration(flag: str, text: str) -> float:
+    """``90s``, ``30m``, ``12h``, ``7d`` or plain seconds; anything else is a ``ConfigError``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{flag} {text} is not a time; write for example 90s, 30m, 12h or 7d.")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def parse_share(text: str) -> float:

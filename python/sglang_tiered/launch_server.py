@@ -222,6 +222,10 @@ def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> st
         limit = config.nvme.writes_per_day
         writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
         lines.append(f"  nvme    {size} in {config.nvme.directory}{writes}")
+    if config.object is not None:
+        cap = config.object.capacity_bytes
+        size = "" if cap is None else f"{format_bytes(cap)} in "
+        lines.append(f"  object  {size}{config.object.shown_url}, shared")
     if server_args.disaggregation_mode in ("prefill", "decode"):
         other = "decode" if server_args.disaggregation_mode == "prefill" else "prefill"
         return "\n".join([*lines, f"send requests to a router in front of it and of {other}", ""])

@@ -9,11 +9,13 @@ from sglang_tiered.config import (
     GiB,
     MiB,
     NvmeConfig,
+    ObjectConfig,
     TieredConfig,
     TierMode,
     default_region_bytes,
     format_bytes,
     parse_bytes,
+    parse_duration,
     parse_flush,
     parse_mode,
     parse_share,
@@ -146,3 +148,73 @@ def test_flush_knows_two_words() -> None:
     assert [parse_flush(word) for word in ("memory", "all")] == [False, True]
     with pytest.raises(ConfigError, match="--tier-flush nvme is unknown; choose one of memory"):
         parse_flush("nvme")
+
+
+def test_object_settings_survive_the_environment() -> None:
+    below = ObjectConfig(
+        url="s3://bucket/prefix",
+        capacity_bytes=GiB,
+        ttl_s=86400.0,
+        writes_per_day=GiB,
+        requests_per_day=1000,
+        codec="zstd",
+        sse="aws:kms",
+        sse_kms_key="key",
+    )
+    environment: dict[str, str] = {}
+    make_config(object=below).to_environment(environment)
+    read = TieredConfig.from_environment(environment)
+    assert read is not None
+    assert read.object == below
+
+
+def test_an_object_tier_needs_nvme_above_it() -> None:
+    with pytest.raises(ConfigError, match="needs the NVMe tier"):
+        make_config(mode=TierMode.HOST, nvme=None, object=ObjectConfig(url="s3://b/p"))
+
+
+@pytest.mark.parametrize("url", ["", "bucket", "s3://", "http://127.0.0.1/b", "s3:/b", "s4://b"])
+def test_what_is_no_place_for_objects_is_refused_with_examples(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tier-object-url .*gs://bucket/prefix"):
+        ObjectConfig(url=url)
+
+
+@pytest.mark.parametrize("url", ["s3://me:hunter2@bucket/p", "s3://bucket/p?key=hunter2"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="environment") as refused:
+        ObjectConfig(url=url)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"capacity_bytes": 0}, "--tier-object-bytes"),
+        ({"ttl_s": 0.0}, "--tier-object-ttl"),
+        ({"writes_per_day": -1}, "--tier-object-writes-per-day"),
+        ({"requests_per_day": 0}, "--tier-object-requests-per-day"),
+        ({"sse": "rot13"}, "choose one of AES256"),
+        ({"url": "gs://b/p", "sse": "AES256"}, "has no meaning with gs"),
+        ({"sse_kms_key": "k"}, "needs --tier-object-sse aws:kms"),
+        ({"sse": "AES256", "sse_kms_key": "k"}, "needs --tier-object-sse aws:kms"),
+    ],
+)
+def test_object_settings_that_cannot_work_are_one_sentence(
+    settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        ObjectConfig(**{"url": "s3://b/p", **settings})  # type: ignore[arg-type]
+    assert str(refused.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5h", 5400), ("30m", 1800), ("7d", 604800)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert parse_duration("--flag", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1d", "7w", "d", "1h30m"])
+def test_other_forms_of_a_time_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--flag"):
+        parse_duration("--flag", text)

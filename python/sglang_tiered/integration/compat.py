@@ -56,6 +56,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "cache_salt",
         "storage_hit_end",
     ),
+    f"{_TREE}.checkpoint": ("self", "req", "up_to"),
+    f"{_TREE}._apply_cache_actions": ("self", "actions"),
     f"{_TREE}.check_prefetch_progress": ("self", "request"),
     f"{_TREE}._sync_hicache_ready_counts": ("self",),
     f"{_TREE}._all_reduce": ("self", "data", "tp_reduce_op"),

@@ -141,7 +141,7 @@ def _after_is_fully_idle(
     cache = scheduler.tree_cache
     if not result or for_health_check or not isinstance(cache, TieredRadixCache):
         return result
-    return cache.storage is None or cache.storage.num_transfers == 0
+    return cache.storage is None or cache.storage.transfers.num_running == 0
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
@@ -166,6 +166,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
                 state[":".join((metric.name, *labels))] = value
         if stats.health_reason:
             state["nvme_unhealthy_because"] = stats.health_reason
+        if stats.object is not None and stats.object.health_reason:
+            state["object_unhealthy_because"] = stats.object.health_reason
     result.internal_state["sglang_tiered"] = state
     return result
 

@@ -27,6 +27,7 @@ from sglang_tiered.integration.immediate_query import answer_at_once
 from sglang_tiered.integration.load_planner import LoadPlanner
 from sglang_tiered.integration.rank_agreement import AgreeingRadixCache
 from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.integration.tenants import tenant_digest
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from array import array
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    from sglang_tiered.storage.layered.tiers import Span
 
 __all__ = ["LoadingRadixCache"]
 
@@ -101,7 +104,7 @@ class LoadingRadixCache(AgreeingRadixCache):
         cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> bool | None:
-        """Begin a load of what pays of what the NVMe tier holds, now or in its turn.
+        """Begin a load of what pays of what NVMe and object tier hold, now or in its turn.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
@@ -116,16 +119,17 @@ class LoadingRadixCache(AgreeingRadixCache):
             is_new = not self._planner.knows(request)
             self._window.withdraw(request.rid)
             num_before = len(matched_prefix_tokens or ())
-            hashes = self._held_pages(tokens, last_hash, extra_key, cache_salt)
+            hashes, spans = self._held_pages(tokens, last_hash, extra_key, cache_salt)
             num_planned = self._planner.arrives(
                 request,
                 num_held=len(hashes) * self.page_size,
                 num_new=len(tokens) + 1,
                 num_before=num_before,
                 num_ahead=self.cache_controller.prefetch_tokens_occupied,
+                spans=[(span.tier, span.num_pages * self.page_size) for span in spans],
             )
-            if num_planned < len(hashes) * self.page_size and self._planner.wants_probe():
-                self.storage.probe(hashes)
+            self._probe_declined(hashes, spans, num_planned // self.page_size)
+            self.storage.transfers.expect_load(hashes, tenant_digest(extra_key, cache_salt))
             num_held = self._agree(request, num_planned, num_before, len(tokens))
             if num_held is None:
                 self._window.put_off(request.rid, 0)
@@ -182,8 +186,8 @@ class LoadingRadixCache(AgreeingRadixCache):
         last_hash: str | None,
         extra_key: str | None,
         cache_salt: str | None,
-    ) -> list[str]:
-        """The leading pages that the NVMe tier could load now. Memory only."""
+    ) -> tuple[list[str], list[Span]]:
+        """The leading pages that the tiers could load now, and from where. Memory only."""
         key = RadixKey(
             tokens,
             extra_key=extra_key,
@@ -191,9 +195,21 @@ class LoadingRadixCache(AgreeingRadixCache):
             cache_salt=cache_salt,
         ).page_aligned(self.page_size)
         if len(key) == 0 or self.storage is None:
-            return []
+            return [], []
         hashes: list[str] = get_storage_hash_str(key, last_hash, page_size=self.page_size)
-        return hashes[: self.storage.lookup_leading(hashes)]
+        spans = self.storage.lookup_spans(hashes)
+        return hashes[: sum(span.num_pages for span in spans)], spans
+
+    def _probe_declined(self, hashes: list[str], spans: list[Span], num_planned: int) -> None:
+        """Measure the tier that a plan stopped short of, if nothing has for long."""
+        end = 0
+        for span in spans:
+            start, end = end, end + span.num_pages
+            if end > num_planned:
+                assert self._planner is not None and self.storage is not None
+                if self._planner.wants_probe(span.tier):
+                    self.storage.transfers.probe(hashes[max(start, num_planned) : end], span.tier)
+                return
 
     def _num_loading_tokens(self) -> int:
         """Host tokens taken by loads in flight and by loads no request has consumed yet."""

@@ -74,12 +74,14 @@ def samples(
     metric: Metric, stats: TierStats | TransferStats
 ) -> Iterator[tuple[tuple[str, ...], float]]:
     """Label values and value of each sample of one metric; none where there is no value."""
-    value = getattr(stats, metric.field)
+    value: Any = stats
+    for name in metric.field.split("."):
+        value = None if value is None else getattr(value, name)
     if isinstance(value, Health):
         yield (), float(value is Health.RUNNING)
     elif isinstance(value, dict):
         for key, count in value.items():
             labels = key if isinstance(key, tuple) else (key,)
-            yield tuple(label.value for label in labels), float(count)
+            yield tuple(str(getattr(label, "value", label)) for label in labels), float(count)
     elif value is not None:
         yield (), float(value)

@@ -1,4 +1,5 @@
-"""Purges in a scheduler process: what ``tier_api`` asks for, on the scheduler thread.
+"""Purges in a scheduler process, and the desk for all that ``tier_api`` asks for, on the
+scheduler thread.
 
 SGLang's control channel carries a method name and a JSON body to the schedulers of every rank; it
 serves its own debugger under other names. A purge begins at once and in memory only. Whether it is
@@ -12,16 +13,15 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.conversations import checkpoint, least_on_every_rank, residency
 from sglang_tiered.integration.radix_cache import TieredRadixCache
 from sglang_tiered.integration.tenants import UNKNOWN_TENANT, tenant_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.region.forgetting import Forgetting
+    from sglang_tiered.storage.layered.tiers import Unfinished
 
 __all__ = ["PREFIX", "after_flush", "handle", "key_of_new_request", "on_idle"]
 
@@ -35,7 +35,7 @@ class _Desk:
     """What was begun in this process, by the id its asker gave."""
 
     def __init__(self) -> None:
-        self.purges: OrderedDict[str, list[Forgetting]] = OrderedDict()
+        self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
         self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
         self.resetting = False  # the flush that comes is ours; nobody asked for it
         self._pool: ThreadPoolExecutor | None = None
@@ -55,6 +55,10 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(cache, TieredRadixCache):
         return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
     number = str(body.get("id"))
+    if method == PREFIX + "residency":
+        return residency(cache, body)
+    if method == PREFIX + "checkpoint":
+        return checkpoint(cache, number, body)
     if method == PREFIX + "tenants":
         return _report(cache, number, int(body["limit"]))
     if number not in _desk.purges:
@@ -65,11 +69,11 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
     purges = _desk.purges[number]
     done = all(purge.done for purge in purges)
     durable = done and all(purge.wait(0.0) for purge in purges)
-    done, durable = _on_every_rank(scheduler, done, durable)
+    done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
     return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
 
 
-def begin(scheduler: Any, cache: TieredRadixCache, tenant: bytes | None) -> list[Forgetting]:
+def begin(scheduler: Any, cache: TieredRadixCache, tenant: bytes | None) -> list[Unfinished]:
     """Put the pages of a tenant, or all, out of reach in every tier."""
     # Before the tree is reset, or it would be asked to store what is purged.
     cache.fence.raise_against(tenant)
@@ -136,14 +140,3 @@ def _remember(answers: OrderedDict[str, Any], number: str, answer: Any) -> None:
     answers[number] = answer
     if len(answers) > _MAX_ANSWERS:
         answers.popitem(last=False)
-
-
-def _on_every_rank(scheduler: Any, done: bool, durable: bool) -> tuple[bool, bool]:
-    """Of all ranks that hold parts of the same pages; only the first one's answer is heard."""
-    if scheduler.tree_cache.tp_world_size == 1:
-        return done, durable
-    flags = torch.tensor([done, durable], dtype=torch.int32)
-    torch.distributed.all_reduce(
-        flags, op=torch.distributed.ReduceOp.MIN, group=scheduler.tree_cache.tp_group
-    )
-    return bool(flags[0]), bool(flags[1])

@@ -15,6 +15,8 @@ keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs u
 from __future__ import annotations
 
 import logging
+from array import array
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import (
@@ -31,6 +33,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.conversations import RecentRequests, Selector
 from sglang_tiered.integration.host_size import target_host_bytes
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
@@ -94,6 +97,11 @@ class TieredRadixCache(SpillingRadixCache):
     _warm_host: WarmHost | None = None
     _exporter: MetricsExporter | None = None
     _tier_events: TierEvents | None = None
+
+    @cached_property
+    def recent_requests(self) -> RecentRequests:
+        """For those who ask for a conversation by the id of its last request."""
+        return RecentRequests()
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         config = TieredConfig.from_environment()
@@ -201,6 +209,15 @@ class TieredRadixCache(SpillingRadixCache):
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()
         return events if self._tier_events is None else events + self._tier_events.take()
+
+    # ---- What requests left in the tree ----
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        if self.storage is not None:
+            tokens = array("q", req.full_untruncated_fill_ids[:up_to])
+            selector = Selector(tokens, req.extra_key, req.cache_salt)
+            self.recent_requests.note(str(req.rid), selector)
 
     # ---- Life cycle ----
 

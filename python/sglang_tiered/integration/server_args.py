@@ -34,8 +34,13 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import pod_flags
+from sglang_tiered.integration.object_args import resolve_object
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
-from sglang_tiered.integration.tier_flags import TIER_FLAGS, without_our_flags
+from sglang_tiered.integration.tier_flags import (
+    OBJECT_FLAGS,
+    TIER_FLAGS,
+    without_our_flags,
+)
 from sglang_tiered.integration.transfer_args import resolve_transfer, transfer_arguments
 
 if TYPE_CHECKING:
@@ -73,6 +78,7 @@ _NVME_FLAGS = (
     "--tier-warm-host",
     "--tier-tenant-share",
     "--tier-flush",
+    *OBJECT_FLAGS,
 )
 
 # SGLang flags that select another cache below or instead of the radix cache.
@@ -125,7 +131,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         # An idle scheduler polls without a pause: a core that other servers could compute on.
         added["--sleep-on-idle"] = None
     if mode is TierMode.OFF:
-        _refuse_given(explicit, TIER_FLAGS, except_for="--tier-mode", reason="--tier-mode off")
+        ours = (*TIER_FLAGS, *OBJECT_FLAGS)
+        _refuse_given(explicit, ours, except_for="--tier-mode", reason="--tier-mode off")
         rest = _completed(rest, added, explicit)
         return Resolved(TieredConfig(mode=mode, transfer=transfer), rest)
 
@@ -177,6 +184,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         tp_size=_attention_tp_size(explicit),
         pp_size=explicit.get("pp_size") or 1,
         transfer=transfer,
+        object=resolve_object(explicit) if mode is TierMode.NVME else None,
     )
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
@@ -190,8 +198,8 @@ def resolve_without_nvme(
     resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
     note = (
         f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
-        "the NVMe tier; install a C++ compiler and the OpenSSL headers (Debian: apt-get install "
-        "g++ libssl-dev)."
+        "NVMe and object tiers; install a C++ compiler and the OpenSSL headers (Debian: apt-get "
+        "install g++ libssl-dev)."
     )
     return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
 

@@ -182,7 +182,7 @@ class Spiller:
             self._queue.adapt(storage.gate.waited_s)
 
     def _begin(self, storage: TieredStorage) -> None:
-        if not storage.serves_loads:
+        if not storage.takes_stores:
             return  # a sick disk: nothing is lost by waiting
         loads_wait = bool(self._cache.ongoing_prefetch)
         num_stores = 0
@@ -279,7 +279,7 @@ class Spiller:
             return
         if self._cache.ongoing_prefetch or not storage.gate.takes_everything:
             return
-        if not storage.serves_loads:
+        if not storage.takes_stores:
             return
         del self._dropped[node_id]
         try:

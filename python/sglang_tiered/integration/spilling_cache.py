@@ -17,10 +17,13 @@ from sglang_tiered.integration.spiller import Spiller
 from sglang_tiered.integration.tenants import Fence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.integration.host_ledger import HostLedger
 
@@ -84,6 +87,25 @@ class SpillingRadixCache(LoadingRadixCache):
             return None
         operation: int = next(reversed(self.ongoing_backup))
         return operation
+
+    def store_soon(self, path: Sequence[TreePathNodeInfo]) -> None:
+        """Somebody waits until these nodes are stored. Copies to host memory come first, and bring
+        the store with them. What a disk holds already is asked only where no other rank must queue
+        the same stores; asking for them twice costs nothing."""
+        storage = self.storage
+        if self._spiller is None or storage is None:
+            return
+        for node in path:
+            node_id = node.node_id
+            last = self.tree_core.get_last_hash_value(node_id)
+            if self._decides_alone() and last is not None and storage.holds(last):
+                continue
+            if not self.tree_core.is_backuped(node_id):
+                self.back_up(self.tree_core.build_backup_kv_action(node_id))
+            elif self._spiller.is_under_way(node_id):
+                self._spiller.queue.promote(node_id)
+            else:
+                self.write_backup_storage(node_id)
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()

@@ -11,9 +11,6 @@ a page that was freed and given to another request would be silent corruption.
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,32 +24,33 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import host_pages, namespace
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.shards import shard_name
+from sglang_tiered.integration.object_args import lossy_codec
 from sglang_tiered.integration.store_gate import StoreGate
-from sglang_tiered.integration.tier_probe import (
-    MAX_PROBE_BYTES,
-    MAX_PROBE_PAGES,
-    read_in_steps,
-)
+from sglang_tiered.integration.tier_engines import open_object_tier, open_shard
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
+from sglang_tiered.integration.tier_transfers import TierTransfers
 from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
-from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.layered.tiers import Span, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.integration.load_planner import LoadPlanner
-    from sglang_tiered.storage.base import Job, Page, TierEngine
-    from sglang_tiered.storage.region.forgetting import Forgetting
+    from sglang_tiered.integration.tier_engines import ObjectTier
+    from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.layered import LayeredEngine
+    from sglang_tiered.storage.layered.tiers import Unfinished
     from sglang_tiered.storage.region.notes import Notes
+    from sglang_tiered.storage.region.store import RegionEngine
 
 __all__ = ["TieredStorage"]
+
+CLEAR_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +70,15 @@ class TieredStorage(ZeroCopyStorage):
         # SGLang lets only rank 0 write the replicated KV of an MLA model, for backends that all
         # ranks share. Our shards are private to a rank, so every rank writes its own.
         storage_config.is_mla_model = False
-        self._engine: TierEngine | None = None
+        self._engine: TierEngine | None = None  # the whole: one of the next two
+        self._region: RegionEngine | None = None
+        self._layered: LayeredEngine | None = None
+        self._object_tier: ObjectTier | None = None
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._stores_suspended = False
         self._planner: LoadPlanner[Any] | None = None
-        self._transfer_lock = threading.Lock()
-        self.num_transfers = 0  # calls that have host pages in use; any thread may read it
+        self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
         self.ledger: HostLedger  # from when the host pools are registered
         self._was_updated = False
 
@@ -88,20 +88,35 @@ class TieredStorage(ZeroCopyStorage):
         """Open the shard: the identity of the bytes is complete once the pools are known."""
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
         host_pages.check(pools)
+        identity = namespace.server_identity(self._storage_config)
+        codec = lossy_codec(self._config)
+        if codec is not None:
+            identity["lossy_codec"] = codec
         self._namespace = namespace.digest(
-            namespace.server_identity(self._storage_config),
+            identity,
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
-        self._engine = self._open_shard()
+        self._region = open_shard(self._config, self._storage_config, self._namespace)
+        self._engine = self._region
         self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
         writes_per_day = self._config.nvme_writes_per_day_per_rank
-        self._gate = StoreGate(
-            self._engine,
+        self._gate = gate = StoreGate(
+            self._region,
             host_tokens=self.mem_pool_host.logical_size,
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        stats = self._engine.stats()
+        self._object_tier = open_object_tier(
+            self._config,
+            self._region,
+            self._namespace,
+            self.mem_pool_host,
+            lambda: gate.takes_everything,
+        )
+        if self._object_tier is not None:
+            self._engine = self._layered = self._object_tier.engine
+        self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
+        stats = self._region.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
             self._namespace.hex()[:16],
@@ -109,38 +124,6 @@ class TieredStorage(ZeroCopyStorage):
             stats.physical_bytes,
             stats.capacity_bytes,
         )
-
-    def _open_shard(self) -> RegionEngine:
-        """The first free shard of this rank's geometry.
-
-        Plain data parallelism gives every replica the same ranks, so a locked shard is some other
-        replica's and the next one is tried; which replica gets which does not matter, because all
-        hold KV of the same namespace.
-        """
-        nvme = self._config.nvme
-        assert nvme is not None
-        where = self._storage_config
-        for replica in range(self._config.num_ranks):
-            name = shard_name(
-                tp_rank=where.tp_rank,
-                tp_size=where.tp_size,
-                pp_rank=where.pp_rank,
-                pp_size=where.pp_size,
-                dp_rank=where.dp_rank,
-                replica=replica,
-            )
-            try:
-                return RegionEngine(
-                    shard_path(Path(nvme.directory), name),
-                    namespace=self._namespace,
-                    capacity_bytes=self._config.nvme_bytes_per_rank,
-                    region_bytes=nvme.region_bytes,
-                    max_tenant_bytes=self._config.max_tenant_bytes_per_rank,
-                )
-            except StoreLockedError:
-                if replica + 1 == self._config.num_ranks:
-                    raise
-        raise AssertionError("a server has at least one rank")
 
     def page_bytes(self) -> int:
         """Payload of one KV page of this rank."""
@@ -153,23 +136,26 @@ class TieredStorage(ZeroCopyStorage):
     def use_planner(self, planner: LoadPlanner[Any]) -> None:
         """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
         self._planner = planner
-        self.probe([key.hex() for key in self._require_engine().some_keys(MAX_PROBE_PAGES)])
+        self.transfers.use_planner(planner)
 
     @property
     def notes(self) -> Notes:
         """Small files beside the pages."""
-        engine = self._require_engine()
-        assert isinstance(engine, RegionEngine)
-        return engine.notes
+        return self.region_engine.notes
 
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
-        if self._engine is not None:
-            self._engine.close()
+        owner = self._object_tier or self._engine
+        if owner is not None:
+            owner.close()
 
     def clear(self) -> None:
-        """Forget every page of this shard."""
-        self._require_engine().clear()
+        """Forget every page of this shard, and all that servers share in the object tier. That
+        storage may be out of reach, so its part goes on in the background."""
+        if self._layered is None:
+            self._require_engine().clear()
+        else:
+            self.begin_purge(None).wait(CLEAR_TIMEOUT_S)
 
     def change_weights(self, *, tree_was_flushed: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
@@ -180,20 +166,26 @@ class TieredStorage(ZeroCopyStorage):
         self._stores_suspended = not tree_was_flushed
         self._namespace = namespace.successor(self._namespace)
         # Nobody can name the namespace of an update again: its space is the first to be reused.
-        self.region_engine.set_namespace(self._namespace, keep=not self._was_updated)
+        engine = self._layered or self.region_engine
+        engine.set_namespace(self._namespace, keep=not self._was_updated)
         self._was_updated = True
         logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
 
     @property
     def region_engine(self) -> RegionEngine:
-        assert isinstance(self._engine, RegionEngine), "SGLang has not registered its host pools"
-        return self._engine
+        assert self._region is not None, "SGLang has not registered its host pools"
+        return self._region
 
-    def begin_purge(self, tenant: bytes | None) -> Forgetting:
+    @property
+    def layered_engine(self) -> LayeredEngine | None:
+        """NVMe with the object tier below it; None without an object tier."""
+        return self._layered
+
+    def begin_purge(self, tenant: bytes | None) -> Unfinished:
         """Hide the pages of a tenant, or all, and let none on its way land. Memory only."""
         with self.gate.lock:
             self.gate.purge(tenant)
-            return self.region_engine.begin_purge(tenant)
+            return (self._layered or self.region_engine).begin_purge(tenant)
 
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
@@ -218,13 +210,38 @@ class TieredStorage(ZeroCopyStorage):
         """Leading KV pages a load could serve now; for the scheduler thread."""
         return self._require_engine().lookup(engine_keys(PoolName.KV, hashes)).num_hits
 
+    def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
+        """The leading KV pages a load could serve now, by tier; for the scheduler thread."""
+        if self._layered is not None:
+            return self._layered.lookup_spans(engine_keys(PoolName.KV, hashes))
+        num_pages = self.lookup_leading(hashes)
+        return [Span(Tier.NVME, num_pages)] if num_pages else []
+
+    def pages_by_tier(self, hashes: Sequence[str]) -> tuple[int, int | None]:
+        """Leading KV pages on NVMe, and in the object tier where there is one. Memory only."""
+        keys = engine_keys(PoolName.KV, hashes)
+        above = self.region_engine.lookup(keys).num_hits
+        return above, None if self._layered is None else self._layered.lower.lookup(keys).num_hits
+
+    def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
+        """Engine keys of pages in every pool, those of KV first."""
+        pools = [PoolName.KV, *getattr(self, "registered_pools", {})]
+        names = dict.fromkeys(pools)  # KV may be registered by name too
+        return [key for name in names for key in engine_keys(name, hashes)]
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether NVMe is well enough to be given pages."""
+        return self.region_engine.stats().health is Health.RUNNING
+
     @property
     def serves_loads(self) -> bool:
         """Whether waiting for a load can still pay off."""
         return self._require_engine().stats().health is Health.RUNNING
 
     def stats(self) -> TierStats:
-        return tier_stats(self._require_engine().stats(), self.gate, self.ledger, self._planner)
+        stats = self.region_engine.stats()
+        return tier_stats(stats, self.gate, self.ledger, self._planner, self._layered)
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -315,42 +332,7 @@ class TieredStorage(ZeroCopyStorage):
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self._timed_load(pool, hashes, pages)
-
-    def _timed_load(
-        self,
-        pool: PoolName,
-        hashes: Sequence[str],
-        pages: tuple[Page, ...],
-        taught_after_s: float = 0.0,
-    ) -> list[bool]:
-        """Read pages; the planner learns from it if it takes ``taught_after_s`` or longer."""
-        begun = time.monotonic()
-        run = Run(tuple(engine_keys(pool, hashes)), pages)
-        reading = None if self._planner is None else self._planner.begin_read(run.num_bytes)
-        served = self._finish(self._begin(self._require_engine().submit_load, run))
-        if self._planner is not None and reading is not None:
-            is_lesson = time.monotonic() - begun >= taught_after_s
-            self._planner.end_read(reading, is_complete=all(served) and is_lesson)
-        return served
-
-    def probe(self, hashes: Sequence[str]) -> None:
-        """Measure the tier with pages it holds, into other memory, on a thread of its own."""
-        hashes = hashes[: max(1, min(MAX_PROBE_PAGES, MAX_PROBE_BYTES // self.page_bytes()))]
-        if hashes:
-            threading.Thread(
-                target=self._probe, args=(hashes,), name="tier-probe", daemon=True
-            ).start()
-
-    def _probe(self, hashes: Sequence[str]) -> None:
-        page_bytes = self.page_bytes()
-        pages = tuple((memoryview(bytearray(page_bytes)),) for _ in hashes)
-
-        def read(num_pages: int, taught_after_s: float) -> None:
-            taken = slice(num_pages)
-            self._timed_load(PoolName.KV, hashes[taken], pages[taken], taught_after_s)
-
-        read_in_steps(read, len(hashes))
+        return self.transfers.load(Run(tuple(engine_keys(pool, hashes)), pages), hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
@@ -367,26 +349,14 @@ class TieredStorage(ZeroCopyStorage):
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
-                job = self._begin(self._require_engine().submit_store, run)
+                job = self.transfers.begin(self._require_engine().submit_store, run)
         if job is not None:
-            stored = self._finish(job)
+            stored = self.transfers.finish(job)
         stored += [False] * (len(hashes) - admitted)
         if is_kv:
             why = None if suspended else self.gate.dropped_as
             self.ledger.stored(host_indices, stored, admitted, why)
         return stored
-
-    def _begin(self, submit: Callable[[Run], Job], run: Run) -> Job:
-        with self._transfer_lock:
-            self.num_transfers += 1
-        return submit(run)
-
-    def _finish(self, job: Job) -> list[bool]:
-        job.wait()
-        with self._transfer_lock:
-            self.num_transfers -= 1
-        self._require_engine().poll()  # every caller waits for its own job: no reports needed
-        return job.ok
 
     def _pool(self, name: PoolName) -> Any:
         return self.mem_pool_host if name == PoolName.KV else self.registered_pools[name]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "OBJECT_FLAGS",
     "TIER_FLAGS",
     "TRANSFER_FLAGS",
     "add_tier_arguments",
@@ -66,6 +67,44 @@ TIER_FLAGS = {
     ),
 }
 
+OBJECT_FLAGS = {
+    "--tier-object-url": (
+        "URL",
+        "Object store below NVMe that servers share: s3://bucket/prefix, gs://, az://, or the path "
+        "of a shared directory. Credentials come from the environment. Default: none.",
+    ),
+    "--tier-object-bytes": (
+        "SIZE",
+        "Cap of what all servers with the same model and settings have there, kept by their "
+        "collectors; the oldest goes first. Default: no limit.",
+    ),
+    "--tier-object-ttl": (
+        "TIME",
+        "Age at which objects stop being found and are deleted, e.g. 7d. Default: no limit.",
+    ),
+    "--tier-object-writes-per-day": (
+        "SIZE",
+        "What this server may write there in any 24 hours, e.g. 200GiB. Default: no limit.",
+    ),
+    "--tier-object-requests-per-day": (
+        "N",
+        "Requests that write (put, delete) it may make in any 24 hours. Default: no limit.",
+    ),
+    "--tier-object-codec": (
+        "NAME",
+        "How pages are encoded there: none, zstd (exact), or fp8 and int8, which change the KV "
+        "that comes back. Default: none.",
+    ),
+    "--tier-object-sse": (
+        "{AES256,aws:kms,aws:kms:dsse}",
+        "Encryption that S3 does at rest. Default: what the bucket says.",
+    ),
+    "--tier-object-sse-kms-key": (
+        "KEY",
+        "Key of aws:kms. Default: the one that the bucket or the account names.",
+    ),
+}
+
 TRANSFER_FLAGS = {
     "--transfer-keys": (
         "DIR",
@@ -103,7 +142,7 @@ TRANSFER_FLAGS = {
     ),
 }
 
-_OURS = {**TIER_FLAGS, **TRANSFER_FLAGS}
+_OURS = {**TIER_FLAGS, **OBJECT_FLAGS, **TRANSFER_FLAGS}
 
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +153,11 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     transfer = parser.add_argument_group(
         "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
     )
-    for group, flags in ((tiering, TIER_FLAGS), (transfer, TRANSFER_FLAGS)):
+    for group, flags in (
+        (tiering, TIER_FLAGS),
+        (tiering, OBJECT_FLAGS),
+        (transfer, TRANSFER_FLAGS),
+    ):
         for flag, (metavar, text) in flags.items():
             group.add_argument(flag, metavar=metavar, help=text, default=None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import EngineStats
+from sglang_tiered.storage.base import EngineStats, Health
+from sglang_tiered.storage.layered.tiers import LayeredStats, Tier
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.host_ledger import HostLedger
@@ -13,8 +14,31 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.store_gate import StoreGate
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.page_fates import Fate
+    from sglang_tiered.storage.base import JobKind, Reason
+    from sglang_tiered.storage.layered.engine import LayeredEngine
 
-__all__ = ["TierStats", "tier_stats"]
+__all__ = ["ObjectTierStats", "TierStats", "tier_stats"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectTierStats(LayeredStats):
+    """What this process did with the object tier, and what its index says is there."""
+
+    health: Health
+    health_reason: str
+    num_pages: int
+    physical_bytes: int
+    num_pages_stored: int
+    num_pages_loaded: int
+    num_pages_evicted: int
+    bytes_written: int
+    bytes_loaded: int
+    reasons: dict[tuple[JobKind, Reason], int]
+    num_loads: int
+    load_s: float
+    load_bytes_per_s: float | None
+    requests: dict[str, int]  # by kind
+    num_retries: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,23 +59,56 @@ class TierStats(EngineStats):
     spill_flight_tokens: int
     num_backups_skipped: int
     num_backups_recovered: int
+    object: ObjectTierStats | None  # None without an object tier
 
 
 def tier_stats(
-    engine: EngineStats, gate: StoreGate, ledger: HostLedger, planner: LoadPlanner[Any] | None
+    engine: EngineStats,
+    gate: StoreGate,
+    ledger: HostLedger,
+    planner: LoadPlanner[Any] | None,
+    layered: LayeredEngine | None = None,
 ) -> TierStats:
     """A snapshot. Memory only, any thread."""
-    counted = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     prefill = None if planner is None else planner.costs.prefill
-    transfer = None if planner is None else planner.costs.transfer
+    meter = None if planner is None else planner.meters[Tier.NVME]
     return TierStats(
-        **counted,
+        **_fields(engine, EngineStats),
         **ledger.stats(),
         admission=gate.outcomes,
         write_budget_bytes=gate.budget_bytes,
         load_decisions={} if planner is None else dict(planner.tokens),
-        num_loads=0 if planner is None else planner.num_loads,
-        load_s=0.0 if planner is None else planner.load_s,
+        num_loads=0 if meter is None else meter.num_loads,
+        load_s=0.0 if meter is None else meter.load_s,
         prefill_tokens_per_s=prefill.tokens_per_s if prefill and prefill.num_observed else None,
-        load_bytes_per_s=transfer.bytes_per_s if transfer and transfer.num_observed else None,
+        load_bytes_per_s=None if meter is None else meter.bytes_per_s,
+        object=None if layered is None else _object_stats(layered, planner),
     )
+
+
+def _object_stats(layered: LayeredEngine, planner: LoadPlanner[Any] | None) -> ObjectTierStats:
+    lower = layered.lower.stats()
+    counts = layered.lower.object_stats()
+    meter = None if planner is None else planner.meters[Tier.OBJECT]
+    return ObjectTierStats(
+        **_fields(layered.layered_stats(), LayeredStats),
+        health=lower.health,
+        health_reason=lower.health_reason,
+        num_pages=lower.num_pages,
+        physical_bytes=lower.physical_bytes,
+        num_pages_stored=lower.num_pages_stored,
+        num_pages_loaded=lower.num_pages_loaded,
+        num_pages_evicted=lower.num_pages_evicted,
+        bytes_written=lower.bytes_written,
+        bytes_loaded=lower.bytes_loaded,
+        reasons=lower.reasons,
+        num_loads=0 if meter is None else meter.num_loads,
+        load_s=0.0 if meter is None else meter.load_s,
+        load_bytes_per_s=None if meter is None else meter.bytes_per_s,
+        requests=dict(counts.requests),
+        num_retries=counts.num_retries,
+    )
+
+
+def _fields(record: Any, of: type[Any]) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(of)}

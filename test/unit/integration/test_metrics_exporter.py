@@ -9,7 +9,7 @@ import prometheus_client
 
 from sglang_tiered.integration.load_planner import LoadDecision
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
-from sglang_tiered.integration.tier_stats import TierStats
+from sglang_tiered.integration.tier_stats import ObjectTierStats, TierStats
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.page_fates import Fate
@@ -51,12 +51,52 @@ STATS = TierStats(
     spill_flight_tokens=64,
     num_backups_skipped=12,
     num_backups_recovered=13,
+    object=None,
+)
+BELOW = ObjectTierStats(
+    num_promoted=1,
+    num_promotions_dropped=2,
+    num_demoted=3,
+    bytes_demoted=4,
+    num_demotions_dropped=5,
+    num_demotions_gone=6,
+    demote_backlog=7,
+    num_recovered=8,
+    health=Health.MISS_ONLY,
+    health_reason="the bucket answers 503",
+    num_pages=9,
+    physical_bytes=10,
+    num_pages_stored=11,
+    num_pages_loaded=12,
+    num_pages_evicted=13,
+    bytes_written=14,
+    bytes_loaded=15,
+    reasons={(JobKind.STORE, Reason.OK): 16},
+    num_loads=17,
+    load_s=18.0,
+    load_bytes_per_s=None,
+    requests={"get": 19},
+    num_retries=20,
 )
 
 
 def test_every_field_of_the_statistics_is_exported() -> None:
     fields = {field.name for field in dataclasses.fields(TierStats)}
-    assert {metric.field for metric in METRICS} == fields - {"health_reason"}  # a text
+    below = {f"object.{field.name}" for field in dataclasses.fields(ObjectTierStats)}
+    texts = {"health_reason", "object.health_reason"}
+    assert {metric.field for metric in METRICS} == (fields | below) - {"object"} - texts
+
+
+def test_an_object_tier_is_exported_only_where_there_is_one() -> None:
+    below = [metric for metric in METRICS if metric.field.startswith("object.")]
+    assert [sample for metric in below for sample in samples(metric, STATS)] == []
+    stats = dataclasses.replace(STATS, object=BELOW)
+    found = {metric.name: list(samples(metric, stats)) for metric in below}
+    assert found["object_healthy"] == [((), 0.0)]
+    assert found["object_requests"] == [(("get",), 19.0)]
+    assert found["object_page_outcomes"] == [(("store", "ok"), 16.0)]
+    assert found["object_load_bytes_per_s"] == []
+    assert all(found[name] for name in found.keys() - {"object_load_bytes_per_s"})
 
 
 def test_write_budget_is_exported_only_where_there_is_one() -> None:

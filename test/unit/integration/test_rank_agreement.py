@@ -188,6 +188,6 @@ def test_integration_calls_no_collective_of_its_own() -> None:
     }
     assert called == {
         ("rank_agreement.py", "super()._all_reduce"),
-        ("purging.py", "torch.distributed.all_reduce"),
+        ("conversations.py", "torch.distributed.all_reduce"),
         ("kv_transfer.py", "self.sending.send"),  # to another instance: no collective
     }

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_tiered.config import GiB, MiB, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration import server_args, tier_flags
+from sglang_tiered.integration import object_args, server_args, tier_flags
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,6 +139,18 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
         ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
         ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
+        ("--tier-object-url bucket", "--tier-object-url bucket is not a place for objects"),
+        ("--tier-object-url s3://me:pw@b/p", "carries credentials or options"),
+        ("--tier-object-ttl 7d", "--tier-object-ttl 7d needs --tier-object-url"),
+        ("--tier-object-url s3://b/p --tier-object-ttl soon", "--tier-object-ttl soon is not a"),
+        ("--tier-object-url s3://b/p --tier-object-bytes 0", "must be greater than zero"),
+        ("--tier-object-url s3://b/p --tier-object-writes-per-day x", "writes-per-day 'x' is not"),
+        ("--tier-object-url s3://b/p --tier-object-requests-per-day 1e3", "is not a number above"),
+        ("--tier-object-url s3://b/p --tier-object-codec gzip", "choose one of none, zstd"),
+        ("--tier-object-url s3://b/p --tier-object-sse rot13", "choose one of AES256"),
+        ("--tier-object-url s3://b/p --tier-object-sse-kms-key k", "needs --tier-object-sse"),
+        ("--tier-mode host --tier-object-url s3://b/p", "no meaning with --tier-mode host"),
+        ("--tier-mode off --tier-object-url s3://b/p", "no meaning with --tier-mode off"),
         (
             "--enable-unified-cache-external-linker",
             "--enable-unified-cache-external-linker cannot run with tiering",
@@ -188,6 +200,44 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-tenant-share",
         "--tier-flush",
     ]
+
+    assert list(tier_flags.OBJECT_FLAGS) == [
+        "--tier-object-url",
+        "--tier-object-bytes",
+        "--tier-object-ttl",
+        "--tier-object-writes-per-day",
+        "--tier-object-requests-per-day",
+        "--tier-object-codec",
+        "--tier-object-sse",
+        "--tier-object-sse-kms-key",
+    ]
+
+
+def test_there_is_no_object_tier_unless_a_url_names_one(resolve: Any, tmp_path: Path) -> None:
+    assert resolve("--tier-dir {tmp}/kv").config.object is None
+    shared = resolve("--tier-dir {tmp}/kv --tier-object-url {tmp}/shared").config.object
+    assert shared.url == (tmp_path / "shared").as_uri()
+    assert shared.codec == "none"
+
+
+def test_limits_of_the_object_tier_are_shared_by_the_ranks(resolve: Any) -> None:
+    line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
+    more = " --tier-object-bytes 1TiB --tier-object-ttl 7d --tier-object-requests-per-day 1000"
+    config = resolve(line + more).config
+    settings = object_args.object_settings(config)
+    assert settings is not None
+    assert (settings.capacity_bytes, settings.requests_per_day) == (1 << 39, 500)
+    assert settings.ttl_s == 7 * 86400
+
+
+@pytest.mark.parametrize(
+    ("codec", "lossy"), [("none", None), ("zstd", None), ("fp8", "fp8"), ("int8", "int8")]
+)
+def test_a_codec_that_changes_kv_is_part_of_every_namespace(
+    resolve: Any, codec: str, lossy: str | None
+) -> None:
+    line = f"--tier-dir {{tmp}}/kv --tier-object-url s3://b/p --tier-object-codec {codec}"
+    assert object_args.lossy_codec(resolve(line).config) == lossy
 
 
 def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(

@@ -113,7 +113,7 @@ class Tier:
     # What it asks of the storage class.
 
     @property
-    def serves_loads(self) -> bool:
+    def takes_stores(self) -> bool:
         return self.is_healthy
 
     def holds(self, page_hash: str) -> bool:

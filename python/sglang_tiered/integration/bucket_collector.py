@@ -1,0 +1,61 @@
+"""``BucketCollector``: keeps age and size of this rank's namespace in the bucket, on a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.object.client import open_client
+from sglang_tiered.storage.object.collector import Collector, CollectorSettings
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.object.collector import CollectorReport
+    from sglang_tiered.storage.object.settings import ObjectSettings
+
+__all__ = ["BucketCollector"]
+
+JOIN_S = 1.0  # a request under way may take longer; it is safe to leave it behind
+
+logger = logging.getLogger(__name__)
+
+
+class BucketCollector:
+    """Servers of a namespace take turns, every ten minutes. Also removes what purges left, and
+    what writers that died never announced; so it runs without a cap and a TTL too."""
+
+    def __init__(self, settings: ObjectSettings, namespace: bytes) -> None:
+        collector = Collector(
+            open_client(settings),
+            namespace,
+            CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
+        )
+        self._is_failing = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=collector.run_in_background,
+            args=(self._stop,),
+            kwargs={"ran": self._ran, "failed": self._failed},
+            name="tier-collector",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _ran(self, report: CollectorReport) -> None:
+        self._is_failing = False
+        if report.num_removed:
+            logger.info(
+                "object tier: %d of %d objects and what belongs to them removed, %d bytes",
+                report.num_removed,
+                report.num_objects,
+                report.removed_bytes,
+            )
+
+    def _failed(self, error: Exception) -> None:
+        if not self._is_failing:  # once per cause is enough; the tier says itself that it is sick
+            logger.warning("object tier: collecting failed and is tried again (%s)", error)
+        self._is_failing = True
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(JOIN_S)

@@ -1,0 +1,252 @@
+"""Where a conversation lives, and making it durable, in a scheduler process, for ``tier_api``.
+
+Every rank gets the same messages in the same order and answers for its own part of each page; the
+least of all ranks counts. The scheduler thread looks at memory and queues stores; whatever waits
+for a disk or a network runs on threads of this module, and is asked for again until it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.storage.layered.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.storage_backend import TieredStorage
+
+__all__ = ["RecentRequests", "Selector", "checkpoint", "least_on_every_rank", "residency"]
+
+WORK_S = 25.0
+"""How long a checkpoint may take before it answers what is missing; less than its asker waits."""
+
+_LOOK_S = 0.02
+_OFFER_AGAIN_S = 1.0
+_NUM_THREADS = 4
+_MAX_CHECKPOINTS = 256
+_MAX_REQUESTS, _MAX_TOKENS = 1024, 1 << 22
+
+
+class Selector(NamedTuple):
+    """The tokens of a prefix, and whose they are."""
+
+    tokens: array[int]
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class RecentRequests:
+    """What requests put into the tree lately, by their id. Bounded; scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._selectors: OrderedDict[str, Selector] = OrderedDict()
+        self._num_tokens = 0
+
+    def note(self, rid: str, selector: Selector) -> None:
+        self._drop(rid)
+        self._selectors[rid] = selector
+        self._num_tokens += len(selector.tokens)
+        while len(self._selectors) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
+            self._drop(next(iter(self._selectors)))
+
+    def get(self, rid: str) -> Selector | None:
+        return self._selectors.get(rid)
+
+    def _drop(self, rid: str) -> None:
+        dropped = self._selectors.pop(rid, None)
+        if dropped is not None:
+            self._num_tokens -= len(dropped.tokens)
+
+
+class _Located(NamedTuple):
+    """Whole pages of a prefix, and the nodes of the tree that hold the first of them."""
+
+    hashes: list[str]
+    path: tuple[TreePathNodeInfo, ...]
+    num_device_tokens: int
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    hashes: list[str]
+    last_node: int | None
+    tier: Tier
+    work: Future[int]  # leading pages that are durable
+    offered_at: float
+
+
+class _Desk:
+    """Checkpoints of this process, by the id their asker gave."""
+
+    def __init__(self) -> None:
+        self.begun: OrderedDict[str, _Checkpoint] = OrderedDict()
+        self.pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
+
+
+_desk: list[_Desk] = []
+
+
+def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
+    """How many leading tokens each tier holds, each by itself. Memory only."""
+    selector = _selector(cache, body)
+    if selector is None:
+        return {"done": True, "unknown": True}
+    located = _locate(cache, selector)
+    storage, page_size = cache.storage, int(cache.page_size)
+    held = {"device": located.num_device_tokens, "host": _num_host_tokens(cache, located.path)}
+    if storage is not None:
+        above, below = storage.pages_by_tier(located.hashes)
+        held["nvme"] = above * page_size
+        if below is not None:
+            held["object"] = below * page_size
+    least = least_on_every_rank(cache, list(held.values()))
+    answer = dict(zip(held, least, strict=True))
+    return {"done": True, "num_tokens": len(selector.tokens), **answer}
+
+
+def checkpoint(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Begin to make a conversation durable, or say how far it is."""
+    storage = cache.storage
+    if storage is None:
+        return {"error": "this server has no tier that outlives it; start it with --tier-mode nvme"}
+    if not _desk:
+        _desk.append(_Desk())
+    begun = _desk[0].begun
+    if number not in begun:
+        if not body.keys() & {"rid", "input_ids"}:
+            return {"error": "too many checkpoints at once; ask again"}  # it was forgotten
+        lowest = Tier.NVME if storage.layered_engine is None else Tier.OBJECT
+        tier = Tier(body.get("tier") or lowest)
+        if tier is Tier.OBJECT and storage.layered_engine is None:
+            return {"error": "this server has no object tier; start it with --tier-object-url"}
+        selector = _selector(cache, body)
+        if selector is None:
+            return {"done": True, "unknown": True}
+        begun[number] = _begin(cache, storage, selector, tier)
+        if len(begun) > _MAX_CHECKPOINTS:
+            begun.popitem(last=False)
+    entry = begun[number]
+    _offer_again(cache, entry)
+    is_done = entry.work.done()
+    num_pages = entry.work.result() if is_done else 0
+    done, num_durable = least_on_every_rank(cache, [int(is_done), num_pages])
+    page_size = int(cache.page_size)
+    return {
+        "done": bool(done),
+        "tier": entry.tier.value,
+        "num_tokens": num_durable * page_size,
+        "num_missing": (len(entry.hashes) - num_durable) * page_size,
+    }
+
+
+def _begin(
+    cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
+) -> _Checkpoint:
+    located = _locate(cache, selector)
+    cache.store_soon(located.path)
+    num_known = _num_known(cache, storage, located)
+    work = _desk[0].pool.submit(_make_durable, storage, located.hashes[:num_known], tier)
+    last = located.path[-1].node_id if located.path else None
+    return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
+
+
+def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: _Located) -> int:
+    """Leading pages that are somewhere: the others nobody has computed, and nothing brings them."""
+    in_tree = located.path[-1].path_end // int(cache.page_size) if located.path else 0
+    rest = sum(span.num_pages for span in storage.lookup_spans(located.hashes[in_tree:]))
+    return min(len(located.hashes), in_tree + rest)
+
+
+def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
+    """Stores that admission dropped are offered again; only where no other rank must do the same,
+    as they differ in what was dropped."""
+    now = time.monotonic()
+    late = now - entry.offered_at >= _OFFER_AGAIN_S
+    if late and not entry.work.done() and entry.last_node is not None and cache.decides_alone:
+        entry.offered_at = now
+        try:
+            path = cache.tree_core.collect_path_info([entry.last_node])[0]
+        except KeyError:  # evicted, or split at another place
+            return
+        cache.store_soon(path)
+
+
+def _make_durable(storage: TieredStorage, hashes: Sequence[str], tier: Tier) -> int:
+    """How many leading pages are durable in a tier in the end. Not on the scheduler thread."""
+    deadline = time.monotonic() + WORK_S
+    shard, layered = storage.region_engine, storage.layered_engine
+    keys = storage.keys_of_pools(hashes)
+    wanted = keys[: len(hashes)]  # of KV; the other pools hold some of the pages only
+    while time.monotonic() < deadline:
+        held = shard.view.contains(wanted)
+        if tier is Tier.OBJECT and layered is not None:
+            below = layered.contains_below(wanted)
+            held = [up or down for up, down in zip(held, below, strict=True)]
+        if all(held):
+            break
+        time.sleep(_LOOK_S)
+    left_s = max(1.0, deadline - time.monotonic())
+    if tier is Tier.OBJECT and layered is not None:
+        return _leading(layered.flush(keys, left_s)[: len(hashes)])
+    return _leading(shard.view.contains(wanted)) if shard.sync(left_s) else 0
+
+
+def _leading(held: Sequence[bool]) -> int:
+    return held.index(False) if False in held else len(held)
+
+
+def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
+    if "rid" in body:
+        return cache.recent_requests.get(body["rid"])
+    extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
+    extra_key = cache.fence.key_of(extra_key, cache_salt)
+    return Selector(array("q", body["input_ids"]), extra_key, cache_salt)
+
+
+def _locate(cache: TieredRadixCache, selector: Selector) -> _Located:
+    key = RadixKey(
+        selector.tokens,
+        extra_key=selector.extra_key,
+        is_bigram=cache.tree_core.is_eagle,
+        cache_salt=selector.cache_salt,
+    ).page_aligned(cache.page_size)
+    if len(key) == 0:
+        return _Located([], (), 0)
+    hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
+    # As ``touch_prefix`` does, but for what it returns.
+    match = cache.tree_core.match_prefix(MatchPrefixParams(key=key))
+    cache._apply_cache_actions(match.cache_actions)  # noqa: SLF001
+    path = cache.tree_core.collect_path_info([match.best_match_node])[0]
+    return _Located(hashes, path, int(match.device_prefix_len))
+
+
+def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> int:
+    end = 0
+    for node in path:
+        if not cache.tree_core.is_backuped(node.node_id):
+            break
+        end = node.path_end
+    return end
+
+
+def least_on_every_rank(cache: TieredRadixCache, values: list[int]) -> list[int]:
+    """The smallest of each value over all ranks that hold parts of the same pages."""
+    if cache.tp_world_size == 1:
+        return values
+    reduced = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=cache.tp_group)
+    return [int(value) for value in reduced]

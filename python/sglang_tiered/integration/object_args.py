@@ -1,0 +1,108 @@
+"""The flags of the object tier as a configuration, and that as settings of its engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import ObjectConfig, parse_bytes, parse_duration
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.tier_flags import OBJECT_FLAGS
+from sglang_tiered.storage.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES
+from sglang_tiered.storage.object.settings import ObjectSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_tiered.config import TieredConfig
+
+__all__ = ["lossy_codec", "object_settings", "resolve_object"]
+
+
+def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
+    """Judge the given flags; None without a URL. Raises ``ConfigError``; touches nothing."""
+    given = {
+        flag: value
+        for flag in OBJECT_FLAGS
+        if (value := explicit.get(flag.lstrip("-").replace("-", "_"))) is not None
+    }
+    if "--tier-object-url" not in given:
+        for flag, value in given.items():
+            raise ConfigError(f"{flag} {value} needs --tier-object-url; pass it, or drop this.")
+        return None
+
+    def size(flag: str) -> int | None:
+        text = given.get(flag)
+        return None if text is None else parse_bytes(flag, text, otherwise="drop it for no limit")
+
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError("--tier-object-url needs the package obstore; pip install obstore.")
+    ttl = given.get("--tier-object-ttl")
+    config = ObjectConfig(
+        url=_url(given["--tier-object-url"]),
+        capacity_bytes=size("--tier-object-bytes"),
+        ttl_s=None if ttl is None else parse_duration("--tier-object-ttl", ttl),
+        writes_per_day=size("--tier-object-writes-per-day"),
+        requests_per_day=_count(given.get("--tier-object-requests-per-day")),
+        codec=_codec(given.get("--tier-object-codec", "none")),
+        sse=given.get("--tier-object-sse"),
+        sse_kms_key=given.get("--tier-object-sse-kms-key"),
+    )
+    _settings(config, num_ranks=1)
+    return config
+
+
+def _url(text: str) -> str:
+    """A path stands for the URL of that directory."""
+    if "://" not in text and text.startswith(("/", "~")):
+        return Path(text).expanduser().absolute().as_uri()
+    return text
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(
+            f"--tier-object-requests-per-day {text} is not a number above zero; drop it for no "
+            "limit."
+        )
+    return int(text)
+
+
+def _codec(name: str) -> str:
+    if name not in CODEC_NAMES:
+        names = ", ".join(CODEC_NAMES)
+        raise ConfigError(f"--tier-object-codec {name} is unknown; choose one of {names}.")
+    return name
+
+
+def lossy_codec(config: TieredConfig) -> str | None:
+    """The codec that changes KV on its way through the bucket; None where none does. Its name
+    belongs into the namespace of every tier: what comes back is kept on NVMe, and more is computed
+    behind it."""
+    if config.object is None or config.object.codec not in LOSSY_CODEC_NAMES:
+        return None
+    return config.object.codec
+
+
+def object_settings(config: TieredConfig) -> ObjectSettings | None:
+    """Of one rank, which has its own namespace in the bucket and its share of all limits."""
+    return None if config.object is None else _settings(config.object, config.num_ranks)
+
+
+def _settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
+    def share(value: int | None) -> int | None:
+        return None if value is None else max(1, value // num_ranks)
+
+    return ObjectSettings(
+        url=config.url,
+        capacity_bytes=share(config.capacity_bytes),
+        ttl_s=config.ttl_s,
+        writes_per_day=share(config.writes_per_day),
+        requests_per_day=share(config.requests_per_day),
+        codec=config.codec,
+        sse=config.sse,
+        sse_kms_key=config.sse_kms_key,
+    )

@@ -1,0 +1,131 @@
+"""``TierTransfers``: jobs of the tiers as SGLang's storage threads want them, begun and waited for.
+
+Counts what has host pages in use, tells the planner of every read, and measures a tier on order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from sglang_tiered.integration.host_pages import engine_keys
+from sglang_tiered.integration.tier_probe import (
+    MAX_OBJECT_PROBE_BYTES,
+    MAX_OBJECT_PROBE_S,
+    MAX_PROBE_BYTES,
+    MAX_PROBE_PAGES,
+    read_in_steps,
+)
+from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.layered.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.integration.load_planner import LoadPlanner
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.layered import LayeredEngine
+    from sglang_tiered.storage.region.store import RegionEngine
+
+__all__ = ["TierTransfers"]
+
+MAX_EXPECTED_PAGES = 1 << 16
+
+
+class TierTransfers:
+    """One per storage. ``num_running`` is how many calls have host pages in use; any thread may
+    read it."""
+
+    def __init__(self, shard: RegionEngine, layered: LayeredEngine | None, page_bytes: int) -> None:
+        self._shard = shard
+        self._layered = layered
+        self._page_bytes = page_bytes
+        self._planner: LoadPlanner[Any] | None = None
+        self._tenants: OrderedDict[str, bytes] = OrderedDict()  # by page hash
+        self._lock = threading.Lock()
+        self.num_running = 0
+
+    def use_planner(self, planner: LoadPlanner[Any]) -> None:
+        """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
+        self._planner = planner
+        if self._layered is not None:
+            self._layered.observe(planner)
+        self.probe([key.hex() for key in self._shard.some_keys(MAX_PROBE_PAGES)])
+
+    def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
+        """Loads of these pages come next, and they are a tenant's: what the object tier serves of
+        them is kept on NVMe under its name. Scheduler thread."""
+        if self._layered is None:
+            return
+        with self._lock:
+            self._tenants.update(dict.fromkeys(hashes, tenant))
+            while len(self._tenants) > MAX_EXPECTED_PAGES:
+                self._tenants.popitem(last=False)
+
+    def begin(self, submit: Callable[[Run], Job], run: Run) -> Job:
+        with self._lock:
+            self.num_running += 1
+        return submit(run)
+
+    def finish(self, job: Job) -> list[bool]:
+        """Wait; which pages succeeded."""
+        job.wait()
+        with self._lock:
+            self.num_running -= 1
+        # Every caller waits for its own job: no reports needed.
+        (self._layered or self._shard).poll()
+        return job.ok
+
+    def load(self, run: Run, first_hash: str) -> list[bool]:
+        """Read pages for a request; the planner learns from it."""
+        layered, planner = self._layered, self._planner
+        if layered is None:
+            return self._read(self._shard.submit_load, run, Tier.NVME)
+        deadline_s = None if planner is None else planner.object_deadline_s
+        with self._lock:
+            tenant = self._tenants.get(first_hash)
+        submit = partial(layered.submit_load, deadline_s=deadline_s, tenant=tenant)
+        return self.finish(self.begin(submit, run))  # which tells the planner of each tier
+
+    def _read(
+        self, submit: Callable[[Run], Job], run: Run, tier: Tier, taught_after_s: float = 0.0
+    ) -> list[bool]:
+        """Read from one tier; the planner learns from it if it takes so long or longer."""
+        begun = time.monotonic()
+        reading = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
+        served = self.finish(self.begin(submit, run))
+        if self._planner is not None and reading is not None:
+            is_lesson = time.monotonic() - begun >= taught_after_s
+            self._planner.end_read(reading, is_complete=all(served) and is_lesson)
+        return served
+
+    def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
+        """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
+        max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_OBJECT_PROBE_BYTES
+        hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]
+        if hashes:
+            threading.Thread(
+                target=self._probe, args=(hashes, tier), name="tier-probe", daemon=True
+            ).start()
+
+    def _probe(self, hashes: Sequence[str], tier: Tier) -> None:
+        pages = tuple((memoryview(bytearray(self._page_bytes)),) for _ in hashes)
+        keys = tuple(engine_keys(PoolName.KV, hashes))
+        submit: Callable[[Run], Job] = self._shard.submit_load
+        if tier is Tier.OBJECT:
+            assert self._layered is not None
+            submit = partial(self._layered.lower.submit_load, deadline_s=MAX_OBJECT_PROBE_S)
+
+        def read(num_pages: int, taught_after_s: float) -> None:
+            run = Run(keys[:num_pages], pages[:num_pages])
+            self._read(submit, run, tier, taught_after_s)
+
+        if tier is Tier.NVME:
+            read_in_steps(read, len(hashes))
+        else:
+            read(len(hashes), 0.0)  # once: it is paid for

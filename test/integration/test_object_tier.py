@@ -1,0 +1,279 @@
+"""One bucket, several servers: what one computed another goes on with, and a sick bucket costs hits
+and nothing else. moto's S3 server over HTTP, behind a proxy that makes faults."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from object_proxy import FaultProxy, status
+from object_server import ObjectServer, s3_environment
+
+from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
+from server_process import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+LENGTH, NUM_NEW = 700, 8
+MOVED = make_prompts(21, 8, LENGTH)  # opened on A, continued on B
+STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
+REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
+COLD = make_prompts(24, 3, LENGTH)
+TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
+
+StartSeveral = "Callable[..., list[Server]]"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[tuple[ObjectServer, FaultProxy, str]]:
+    with ObjectServer() as server, FaultProxy(server.address) as proxy:
+        yield server, proxy, f"s3://{server.make_bucket()}/kv"
+
+
+@pytest.fixture(scope="module")
+def start(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., list[Server]]]:
+    """Start servers side by side, each on a directory of its own."""
+    folder = tmp_path_factory.mktemp("servers")
+    servers: list[Server] = []
+
+    def start(
+        number: int, *arguments: str, environment: dict[str, str] | None = None
+    ) -> list[Server]:
+        started = []
+        for _ in range(number):
+            name = f"{len(servers)}"
+            server = Server.spawn(
+                model,
+                folder / f"{name}.log",
+                *("--tier-dir", str(folder / f"kv-{name}")),
+                *arguments,
+                environment=environment,
+            )
+            servers.append(server)
+            started.append(server)
+        for server in started:
+            server.wait_until_it_generates()
+        return started
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
+) -> list[Server]:
+    _, proxy, url = bucket
+    environment = s3_environment(proxy.url)
+    return start(2, *SMALL, "--tier-object-url", url, environment=environment)
+
+
+def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and answer."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status), json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:
+    deadline = time.monotonic() + 30.0
+    while (held := ask(server, "/tier/residency", {"input_ids": prompt})[1])[tier] < num_tokens:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
+
+
+class TestLife:
+    """In this order: A computes and is killed, B goes on, the bucket turns sick."""
+
+    opened: dict[str, list[list[int]]] = {}
+
+    def test_nothing_is_stored_under_a_bad_selector(self, pair: list[Server]) -> None:
+        a, _ = pair
+        for body in ({}, {"rid": "x", "text": "y"}, {"input_ids": []}, {"text": "x", "tier": "a"}):
+            code, answer = ask(a, "/tier/checkpoint", body)
+            assert (code, list(answer)) == (400, ["error"]), body
+        assert ask(a, "/tier/checkpoint", {"rid": "nobody"})[0] == 404
+
+    def test_a_checkpoint_answers_when_the_conversation_is_in_the_bucket(
+        self, pair: list[Server]
+    ) -> None:
+        a, _ = pair
+        for name, prompts in (("moved", MOVED), ("stalled", STALLED), ("refused", REFUSED)):
+            answers = []
+            for number, prompt in enumerate(prompts):
+                rid = f"{name}-{number}"
+                answers.append(a.generate(prompt, NUM_NEW, rid=rid).output_ids)
+                selector = {"rid": rid} if number % 2 else {"input_ids": prompt}
+                code, report = ask(a, "/tier/checkpoint", selector)
+                assert code == 200, report
+                assert report["tier"] == "object"
+                assert report["num_missing"] == 0
+                assert report["num_tokens"] >= aligned(LENGTH)
+            self.opened[name] = answers
+        report = ask(a, "/tier/residency", {"input_ids": MOVED[0]})[1]
+        assert report["object"] == report["nvme"] == LENGTH // PAGE * PAGE
+        state = a.tier_state()
+        assert state["object_healthy"] == 1
+        assert state["object_pages_demoted"] >= (len(MOVED) + 5) * (LENGTH // PAGE)
+        assert "not-a-secret" not in json.dumps(a.request("/server_info")) + a.log
+
+    def test_a_prefix_nobody_computed_is_missing_and_says_so(self, pair: list[Server]) -> None:
+        a, _ = pair
+        code, report = ask(a, "/tier/checkpoint", {"input_ids": COLD[0]})
+        assert (code, report["num_tokens"]) == (503, 0)
+        assert report["num_missing"] == LENGTH // PAGE * PAGE
+
+    def test_a_resumed_conversation_goes_on_as_if_nothing_had_happened(
+        self, pair: list[Server]
+    ) -> None:
+        """A is killed with -9; all that is asked of B it has never seen."""
+        a, b = pair
+        uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
+        a.kill()
+        for prompt in (*MOVED, *STALLED, *REFUSED):
+            wait_for_residency(b, prompt, "object", LENGTH // PAGE * PAGE)
+        again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+        assert [answer.output_ids for answer in again] == self.opened["moved"]
+        assert sum(answer.cached["storage"] for answer in again) >= 0.97 * len(MOVED) * aligned(
+            LENGTH
+        )
+        for prompt, first, whole in zip(
+            MOVED[:2], self.opened["moved"], uninterrupted, strict=False
+        ):
+            resumed = b.generate(prompt + first, 2 * NUM_NEW)
+            assert first + resumed.output_ids == whole
+
+    def test_what_came_from_the_bucket_is_kept_on_disk(self, pair: list[Server]) -> None:
+        _, b = pair
+        for prompt in MOVED:
+            wait_for_residency(b, prompt, "nvme", aligned(LENGTH))
+        assert b.tier_state()["object_pages_promoted"] > 0
+
+    def test_a_bucket_that_answers_503_costs_hits_and_nothing_else(
+        self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
+    ) -> None:
+        _, b = pair
+        _, proxy, _ = bucket
+        rule = proxy.add("GET", "", status(503, "SlowDown"))
+        answers = b.generate_all(REFUSED, concurrency=3, num_new=NUM_NEW)
+        assert [answer.output_ids for answer in answers] == self.opened["refused"]
+        assert rule.num_hit > 0
+        code, report = ask(b, "/tier/checkpoint", {"input_ids": COLD[1]})
+        assert (code, report["num_tokens"]) == (503, 0)
+        proxy.remove(rule)
+        deadline = time.monotonic() + 60.0
+        while b.tier_state()["object_healthy"] != 1:
+            assert time.monotonic() < deadline, "it never came back"
+            time.sleep(0.1)
+
+    def test_a_bucket_that_hangs_never_stalls_the_scheduler(
+        self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
+    ) -> None:
+        _, b = pair
+        server, _, _ = bucket
+        wait_for_residency(b, STALLED[0], "object", LENGTH // PAGE * PAGE)
+        server.pause()
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                stalled = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in STALLED]
+                longest_s = 0.0
+                for prompt in COLD:
+                    begun = time.monotonic()
+                    b.generate(prompt, NUM_NEW)
+                    longest_s = max(longest_s, time.monotonic() - begun)
+                assert longest_s < 5.0, "requests that want nothing of the bucket waited for it"
+                answers = [future.result(60).output_ids for future in stalled]
+            assert answers == self.opened["stalled"]
+        finally:
+            server.resume()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_shared_directory_serves_two_servers_and_two_ranks_each(
+    start: Callable[..., list[Server]], tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
+    arguments = (
+        *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS),
+        *("--tier-object-url", str(tmp_path / "shared"), "--tier-object-codec", codec),
+    )
+    (a,) = start(1, *arguments)
+    expected = []
+    for prompt in MOVED:
+        expected.append(a.generate(prompt, NUM_NEW, **TENANT).output_ids)
+        selector = {"input_ids": prompt, **TENANT}
+        code, report = ask(a, "/tier/checkpoint", selector)
+        assert (code, report["num_missing"]) == (200, 0), report
+    a.kill()
+    (b,) = start(1, *arguments)
+    for prompt in MOVED:
+        query = urllib.parse.urlencode({"input_ids": ",".join(map(str, prompt)), **TENANT})
+        deadline = time.monotonic() + 30
+        while ask(b, f"/tier/residency?{query}")[1]["object"] < aligned(LENGTH):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    answers = b.generate_all(MOVED, concurrency=4, num_new=NUM_NEW, **TENANT)
+    assert [answer.output_ids for answer in answers] == expected
+    cached = sum(answer.cached["storage"] for answer in answers)
+    assert cached >= 0.97 * aligned(LENGTH) * len(MOVED)
+    assert sum(answer.num_cached for answer in b.generate_all(MOVED[:2])) == 0, "another tenant"
+    assert b.request("/tier/purge", TENANT)["durable"]
+    again = b.generate_all(MOVED, **TENANT)
+    assert sum(sum(answer.cached.values()) for answer in again) == 0
+    b.kill()
+
+
+@pytest.mark.slow
+def test_measured_plans_use_a_bucket_that_is_quick_and_leave_one_that_is_not(
+    start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
+) -> None:
+    """Without ``--tier-load always``: outputs never change, and a server whose bucket hangs
+    answers about as fast as one that computes."""
+    server, proxy, url = bucket
+    arguments = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
+    arguments += ("--tier-object-url", url + "-measured")
+    environment = s3_environment(proxy.url)
+    (a,) = start(1, *arguments, environment=environment)
+    prompts = make_prompts(31, 6, 3000)
+    expected = []
+    for prompt in prompts:
+        expected.append(a.generate(prompt, NUM_NEW).output_ids)
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
+    a.kill()
+    (b,) = start(1, *arguments, environment=environment)
+    for prompt in prompts:
+        wait_for_residency(b, prompt, "object", aligned(3000))
+    quick = b.generate_all(prompts[:3], concurrency=1, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in quick] == expected[:3]
+    begun = time.monotonic()
+    b.generate(make_prompts(32, 1, 3000)[0], NUM_NEW)
+    computed_s = time.monotonic() - begun
+    server.pause()
+    try:
+        begun = time.monotonic()
+        slow = b.generate_all(prompts[3:], concurrency=1, num_new=NUM_NEW)
+        taken_s = time.monotonic() - begun
+    finally:
+        server.resume()
+    assert [answer.output_ids for answer in slow] == expected[3:]
+    assert taken_s < 3 * 4 * computed_s + 2.0, (taken_s, computed_s)
+    b.kill()
