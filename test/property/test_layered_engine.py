@@ -1,0 +1,118 @@
+"""Whatever happens between two tiers in whatever order: a page that is served is the page that was
+stored, a purged one never is, and the books balance."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_tier import SharedTier
+
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.layered import LayeredEngine
+from sglang_tiered.storage.layered.tiers import LayeredSettings
+from sglang_tiered.storage.region import RegionEngine
+
+TIMEOUT_S = 20.0
+TENANTS = (b"a" * 16, b"b" * 16)
+PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6
+OPERATIONS = (
+    "store", "store", "load", "load", "load", "purge", "sicken", "heal", "flush", "restart",
+)  # fmt: skip
+
+
+def make_run(number: int) -> Run:
+    source = random.Random(number)
+    keys = tuple(source.randbytes(32) for _ in range(NUM_PAGES))
+    pages = tuple((memoryview(source.randbytes(PAGE_BYTES)),) for _ in range(NUM_PAGES))
+    return Run(keys, pages, TENANTS[number % 2])
+
+
+RUNS = [make_run(number) for number in range(NUM_RUNS)]
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lower = SharedTier()
+        self.engine = self.open()
+        self.stored: set[int] = set()
+
+    def open(self) -> LayeredEngine:
+        upper = RegionEngine(
+            self.directory,
+            namespace=b"\x11" * 32,
+            capacity_bytes=1 << 18,  # four regions: what was stored is soon reclaimed
+            region_bytes=1 << 16,
+            num_readers=2,
+            num_writers=1,
+        )
+        bounds = LayeredSettings(
+            staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001
+        )
+        return LayeredEngine(upper, self.lower, bounds)
+
+    def store(self, number: int) -> None:
+        job = self.engine.submit_store(RUNS[number])
+        assert job.wait(TIMEOUT_S)
+        if all(job.ok):
+            self.stored.add(number)
+
+    def load(self, number: int) -> None:
+        run = RUNS[number]
+        buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in run.keys]
+        target = Run(run.keys, tuple((buffer,) for buffer in buffers))
+        job = self.engine.submit_load(target, deadline_s=TIMEOUT_S, tenant=run.tenant)
+        assert job.wait(TIMEOUT_S)
+        for (source,), buffer, reason in zip(run.pages, buffers, job.reasons, strict=True):
+            assert reason in (Reason.OK, Reason.MISS)
+            assert reason is not Reason.OK or number in self.stored, "a purged page was served"
+            assert reason is not Reason.OK or source == buffer, "other bytes were served"
+
+    def purge(self, number: int) -> None:
+        assert self.engine.purge(TENANTS[number % 2], TIMEOUT_S)
+        self.stored -= {other for other in self.stored if other % 2 == number % 2}
+
+    def sicken(self, _: int) -> None:
+        self.lower.sick = True
+
+    def heal(self, _: int) -> None:
+        self.lower.sick = False
+
+    def flush(self, number: int) -> None:
+        run = RUNS[number]
+        self.lower.sick = False
+        durable = self.engine.flush(run.keys, TIMEOUT_S)
+        assert durable == self.lower.contains(run.keys)
+        assert number in self.stored or not any(durable), "a purged page was copied"
+
+    def restart(self, _: int) -> None:
+        self.engine.drain(TIMEOUT_S)
+        self.engine._demoter.close()
+        self.engine.upper.close()  # the shared tier lives on
+        self.engine._loader.close()
+        self.engine = self.open()
+
+    def end(self) -> None:
+        assert self.engine.drain(TIMEOUT_S)
+        self.engine.check_integrity()
+        for number, run in enumerate(RUNS):
+            if number not in self.stored:
+                assert self.engine.lookup(run.keys).num_hits == 0, "a purged page is a hit"
+        self.engine.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, NUM_RUNS - 1)), max_size=25))
+def test_no_order_of_events_serves_a_wrong_page(events: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder) / "store")
+        try:
+            for name, number in events:
+                getattr(world, name)(number)
+        finally:
+            world.lower.sick = False
+            world.end()
