@@ -29,6 +29,7 @@ from sglang_tiered.integration import host_pages, namespace
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.object_args import lossy_codec
+from sglang_tiered.integration.page_layout import check_codec
 from sglang_tiered.integration.store_gate import StoreGate
 from sglang_tiered.integration.tier_engines import open_object_tier, open_shard
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
@@ -91,6 +92,7 @@ class TieredStorage(ZeroCopyStorage):
         identity = namespace.server_identity(self._storage_config)
         codec = lossy_codec(self._config)
         if codec is not None:
+            check_codec(codec, pools)
             identity["lossy_codec"] = codec
         self._namespace = namespace.digest(
             identity,

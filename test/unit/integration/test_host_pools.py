@@ -26,8 +26,11 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import namespace
+from sglang_tiered.integration.host_pages import page_segments
 from sglang_tiered.integration.host_size import target_host_bytes
+from sglang_tiered.integration.page_layout import check_codec, page_layout
 from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.storage.codecs import make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,3 +259,48 @@ def test_cap_below_one_page_still_holds_one() -> None:
     target = latent()
     size = target_host_bytes(1, target.device_pool, [], page_size=PAGE)
     assert size >= PAGE * target.host_pool.size_per_token
+
+
+@pytest.mark.parametrize("make", [heads, latent])
+def test_a_lossy_codec_sees_the_numbers_of_a_host_page_and_not_others(
+    make: Callable[[], Tier],
+) -> None:
+    """With the axes in another order, channels of other ranges would share their steps."""
+    tier = make()
+    for tensor in tier.tensors:
+        values = torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape)
+        groups = torch.arange(tensor.shape[-1]) // 4  # that share a step in pages of 16 tokens
+        tensor.copy_(values * 10.0 ** (groups % 7))
+    slots = tier.slots(2)
+    tier.to_host(slots, slots)
+    layout = page_layout(tier.host_pool)
+    (page,) = page_segments(tier.host_pool, slots, 1)
+    assert layout.page_bytes == sum(segment.nbytes for segment in page)
+    codec = make_codec("int8", layout)
+    assert codec is not None
+    before = tier.rows(2)
+    encoded = codec.encode(page)
+    assert len(encoded) < 0.6 * layout.page_bytes
+    codec.decode(memoryview(encoded), page)
+    tier.to_device(slots, slots)
+    for old, new in zip(before, tier.rows(2), strict=True):
+        error = (old.float() - new.float()).abs().flatten(0, -2).amax(0)
+        assert (error <= 0.02 * old.float().abs().flatten(0, -2).amax(0)).all()
+
+
+def test_a_lossy_codec_is_refused_where_another_pool_has_pages_as_long_as_those_of_kv() -> None:
+    """Pages are told apart by their keys: it would quantize states as if they were KV."""
+    kv = heads().host_pool
+    with pytest.raises(ConfigError, match="the codec int8 cannot be used .* swa pool"):
+        check_codec("int8", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
+    check_codec("zstd", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
+    check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})
+
+
+def test_a_pool_of_a_kind_nobody_described_has_no_known_layout() -> None:
+    class Packed(MHATokenToKVPoolHost):
+        pass
+
+    tier = heads()
+    tier.host_pool.__class__ = Packed
+    assert not page_layout(tier.host_pool).is_known
