@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import EngineStats, TenantUsage
     from sglang_tiered.storage.codecs.base import PageCodec
+    from sglang_tiered.storage.forgetting import Forgetting
     from sglang_tiered.storage.object.failures import RequestError
-    from sglang_tiered.storage.object.purging import ObjectForgetting
     from sglang_tiered.storage.object.settings import ObjectSettings
 
 __all__ = ["ObjectEngine"]
@@ -228,7 +228,7 @@ class ObjectEngine(TierEngine):
             self._close_fillings()
             state.discovery_ready.notify_all()
 
-    def begin_purge(self, tenant: bytes | None) -> ObjectForgetting:
+    def begin_purge(self, tenant: bytes | None) -> Forgetting:
         """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
         return begin_purge(self._state, tenant)
 

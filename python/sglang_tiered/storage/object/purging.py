@@ -8,11 +8,11 @@ namespace under the prefix, a purge of everyone of the engine's own.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import Purge, pack_purge
 from sglang_tiered.storage.object.names import (
@@ -28,11 +28,10 @@ from sglang_tiered.storage.object.packing import Filling, StoreTicket
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["ObjectForgetting", "PurgeOrder", "Purger", "begin_purge", "obey"]
+__all__ = ["PurgeOrder", "Purger", "begin_purge", "obey"]
 
 _MAX_SKEW_MS = 60_000
 _SWEPT_ROWS = 1 << 16
@@ -50,41 +49,11 @@ class PurgeOrder:
     durable: bool = False  # valid once done
 
 
-class ObjectForgetting:
-    """A purge that was begun: its pages are hidden."""
-
-    def __init__(self, order: PurgeOrder | None, jobs: Sequence[Job] = ()) -> None:
-        self._order = order
-        self._jobs = jobs
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._order is None or (
-            self._order.done.is_set() and all(job.done for job in self._jobs)
-        )
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether it is durable and nothing that concerns it is under way any more; false when the
-        time runs out. Not on the scheduler thread, unless it is done."""
-        order = self._order
-        if order is None:
-            return False
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-
-        def left() -> float | None:
-            return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-        return all(job.wait(left()) for job in self._jobs) and (
-            order.done.wait(left()) and order.durable
-        )
-
-
-def begin_purge(state: ObjectState, tenant: bytes | None) -> ObjectForgetting:
+def begin_purge(state: ObjectState, tenant: bytes | None) -> Forgetting:
     """Forget a tenant, or everything. Memory only."""
     with state.lock:
         if state.closed:
-            return ObjectForgetting(None)
+            return Forgetting(None)
         bound = max(state.now_ms(), state.bounds.of(tenant) + 1)
         state.bounds.add(tenant, bound)
         drop_stores(state, tenant, None)
@@ -102,7 +71,7 @@ def begin_purge(state: ObjectState, tenant: bytes | None) -> ObjectForgetting:
             for job in state.jobs.inflight
             if job.kind is JobKind.LOAD or tenant is None or job.run.tenant == tenant
         ]
-        return ObjectForgetting(order, jobs)
+        return Forgetting(order, jobs)
 
 
 def obey(state: ObjectState, purge: Purge) -> None:

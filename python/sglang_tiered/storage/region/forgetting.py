@@ -6,49 +6,16 @@ writer thread makes it so on disk, which ``Forgetting.wait`` waits for.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import TenantUsage
+from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.region.jobs import ClearOrder, PurgeOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["Forgetting", "begin", "set_namespace", "tenants"]
-
-
-class Forgetting:
-    """A purge that was begun: its pages are hidden."""
-
-    def __init__(self, order: ClearOrder | PurgeOrder | None, jobs: Sequence[Job] = ()) -> None:
-        self._order = order
-        self._jobs = jobs
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._order is None or (
-            self._order.done.is_set() and all(job.done for job in self._jobs)
-        )
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether it is durable and nothing submitted before is under way any more; false when
-        the time runs out. Not on the scheduler thread, unless it is done."""
-        order = self._order
-        if order is None:
-            return False
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-
-        def left() -> float | None:
-            return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-        return all(job.wait(left()) for job in self._jobs) and (
-            order.done.wait(left()) and order.durable
-        )
+__all__ = ["begin", "set_namespace", "tenants"]
 
 
 def begin(state: StoreState, tenant: bytes | None) -> Forgetting:

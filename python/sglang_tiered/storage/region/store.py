@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.base import TenantUsage
+    from sglang_tiered.storage.forgetting import Forgetting
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.forgetting import Forgetting
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
 __all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
