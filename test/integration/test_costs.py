@@ -51,6 +51,7 @@ def from_storage(answers: list[Answer]) -> int:
     return sum(answer.cached["storage"] for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_quick_disk_is_read(server: Server, expected: list[list[int]]) -> None:
     server.flush()
     answers = [server.generate(prompt) for prompt in PROMPTS]

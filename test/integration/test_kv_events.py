@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(400)]
 
 DEADLINE_S = 60.0
 TENANT = {"extra_key": "tenant-a"}

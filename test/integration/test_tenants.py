@@ -106,6 +106,7 @@ class TestLife:
         assert server.request("/tier/purge", TENANT)["durable"]
         assert stored(server).get(DIGEST, 0) == 0  # its dead pages may still take space
 
+    @pytest.mark.slow
     def test_a_purge_outlives_kill_and_restart(
         self, launch: Launch, server: Server, tier_dir: Path
     ) -> None:
@@ -132,6 +133,7 @@ class TestLife:
         again.kill()
 
 
+@pytest.mark.slow
 def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> None:
     server = launch(
         *SMALL, "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "64MiB",

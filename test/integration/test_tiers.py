@@ -123,6 +123,7 @@ class TestAfterKill:
         assert tokens_from(answers, "device", "host", "storage") == 0
         assert [answer.output_ids for answer in answers] == expected[:4]
 
+    @pytest.mark.slow
     def test_damaged_files_become_misses_and_one_log_line(
         self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
     ) -> None:
