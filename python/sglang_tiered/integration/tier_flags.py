@@ -134,7 +134,7 @@ TRANSFER_FLAGS = {
     "--transfer-codec": (
         "{none,int8,zstd}",
         "How KV travels, the same on both sides: as it is; in a byte per element, which changes it "
-        "a little; or compressed without loss. For links below 8 and 2 Gbit/s. Default: none.",
+        "a little; or compressed without loss. For links below 7 and 6 Gbit/s. Default: none.",
     ),
     "--transfer-peer-timeout": (
         "SECONDS",
