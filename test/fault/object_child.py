@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 import random
-import select
-import subprocess
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
 
+from line_process import LineProcess
 from object_bucket import NAMESPACE
 from object_engines import TIMEOUT_S, load, open_engine, run_of
 
@@ -23,9 +21,6 @@ from sglang_tiered.storage.base import Job, Reason, Run
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector, CollectorSettings
 from sglang_tiered.storage.object.settings import ObjectSettings
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["ObjectChild", "child_run"]
 
@@ -37,58 +32,15 @@ def child_run(number: int) -> Run:
     return run_of(number, num_pages=1 + number % 9, page_bytes=500 + 37 * (number % 50))
 
 
-class ObjectChild:
-    """The other end of the process. As a context manager: killed at the latest when left."""
+class ObjectChild(LineProcess):
+    """The other end of the process."""
 
     def __init__(self, *arguments: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "object_child", *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders, self._reports = self._process.stdin, self._process.stdout
-        self._buffered = b""
-
-    def line(self) -> str:
-        """The next line it says; fails when it dies or is silent for too long."""
-        while b"\n" not in self._buffered:
-            ready, _, _ = select.select([self._reports], [], [], TIMEOUT_S)
-            assert ready, "the process is silent"
-            piece = self._reports.read(65536)
-            assert piece, f"the process ended with {self._process.wait(TIMEOUT_S)}"
-            self._buffered += piece
-        line, _, self._buffered = self._buffered.partition(b"\n")
-        return line.decode()
+        super().__init__("object_child", *arguments)
 
     def go_on(self) -> None:
         """To one that is paced: the next run."""
-        self._orders.write(b"\n")
-
-    def kill(self) -> list[str]:
-        """``kill -9``; returns what it had said until then."""
-        self._process.kill()
-        self._process.wait(TIMEOUT_S)
-        while not self._reports.closed and (piece := self._reports.read(65536)):
-            self._buffered += piece
-        lines, self._buffered = self._buffered.decode().splitlines(), b""
-        return lines
-
-    def __enter__(self) -> ObjectChild:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
-        self._orders.close()
-        self._reports.close()
+        self.tell("")
 
 
 def _say(text: str) -> None:

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import subprocess
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, keys
+from line_process import LineProcess
+from simulation.ledger import NAMESPACE, Ledger, keys
 
 from sglang_tiered.errors import StoreLockedError
 from sglang_tiered.storage.base import Job, Reason
 from sglang_tiered.storage.region import RegionEngine
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["CAPACITY", "PAGES_PER_RUN", "Child", "open_directory", "run_keys"]
 
@@ -49,72 +45,11 @@ def run_keys(number: int) -> list[bytes]:
     return keys(range(PAGES_PER_RUN * number, PAGES_PER_RUN * (number + 1)))
 
 
-class Child:
-    """The other end of the process. As a context manager: killed at the latest when left."""
+class Child(LineProcess):
+    """The other end of the process."""
 
     def __init__(self, directory: Path, *, seed: int = 0, first: int = 0) -> None:
-        arguments = [str(directory), str(seed), str(first)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "simulation.child", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders = self._process.stdin
-        self._reports = self._process.stdout
-        self._buffered = b""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, order: str) -> None:
-        self._orders.write(order.encode() + b"\n")
-
-    def line(self) -> str:
-        """The next line it says; fails when it dies or is silent for too long."""
-        while b"\n" not in self._buffered:
-            ready, _, _ = select.select([self._reports], [], [], TIMEOUT_S)
-            assert ready, "the process is silent"
-            piece = self._reports.read(65536)
-            assert piece, f"the process ended with {self._process.wait(TIMEOUT_S)}"
-            self._buffered += piece
-        line, _, self._buffered = self._buffered.partition(b"\n")
-        return line.decode()
-
-    def strike(self) -> None:
-        """``kill -9``."""
-        self._process.kill()
-        self._process.wait(TIMEOUT_S)
-
-    def kill(self) -> list[str]:
-        """``kill -9``; returns what it had said until then."""
-        self.strike()
-        while piece := self._reports.read(65536):
-            self._buffered += piece
-        # A report is one write to a pipe, which is whole or not there.
-        lines, self._buffered = self._buffered.decode().splitlines(), b""
-        return lines
-
-    def end(self) -> int:
-        self.tell("exit")
-        return self._process.wait(TIMEOUT_S)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.strike()
-        self._orders.close()
-        self._reports.close()
+        super().__init__("simulation.child", directory, seed, first)
 
 
 def _say(text: str) -> None:
