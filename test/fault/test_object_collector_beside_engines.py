@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,10 +18,14 @@ from sglang_tiered.storage.object.collection import store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from object_proxy import FaultProxy
     from object_server import ObjectServer
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.object import ObjectEngine
 
 OK = {Reason.OK}
 HOUR = 3600.0
@@ -47,6 +52,23 @@ def collect(bucket: Bucket, *, after_s: float = 0.0, **settings: float) -> Colle
         CollectorSettings(**settings),  # type: ignore[arg-type]
         clock=lambda: store_clock(bucket.client, bucket.layout) + after_s,
     ).run_once()
+
+
+@contextmanager
+def about_to_announce(engine: ObjectEngine, proxy: FaultProxy) -> Iterator[Job]:
+    """A store whose object is uploaded and whose manifest is on its way until the end."""
+    released = threading.Event()
+    rule = proxy.add("put", "/manifests/", hang(released, before=True), count=1)
+    job = engine.submit_store(run_of(1))
+    flushing = threading.Thread(target=engine.flush, args=(TIMEOUT_S,))
+    flushing.start()
+    try:
+        assert rule.hit.wait(TIMEOUT_S)
+        yield job
+    finally:
+        released.set()
+        flushing.join(TIMEOUT_S)
+    assert job.wait(TIMEOUT_S)
 
 
 def test_a_reader_goes_on_during_the_grace_and_misses_after_it(place: tuple[str, Bucket]) -> None:
@@ -84,19 +106,11 @@ def test_what_is_uploaded_and_not_announced_survives_every_collector(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     bucket = Bucket.in_s3(object_server, s3_url.split("/")[2])
-    released = threading.Event()
     with opened(s3_url, request_timeout_s=20.0) as engine:
-        rule = proxy.add("put", "/manifests/", hang(released, before=True), count=1)
-        job = engine.submit_store(run_of(1))
-        flushing = threading.Thread(target=engine.flush, args=(TIMEOUT_S,))
-        flushing.start()
-        assert rule.hit.wait(TIMEOUT_S)
-        assert (len(bucket.objects()), len(bucket.manifests())) == (1, 0)
-        for after_s in (0, HOUR):
-            collect(bucket, after_s=after_s, capacity_bytes=1, ttl_s=1.0)
-        released.set()
-        assert job.wait(TIMEOUT_S)
-        flushing.join(TIMEOUT_S)
+        with about_to_announce(engine, proxy) as job:
+            assert (len(bucket.objects()), len(bucket.manifests())) == (1, 0)
+            for after_s in (0, HOUR):
+                collect(bucket, after_s=after_s, capacity_bytes=1, ttl_s=1.0)
         assert set(job.reasons) == OK
         assert load(engine, run_of(1)) == OK
 
@@ -105,18 +119,12 @@ def test_a_writer_that_stalled_beyond_the_grace_announces_nothing_that_is_served
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     bucket = Bucket.in_s3(object_server, s3_url.split("/")[2])
-    released = threading.Event()
-    with opened(s3_url, request_timeout_s=20.0) as engine:
-        rule = proxy.add("put", "/manifests/", hang(released, before=True), count=1)
-        job = engine.submit_store(run_of(1))
-        flushing = threading.Thread(target=engine.flush, args=(TIMEOUT_S,))
-        flushing.start()
-        assert rule.hit.wait(TIMEOUT_S)
+    with (
+        opened(s3_url, request_timeout_s=20.0) as engine,
+        about_to_announce(engine, proxy),
+    ):
         collect(bucket, after_s=7 * HOUR)
         assert bucket.objects() == set(), "an orphan for longer than any writer takes"
-        released.set()
-        assert job.wait(TIMEOUT_S)
-        flushing.join(TIMEOUT_S)
     with opened(s3_url) as fresh:
         assert load(fresh, run_of(1)) == {Reason.MISS}
     collect(bucket, after_s=HOUR)
