@@ -100,7 +100,7 @@ def decode(data: bytes) -> list[WarmChain]:
         return []
     try:
         file = msgspec.msgpack.decode(body, type=_File)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return []
     if file.version != VERSION or any(len(chain.tokens) % 8 for chain in file.chains):
         return []

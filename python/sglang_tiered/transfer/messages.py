@@ -299,7 +299,7 @@ def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     """The message in a frame. Raises ``TransferError`` for anything else."""
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # text is not always UTF-8
         raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
 
 

@@ -52,6 +52,20 @@ def test_another_version_is_named_beside_ours() -> None:
     assert str(refusal.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(messages.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
+        pytest.param(messages.encode(messages.Bye("reason"))[:-1], id="cut short"),
+        pytest.param(b"\x91" * 100_000, id="deep"),
+    ],
+)
+def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
+    with pytest.raises(TransferError, match="none of ours"):
+        messages.decode(frame, messages.control_from_decode)
+
+
 def test_reasons_fit_a_line() -> None:
     assert messages.printable("a\nb\x00c\u202e") == "a b c "
     assert len(messages.printable("x" * 9999)) == messages.MAX_REASON
