@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,6 +13,13 @@ from sglang_tiered.storage.base import KEY_BYTES, Run
 
 Sizes = Sequence[int | tuple[int, ...]]
 MakeRun = Callable[[int, Sizes], Run]
+
+
+def pytest_configure() -> None:
+    """A job that a script starts in the background inherits SIGINT as ignored, and every process
+    that a test means to interrupt would too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
