@@ -1,8 +1,4 @@
-"""Requests to the bucket, the only place that knows obstore: opening by URL, retries, counting.
-
-Credentials, region and endpoint come from the environment as S3's own tools read it (``AWS_*``;
-Google's and Azure's likewise). TLS is the rule: plain HTTP is spoken only where the endpoint says
-``http://`` or ``AWS_ALLOW_HTTP`` is set. Nothing of them is kept, shown or logged here.
+"""Requests to the bucket: retries, deadlines, counting. ``stores`` opens what they go to.
 
 A buffer given to ``put`` must never change afterwards: a request that timed out may still read it,
 and a store in memory keeps it.
@@ -11,51 +7,37 @@ and a store in memory keeps it.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.object.budgets import RequestCost, RetryBudget
 from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.object.failures import Failure, RequestError, explain
-
-try:
-    import obstore
-    from obstore import store as obstore_stores
-except ImportError:  # the tier is optional: only opening it asks for the library
-    obstore = None  # type: ignore[assignment]
+from sglang_tiered.storage.object.stores import FIRST_PAUSE_S, find_store, obstore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from sglang_tiered.storage.object.settings import ObjectSettings
+    from sglang_tiered.storage.object.stores import FoundStore
 
 __all__ = ["Listed", "ObjectClient", "open_client"]
 
-REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 MULTIPART_BYTES = 17 << 20
 """Larger objects go up in parts of this size: few requests, and each ends within its timeout. A
 payload of 16 MiB and its manifest are one."""
 
 _MAX_TRIES = 3
-_FIRST_PAUSE_S = 0.05
 _REMOTE_GAP_BYTES = 1 << 20  # until it is measured
 _LOCAL_GAP_BYTES = 64 << 10
 _REMOTE_SPAN_BYTES = 8 << 20
-_LOCAL_SPAN_BYTES = 1 << 20
+_LOCAL_SPAN_BYTES = 2 << 20
 _LIST_CHUNK = 1000
 _MAX_DELETES = 1000
-_CONNECT = timedelta(seconds=5)
-
-_memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
-_memory_lock = threading.Lock()
 
 
 class Listed(NamedTuple):
@@ -75,25 +57,23 @@ class ObjectClient:
 
     def __init__(
         self,
-        make_store: Callable[[int], Any],
+        found: FoundStore,
         *,
         place: str,
-        is_remote: bool,
-        directory: Path | None = None,
         timeout_s: float = 10.0,
         on_outcome: Callable[[RequestError | None], None] | None = None,
     ) -> None:
-        self._directory = None if directory is None else Directory(directory)
+        self._directory = None if found.directory is None else Directory(found.directory)
         self._timeout_s = timeout_s
-        self._is_remote = is_remote
+        self._is_remote = is_remote = found.is_remote
         self._place = place
         self.on_outcome = on_outcome
         # Requests are retried here, by budget and deadline; parts of an upload by the library.
-        self._make_store = make_store
+        self._make_store = found.make_store
         self._opened: Any = None
         with contextlib.suppress(OSError):  # a directory that is not there may come yet
-            self._opened = make_store(0)
-        self._uploads: Any = make_store(_MAX_TRIES - 1) if is_remote else None
+            self._opened = found.make_store(0)
+        self._uploads: Any = found.make_store(_MAX_TRIES - 1) if is_remote else None
         self._budget = RetryBudget()
         self._cost = RequestCost(_REMOTE_GAP_BYTES if is_remote else _LOCAL_GAP_BYTES)
         self._lock = threading.Lock()
@@ -156,6 +136,22 @@ class ObjectClient:
         self._count_in(len(data))
         self._cost.observe(len(data), time.monotonic() - began)
         return data
+
+    def get_cached(self, path: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers, one after the other, with what memory holds of a directory's file from
+        ``start`` on; returns how many bytes, and 0 for anything amiss. Never waits for storage, so
+        the buffers may be somebody's who has a deadline."""
+        if self._directory is None:
+            return 0
+        began = time.monotonic()
+        num_read = self._directory.read_cached(path, buffers, start)
+        if num_read:
+            self._count("get")
+            self._count_in(num_read)
+            self._cost.observe(num_read, time.monotonic() - began)
+            self._budget.earn()
+            self._tell(None)
+        return num_read
 
     def get(self, path: str) -> memoryview:
         """A whole object, which should be small."""
@@ -276,7 +272,7 @@ class ObjectClient:
                     raise _NotFoundError(cause.failure, cause.clause) from None
                 with self._lock:
                     self.last_error = cause.clause
-                pause = _FIRST_PAUSE_S * 4**attempt * random.uniform(0.5, 1.5)
+                pause = FIRST_PAUSE_S * 4**attempt * random.uniform(0.5, 1.5)
                 last = attempt + 1 == num_tries or time.monotonic() + pause >= end
                 if cause.failure is not Failure.UNAVAILABLE or last or not self._budget.take():
                     raise cause from None
@@ -310,91 +306,9 @@ def open_client(
 
     Raises ``ConfigError`` for a URL that cannot be one of ours, or without obstore.
     """
-    if obstore is None:
-        raise ConfigError("the object tier needs the package obstore: pip install obstore")
-    try:
-        parts = urlsplit(settings.url)
-        is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
-    except ValueError:
-        raise ConfigError("the URL of the object tier is not one") from None
-    if not is_bare:
-        raise ConfigError(
-            "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
-            "credentials come from the environment"
-        )
-    if settings.sse is not None and parts.scheme not in ("s3", "s3a"):
-        raise ConfigError(f"sse is of S3 only, and the object tier is at {parts.scheme}://")
-    directory: Path | None = None
-    make_store: Callable[[int], Any]
-    if parts.scheme == "memory":
-        with _memory_lock:
-            store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
-        make_store = lambda _: store  # noqa: E731
-    elif parts.scheme == "file":
-        directory = folder = Path(unquote(parts.path))
-        if parts.netloc not in ("", "localhost") or not directory.is_absolute():
-            raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
-        make_store = lambda _: _directory_store(folder)  # noqa: E731
-    elif parts.scheme in REMOTE and parts.netloc:
-        make_store = lambda retries: _remote_store(settings, retries)  # noqa: E731
-    else:
-        raise ConfigError(
-            f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
-            "az:// or the file URL of a directory"
-        )
     return ObjectClient(
-        make_store,
+        find_store(settings),
         place=settings.url,
-        is_remote=parts.scheme in REMOTE,
-        directory=directory,
         timeout_s=settings.request_timeout_s,
         on_outcome=on_outcome,
     )
-
-
-def _directory_store(directory: Path) -> Any:
-    """Raises ``OSError`` for a directory that cannot be made."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return obstore_stores.LocalStore(directory)
-
-
-def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
-    timeout = timedelta(seconds=settings.request_timeout_s)
-    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-    config: Any = {}
-    if urlsplit(settings.url).scheme in ("s3", "s3a"):
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT") or ""
-        allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
-        client["allow_http"] = endpoint.lower().startswith("http://") or allowed
-        if bundle := os.environ.get("AWS_CA_BUNDLE"):
-            client["root_certificate"] = _certificates(bundle)
-        if settings.sse is not None:
-            config["server_side_encryption"] = settings.sse
-        if settings.sse_kms_key is not None:
-            config["sse_kms_key_id"] = settings.sse_kms_key
-    retry: dict[str, Any] = {
-        "max_retries": max_retries,
-        "retry_timeout": timeout,
-        "backoff": {
-            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=1),
-            "base": 4,
-        },
-    }
-    try:
-        options: dict[str, Any] = {"client_options": client, "retry_config": retry}
-        return obstore_stores.from_url(settings.url, config=config or None, **options)
-    except Exception as error:
-        # Its text may repeat what is in the environment.
-        raise ConfigError(
-            f"{settings.url} cannot be opened as an object store ({type(error).__name__}): check "
-            "the URL and the variables in the environment that configure it"
-        ) from None
-
-
-def _certificates(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"AWS_CA_BUNDLE {path} cannot be read: {error.strerror}") from None

@@ -11,7 +11,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.object import client as client_module
+from sglang_tiered.storage.object import stores
 from sglang_tiered.storage.object.client import ObjectClient, open_client
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.settings import ObjectSettings
@@ -89,7 +89,7 @@ def test_encryption_is_of_s3_only(tmp_path: Path) -> None:
 
 
 def test_without_the_library_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "obstore", None)
+    monkeypatch.setattr(stores, "obstore", None)
     with pytest.raises(ConfigError, match="pip install obstore"):
         opened("s3://bucket")
 

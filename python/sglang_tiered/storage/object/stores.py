@@ -1,0 +1,133 @@
+"""Stores by their URL, the only place that configures obstore.
+
+Credentials, region and endpoint come from the environment as S3's own tools read it (``AWS_*``;
+Google's and Azure's likewise). TLS is the rule: plain HTTP is spoken only where the endpoint says
+``http://`` or ``AWS_ALLOW_HTTP`` is set. Nothing of them is kept, shown or logged here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from sglang_tiered.errors import ConfigError
+
+try:
+    import obstore
+    from obstore import store as obstore_stores
+except ImportError:  # the tier is optional: only opening it asks for the library
+    obstore = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.storage.object.settings import ObjectSettings
+
+__all__ = ["FIRST_PAUSE_S", "FoundStore", "find_store", "obstore"]
+
+FIRST_PAUSE_S = 0.05
+"""Before the first retry of a request."""
+
+_REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+_CONNECT = timedelta(seconds=5)
+
+_memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
+_memory_lock = threading.Lock()
+
+
+class FoundStore(NamedTuple):
+    """What a URL leads to. ``make_store`` takes the number of retries of the library's own."""
+
+    make_store: Callable[[int], Any]
+    is_remote: bool
+    directory: Path | None  # where everything is, if it is one
+
+
+def find_store(settings: ObjectSettings) -> FoundStore:
+    """Touches nothing. Raises ``ConfigError`` for a URL that cannot be one of ours, or without
+    obstore."""
+    if obstore is None:
+        raise ConfigError("the object tier needs the package obstore: pip install obstore")
+    try:
+        parts = urlsplit(settings.url)
+        is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
+    except ValueError:
+        raise ConfigError("the URL of the object tier is not one") from None
+    if not is_bare:
+        raise ConfigError(
+            "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
+            "credentials come from the environment"
+        )
+    if settings.sse is not None and parts.scheme not in ("s3", "s3a"):
+        raise ConfigError(f"sse is of S3 only, and the object tier is at {parts.scheme}://")
+    directory: Path | None = None
+    make_store: Callable[[int], Any]
+    if parts.scheme == "memory":
+        with _memory_lock:
+            store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
+        make_store = lambda _: store  # noqa: E731
+    elif parts.scheme == "file":
+        directory = folder = Path(unquote(parts.path))
+        if parts.netloc not in ("", "localhost") or not directory.is_absolute():
+            raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
+        make_store = lambda _: _directory_store(folder)  # noqa: E731
+    elif parts.scheme in _REMOTE and parts.netloc:
+        make_store = lambda retries: _remote_store(settings, retries)  # noqa: E731
+    else:
+        raise ConfigError(
+            f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
+            "az:// or the file URL of a directory"
+        )
+    return FoundStore(make_store, parts.scheme in _REMOTE, directory)
+
+
+def _directory_store(directory: Path) -> Any:
+    """Raises ``OSError`` for a directory that cannot be made."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return obstore_stores.LocalStore(directory)
+
+
+def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
+    timeout = timedelta(seconds=settings.request_timeout_s)
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
+    config: Any = {}
+    if urlsplit(settings.url).scheme in ("s3", "s3a"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT") or ""
+        allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+        client["allow_http"] = endpoint.lower().startswith("http://") or allowed
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            client["root_certificate"] = _certificates(bundle)
+        if settings.sse is not None:
+            config["server_side_encryption"] = settings.sse
+        if settings.sse_kms_key is not None:
+            config["sse_kms_key_id"] = settings.sse_kms_key
+    retry: dict[str, Any] = {
+        "max_retries": max_retries,
+        "retry_timeout": timeout,
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=1),
+            "base": 4,
+        },
+    }
+    try:
+        options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+        return obstore_stores.from_url(settings.url, config=config or None, **options)
+    except Exception as error:
+        # Its text may repeat what is in the environment.
+        raise ConfigError(
+            f"{settings.url} cannot be opened as an object store ({type(error).__name__}): check "
+            "the URL and the variables in the environment that configure it"
+        ) from None
+
+
+def _certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"AWS_CA_BUNDLE {path} cannot be read: {error.strerror}") from None
