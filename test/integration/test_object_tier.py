@@ -29,6 +29,7 @@ MOVED = make_prompts(21, 8, LENGTH)  # opened on A, continued on B
 STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
 REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
 COLD = make_prompts(24, 3, LENGTH)
+RAISED = make_prompts(25, 1, LENGTH)  # brought up to the disk before it is asked for
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 
 StartSeveral = "Callable[..., list[Server]]"
@@ -116,7 +117,8 @@ class TestLife:
         self, pair: list[Server]
     ) -> None:
         a, _ = pair
-        for name, prompts in (("moved", MOVED), ("stalled", STALLED), ("refused", REFUSED)):
+        opened = {"moved": MOVED, "stalled": STALLED, "refused": REFUSED, "raised": RAISED}
+        for name, prompts in opened.items():
             answers = []
             for number, prompt in enumerate(prompts):
                 rid = f"{name}-{number}"
@@ -132,7 +134,7 @@ class TestLife:
         assert report["object"] == report["nvme"] == LENGTH // PAGE * PAGE
         state = a.tier_state()
         assert state["object_healthy"] == 1
-        assert state["object_pages_demoted"] >= (len(MOVED) + 5) * (LENGTH // PAGE)
+        assert state["object_pages_demoted"] >= (len(MOVED) + 6) * (LENGTH // PAGE)
         assert "not-a-secret" not in json.dumps(a.request("/server_info")) + a.log
 
     def test_a_prefix_nobody_computed_is_missing_and_says_so(self, pair: list[Server]) -> None:
@@ -160,6 +162,21 @@ class TestLife:
         ):
             resumed = b.generate(prompt + first, 2 * NUM_NEW)
             assert first + resumed.output_ids == whole
+
+    def test_a_checkpoint_on_disk_brings_up_what_only_the_bucket_holds(
+        self, pair: list[Server]
+    ) -> None:
+        _, b = pair
+        (prompt,) = RAISED
+        wait_for_residency(b, prompt, "object", LENGTH // PAGE * PAGE)
+        assert ask(b, "/tier/residency", {"input_ids": prompt})[1]["nvme"] == 0
+        code, report = ask(b, "/tier/checkpoint", {"input_ids": prompt, "tier": "nvme"})
+        whole = LENGTH // PAGE * PAGE
+        assert (code, report["num_tokens"], report["num_missing"]) == (200, whole, 0)
+        assert ask(b, "/tier/residency", {"input_ids": prompt})[1]["nvme"] == whole
+        again = b.generate(prompt, NUM_NEW)
+        assert again.output_ids == self.opened["raised"][0]
+        assert again.cached["storage"] == aligned(LENGTH)
 
     def test_what_came_from_the_bucket_is_kept_on_disk(self, pair: list[Server]) -> None:
         _, b = pair

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_tiered.integration.durability import make_durable
 from sglang_tiered.storage.layered.tiers import Tier
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecentRequests", "Selector", "checkpoint", "least_on_every_rank", "residency"]
 
-WORK_S = 25.0
-"""How long a checkpoint may take before it answers what is missing; less than its asker waits."""
-
-_LOOK_S = 0.02
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
 _MAX_CHECKPOINTS = 256
@@ -159,7 +156,9 @@ def _begin(
     located = _locate(cache, selector)
     cache.store_soon(located.path)
     num_known = _num_known(cache, storage, located)
-    work = _desk[0].pool.submit(_make_durable, storage, located.hashes[:num_known], tier)
+    tenant = cache.fence.tenant_of(selector.extra_key, selector.cache_salt)
+    hashes = located.hashes[:num_known]
+    work = _desk[0].pool.submit(make_durable, storage, hashes, tier, tenant)
     last = located.path[-1].node_id if located.path else None
     return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
 
@@ -183,30 +182,6 @@ def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
         except KeyError:  # evicted, or split at another place
             return
         cache.store_soon(path)
-
-
-def _make_durable(storage: TieredStorage, hashes: Sequence[str], tier: Tier) -> int:
-    """How many leading pages are durable in a tier in the end. Not on the scheduler thread."""
-    deadline = time.monotonic() + WORK_S
-    shard, layered = storage.region_engine, storage.layered_engine
-    keys = storage.keys_of_pools(hashes)
-    wanted = keys[: len(hashes)]  # of KV; the other pools hold some of the pages only
-    while time.monotonic() < deadline:
-        held = shard.view.contains(wanted)
-        if tier is Tier.OBJECT and layered is not None:
-            below = layered.contains_below(wanted)
-            held = [up or down for up, down in zip(held, below, strict=True)]
-        if all(held):
-            break
-        time.sleep(_LOOK_S)
-    left_s = max(1.0, deadline - time.monotonic())
-    if tier is Tier.OBJECT and layered is not None:
-        return _leading(layered.flush(keys, left_s)[: len(hashes)])
-    return _leading(shard.view.contains(wanted)) if shard.sync(left_s) else 0
-
-
-def _leading(held: Sequence[bool]) -> int:
-    return held.index(False) if False in held else len(held)
 
 
 def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:

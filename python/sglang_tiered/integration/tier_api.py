@@ -7,7 +7,8 @@
 ``POST /tier/checkpoint``  ``{"rid": ...}``, ``{"text": ...}`` or ``{"input_ids": [...]}``, with
                        ``extra_key``, ``cache_salt`` and ``tier`` (``nvme``, or ``object`` where
                        there is one, which is then the default). Answers once all whole pages of
-                       that prefix are durable there (200), or says how many are not (503).
+                       that prefix are durable there (200), or says how many are not (503). What
+                       only the bucket holds is brought up to NVMe for ``nvme``.
 ``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
 """
 

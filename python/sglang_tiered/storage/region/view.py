@@ -1,4 +1,4 @@
-"""``RegionView``: what a store holds, for those who copy from it. Memory only, changes nothing."""
+"""``RegionView``: what a store holds, for those who copy from it. Memory only."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ class RegionView:
         for position, page in zip(positions.tolist(), pages, strict=True):
             found[position] = page
         return found
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count a use of each page that is held, as a load of it does: when its region is given
+        up, used pages are written again first, once for all uses, as far as that is affordable."""
+        if not keys:
+            return
+        with self._state.lock:
+            rows = self._state.index.find(key_words(keys))
+            self._state.index.hit(rows[rows >= 0])
 
     def pages_behind(self, sequence: int) -> tuple[int, list[StoredPage]] | None:
         """The oldest region behind that sequence number (-1: of all), with its pages in the order

@@ -1,0 +1,173 @@
+"""What a checkpoint does off the scheduler thread, on real stores: two servers over one directory
+of objects."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
+
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.integration import durability, namespace
+from sglang_tiered.integration.durability import make_durable
+from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.layered.tiers import Tier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.view import StoredPage
+
+PAGE_SIZE, NUM_PAGES = 4, 12
+TENANT = b"t" * 16
+TIMEOUT_S = 20.0
+
+Open = Callable[..., TieredStorage]
+
+
+@dataclass
+class Pool:
+    """A host pool as SGLang's storage sees it: K and V halves, pages first."""
+
+    buffer: torch.Tensor  # [2, pages, bytes] uint8
+    page_size: int = PAGE_SIZE
+    dtype: torch.dtype = torch.uint8
+    logical_size: int = NUM_PAGES * PAGE_SIZE
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = (indices[:: self.page_size] // self.page_size).tolist()
+        pointers = [self.buffer[half, page].data_ptr() for page in pages for half in range(2)]
+        return pointers, [self.buffer.shape[2]] * len(pointers)
+
+
+def make_pool(page_bytes: int) -> Pool:
+    generator = torch.Generator().manual_seed(page_bytes)
+    shape = (2, NUM_PAGES, page_bytes)
+    return Pool(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+
+
+HASHES = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(NUM_PAGES)]
+STORAGE_CONFIG = HiCacheStorageConfig(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    attn_cp_rank=0,
+    attn_cp_size=1,
+    is_mla_model=False,
+    enable_storage_metrics=False,
+    is_page_first_layout=True,
+    model_name="m",
+)
+SLOTS = torch.arange(NUM_PAGES * PAGE_SIZE)
+
+
+@pytest.fixture
+def open_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """A server's storage by its name, with a KV pool and a pool of windows."""
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    monkeypatch.setattr(durability, "_BATCH_BYTES", 8000)  # a page of KV, a few of windows
+    opened = []
+
+    def open_server(name: str, *, has_bucket: bool = True) -> TieredStorage:
+        nvme = NvmeConfig(
+            directory=str(tmp_path / name), capacity_bytes=64 * MiB, region_bytes=4 * MiB
+        )
+        config = TieredConfig(
+            mode=TierMode.NVME,
+            host_bytes=MiB,
+            nvme=nvme,
+            object=ObjectConfig(url=(tmp_path / "bucket").as_uri()) if has_bucket else None,
+        )
+        environment: dict[str, str] = {}
+        config.to_environment(environment)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        storage: Any = TieredStorage(STORAGE_CONFIG, {})
+        opened.append(storage)
+        storage.register_mem_pool_host(make_pool(3000))
+        storage.register_mem_host_pool_v2(make_pool(1000), PoolName.SWA)
+        storage.on_host_pools_registered()
+        found: TieredStorage = storage
+        return found
+
+    yield open_server
+    for storage in opened:
+        storage.close()
+
+
+def stored_pages(server: TieredStorage) -> list[StoredPage]:
+    found = []
+    at = -1
+    while (region := server.region_engine.view.pages_behind(at)) is not None:
+        at, pages = region
+        found += pages
+    return found
+
+
+@pytest.fixture
+def resumed(open_server: Open) -> TieredStorage:
+    """A server that finds in the bucket what another one computed and made durable there."""
+    first, second = open_server("first"), open_server("second")
+    assert first.batch_set_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    windows = PoolTransfer(PoolName.SWA, host_indices=SLOTS[-2 * PAGE_SIZE :], keys=HASHES[-2:])
+    assert first.batch_set_v2([windows]) == {PoolName.SWA: [True, True]}
+    assert make_durable(first, HASHES, Tier.OBJECT, NO_TENANT, TIMEOUT_S) == NUM_PAGES
+    assert second.layered_engine is not None
+    deadline = time.monotonic() + TIMEOUT_S
+    while second.pages_by_tier(HASHES) != (0, NUM_PAGES):
+        assert time.monotonic() < deadline
+        second.layered_engine.lower.refresh(1.0)
+    return second
+
+
+def test_what_only_the_bucket_holds_is_brought_up_to_nvme_under_its_tenants_name(
+    resumed: TieredStorage,
+) -> None:
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, TIMEOUT_S) == NUM_PAGES
+    assert resumed.pages_by_tier(HASHES) == (NUM_PAGES, NUM_PAGES)
+    held = stored_pages(resumed)
+    assert len(held) == NUM_PAGES + 2, "the windows too"
+    assert {page.tenant for page in held} == {TENANT}
+    assert all(page.is_used for page in held), "reclaim would take them first"
+    assert resumed.layered_engine is not None
+    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    pool = resumed.mem_pool_host
+    expected = pool.buffer.clone()
+    pool.buffer.zero_()
+    assert resumed.batch_get_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    assert torch.equal(pool.buffer, expected)
+
+
+def test_an_nvme_that_takes_nothing_ends_a_checkpoint_in_time_and_says_what_is_missing(
+    resumed: TieredStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resumed.layered_engine is not None
+    monkeypatch.setattr(resumed.layered_engine._promoter, "_may_store", lambda: False)
+    begun = time.monotonic()
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_bucket_that_lost_its_objects_ends_a_checkpoint_in_time(resumed: TieredStorage) -> None:
+    assert resumed.layered_engine is not None
+    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    begun = time.monotonic()
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
+    assert time.monotonic() - begun < 5.0
+
+
+def test_pages_on_nvme_alone_count_as_used_once_they_were_asked_for(open_server: Open) -> None:
+    server = open_server("first", has_bucket=False)
+    server.batch_set_v1(HASHES, SLOTS)
+    assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
+    used = {page.key.hex() for page in stored_pages(server) if page.is_used}
+    assert used == set(HASHES[:3])
