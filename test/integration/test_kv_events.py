@@ -1,4 +1,4 @@
-"""A router that subscribes to a live server is told where prefixes lie, down to NVMe."""
+"""A router that subscribes to a live server is told where prefixes lie, down to the bucket."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import zmq
+from object_proxy import FaultProxy, status
+from object_server import ObjectServer, s3_environment
 
 from conftest import PAGE, SMALL, Launch, aligned, make_prompts
 from server_process import free_port
@@ -75,7 +77,7 @@ class Router:
 @pytest.fixture(scope="module")
 def pair(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Router]]:
+) -> Iterator[tuple[Server, Router, FaultProxy]]:
     port = free_port()
     config = {
         "publisher": "zmq",
@@ -85,13 +87,22 @@ def pair(
     }
     directory: Path = tmp_path_factory.mktemp("tier") / "kv"
     router = Router(port)
-    server = launch(*SMALL, "--tier-dir", str(directory), "--kv-events-config", json.dumps(config))
-    yield server, router
+    with ObjectServer() as bucket, FaultProxy(bucket.address) as proxy:
+        flags = ["--tier-dir", str(directory), "--kv-events-config", json.dumps(config)]
+        flags += ["--tier-object-url", f"s3://{bucket.make_bucket()}/kv"]
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in s3_environment(proxy.url).items():
+                patch.setenv(name, value)
+            server = launch(*SMALL, *flags)
+        yield server, router, proxy
+        server.kill()
     router.close()
 
 
-def test_router_hears_of_pages_on_disk_until_they_go(pair: tuple[Server, Router]) -> None:
-    server, router = pair
+def test_router_hears_of_pages_on_disk_and_in_the_bucket_until_they_go(
+    pair: tuple[Server, Router, FaultProxy],
+) -> None:
+    server, router, proxy = pair
     prompts = make_prompts(11, 3, LENGTH)
     answers = [server.generate(prompts[0]), server.generate(prompts[1])]
     server.generate(prompts[2], **TENANT)
@@ -104,11 +115,23 @@ def test_router_hears_of_pages_on_disk_until_they_go(pair: tuple[Server, Router]
         pages = [prompt[start : start + PAGE] for start in range(0, aligned(LENGTH), PAGE)]
         assert all(page in [tokens for tokens, _ in on_disk.values()] for page in pages)
 
-    # A flush empties the tree, and the disk keeps what it has.
+    # And in the bucket, where a sick one is said to hold nothing, until it is well.
+    router.read_until(lambda: router.count("EXTERNAL") >= 3 * NUM_PAGES)
+    below = router.tokens["EXTERNAL"]
+    assert {block: router.tokens["GPU"][block] for block in below} == below
+    in_bucket = set(router.media["EXTERNAL"])
+    rule = proxy.add("*", "", status(503, "SlowDown"))
+    router.read_until(lambda: router.count("EXTERNAL") == 0)
+    assert router.count("DISK") >= 3 * NUM_PAGES
+    proxy.remove(rule)
+    router.read_until(lambda: router.media["EXTERNAL"] >= in_bucket)
+
+    # A flush empties the tree, and disk and bucket keep what they have.
     before, num_cleared = set(router.media["DISK"]), router.num_cleared  # once at start
     server.request("/flush_cache", {})
     router.read_until(lambda: router.num_cleared > num_cleared)
     router.read_until(lambda: router.media.get("DISK", set()) >= before)
+    router.read_until(lambda: router.media.get("EXTERNAL", set()) >= in_bucket)
     assert router.count("GPU") == router.count("CPU_PINNED") == 0
     again = server.generate(prompts[0])
     assert again.output_ids == answers[0].output_ids
@@ -117,6 +140,7 @@ def test_router_hears_of_pages_on_disk_until_they_go(pair: tuple[Server, Router]
     # A purge takes the tenant's pages, and only those.
     server.request("/tier/purge", TENANT)
     router.read_until(lambda: router.count("DISK") <= len(before) - NUM_PAGES)
+    router.read_until(lambda: router.count("EXTERNAL") <= len(in_bucket) - NUM_PAGES)
     left = [tokens for block, (tokens, _) in on_disk.items() if block in router.media["DISK"]]
     assert prompts[2][:PAGE] not in left
     assert prompts[0][:PAGE] in left and prompts[1][:PAGE] in left

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import compat
-from sglang_tiered.storage.base import Stop
+from sglang_tiered.storage.base import Health, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.storage_backend import TieredStorage
     from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.layered.tiers import LowerTier
 
     # Which keys a tier could serve now; None while it serves none. Any thread, memory only.
     Holds = Callable[[Sequence[bytes]], list[bool] | None]
@@ -307,8 +308,17 @@ def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
     tiers = {StorageMedium.DISK: engine_holds(storage.region_engine)}
     layered = getattr(storage, "layered_engine", None)
     if layered is not None:
-        tiers[StorageMedium.EXTERNAL] = layered.contains_below
+        tiers[StorageMedium.EXTERNAL] = _bucket_holds(layered.lower)
     return tiers
+
+
+def _bucket_holds(bucket: LowerTier) -> Holds:
+    def holds(keys: Sequence[bytes]) -> list[bool] | None:
+        held = bucket.contains(keys)
+        # Asked afterwards: a bucket that answers no more holds what it held, and may come back.
+        return held if bucket.stats().health is Health.RUNNING else None
+
+    return holds
 
 
 def _single_blocks(event: BlockStored) -> list[BlockStored]:

@@ -12,10 +12,11 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from shared_tier import SharedTier
 
 from sglang_tiered.errors import UnsupportedSGLangError
 from sglang_tiered.integration import tier_events
-from sglang_tiered.integration.tier_events import TierEvents, engine_holds
+from sglang_tiered.integration.tier_events import TierEvents, engine_holds, tiers_of
 from sglang_tiered.storage.base import LookupResult, Run, Stop
 from sglang_tiered.storage.memory import MemoryEngine
 
@@ -341,3 +342,23 @@ def test_sick_engine_in_the_middle_of_a_lookup() -> None:
     answers = iter([LookupResult(1, Stop.MISS), LookupResult(0, Stop.UNHEALTHY)])
     engine: Any = SimpleNamespace(lookup=lambda keys: next(answers))
     assert engine_holds(engine)([b"a", b"b", b"c"]) is None
+
+
+def test_a_sick_bucket_is_no_bucket_that_lost_its_pages() -> None:
+    """Its pages are told to be gone, and told of again when it is well."""
+    core, bucket = Core(), SharedTier()
+    layered: Any = SimpleNamespace(lower=bucket)
+    storage: Any = SimpleNamespace(region_engine=MemoryEngine(1 << 20), layered_engine=layered)
+    events = TierEvents(core, tiers_of(storage), core.params)
+    node = core.add(0, range(8))
+    keys = core.keys(node)
+    assert bucket.submit_store(Run(tuple(keys), ((memoryview(b"x"),),) * 2)).wait(5.0)
+    events.note(node)
+    blocks = stored(events.take(), EXTERNAL)
+    assert len(blocks) == 2
+    bucket.sick = True
+    events.sweep()
+    assert removed(events.take(), EXTERNAL) == blocks
+    bucket.sick = False
+    events.sweep()
+    assert stored(events.take(), EXTERNAL) == blocks
