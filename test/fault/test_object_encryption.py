@@ -1,0 +1,65 @@
+"""Encryption at rest as the flags ask for it: on everything that is written, or a bucket whose
+policy demands it would refuse some of it, and a bucket without one would keep it as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from object_bucket import NAMESPACE
+from object_engines import TIMEOUT_S, load, opened, run_of, store
+
+from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.object.client import open_client
+from sglang_tiered.storage.object.collector import Collector
+from sglang_tiered.storage.object.removals import CollectorSettings
+from sglang_tiered.storage.object.settings import ObjectSettings
+
+if TYPE_CHECKING:
+    from object_proxy import Exchange, FaultProxy, Request
+
+pytestmark = pytest.mark.timeout(120)
+
+ALGORITHM = "x-amz-server-side-encryption"
+KEY = "x-amz-server-side-encryption-aws-kms-key-id"
+KEY_NAME = "arn:aws:kms:us-east-1:123456789012:key/of-tests"
+TENANT = b"t" * 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "headers"),
+    [
+        ({"sse": "AES256"}, ("AES256", None)),
+        ({"sse": "aws:kms", "sse_kms_key": KEY_NAME}, ("aws:kms", KEY_NAME)),
+        ({}, (None, None)),
+    ],
+    ids=["s3", "kms", "the bucket's"],
+)
+def test_everything_that_is_written_asks_for_it(
+    s3_url: str, proxy: FaultProxy, flags: dict[str, str], headers: tuple[str | None, str | None]
+) -> None:
+    """Objects in one put and in parts, manifests, purges, and what the collector writes. A part
+    carries none: its upload does, and S3 refuses them there."""
+    seen: list[Request] = []
+
+    def note(exchange: Exchange) -> None:
+        seen.append(exchange.request)
+        exchange.answer(exchange.forward())
+
+    for kind in ("put", "begin multipart", "part", "complete multipart"):
+        proxy.add(kind, "", note)
+    large = run_of(1, num_pages=20, page_bytes=1 << 20)
+    with opened(s3_url, object_bytes=32 << 20, staging_bytes=64 << 20, **flags) as engine:
+        assert store(engine, large, run_of(2, tenant=TENANT)) == {Reason.OK}
+        assert load(engine, large) == {Reason.OK}
+        assert engine.purge(TENANT, TIMEOUT_S)
+    client = open_client(ObjectSettings(url=s3_url, **flags))  # type: ignore[arg-type]
+    Collector(client, NAMESPACE, CollectorSettings(capacity_bytes=1)).run_once()
+    asking = [request for request in seen if request.kind in ("put", "begin multipart")]
+    written = {request.target.split("?")[0].split("/")[-2] for request in asking}
+    assert {"objects", "manifests", "purges", "graves", "clocks"} <= written, written
+    for request in asking:
+        assert (request.header(ALGORITHM), request.header(KEY)) == headers, request.target
+    rest = [request for request in seen if request not in asking]
+    assert {request.kind for request in rest} == {"part", "complete multipart"}
+    assert all(request.header(ALGORITHM) is None for request in rest)
