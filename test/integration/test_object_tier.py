@@ -294,3 +294,79 @@ def test_measured_plans_use_a_bucket_that_is_quick_and_leave_one_that_is_not(
     assert [answer.output_ids for answer in slow] == expected[3:]
     assert taken_s < 3 * 4 * computed_s + 2.0, (taken_s, computed_s)
     b.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_lossy_pages_serve_their_own_and_are_never_taken_for_exact_ones(
+    start: Callable[..., list[Server]],
+    tmp_path: Path,
+    codec: str,
+    record_property: pytest.RecordProperty,
+) -> None:
+    """Three servers, one bucket: B resumes what A computed, by way of the codec; C, which is exact,
+    finds nothing of it. What the codec changed of the greedy answers is recorded."""
+    arguments = (*SMALL, "--tier-object-url", str(tmp_path / "shared"))
+    lossy = (*arguments, "--tier-object-codec", codec)
+    (a,) = start(1, *lossy)
+    whole = LENGTH // PAGE * PAGE
+    opened = []
+    for prompt in MOVED:
+        opened.append(a.generate(prompt, NUM_NEW).output_ids)
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
+    a.kill()
+    b, exact = *start(1, *lossy), *start(1, *arguments)
+    for prompt in MOVED:
+        wait_for_residency(b, prompt, "object", whole)
+        assert ask(exact, "/tier/residency", {"input_ids": prompt})[1]["object"] == 0
+    resumed = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+    assert sum(answer.cached["storage"] for answer in resumed) >= 0.97 * len(MOVED) * aligned(
+        LENGTH
+    )
+    computed = exact.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+    assert sum(sum(answer.cached.values()) for answer in computed) == 0
+    assert [answer.output_ids for answer in computed] == opened, "before the codec all is exact"
+    pairs = [
+        (mine, theirs)
+        for answer, expected in zip(resumed, opened, strict=True)
+        for mine, theirs in zip(answer.output_ids, expected, strict=True)
+    ]
+    agreement = sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+    record_property(f"greedy_agreement_{codec}", agreement)
+    print(f"{codec}: {agreement:.1%} of {len(pairs)} greedy tokens agree")
+    stored = b.tier_state()["object_physical_bytes"]
+    assert 0 < stored < 0.6 * len(MOVED) * whole * 8192, "no smaller than float32"
+    b.kill()
+    exact.kill()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_server_find_in_the_bucket_what_the_other_computed(
+    start: Callable[..., list[Server]], tmp_path: Path
+) -> None:
+    """Data parallelism: each replica has its NVMe, both share the bucket."""
+    arguments = (*SMALL, "--dp-size", "2", "--load-balance-method", "round_robin")
+    arguments += ("--tier-object-url", str(tmp_path / "shared"))
+    (server,) = start(1, *arguments)
+    whole = LENGTH // PAGE * PAGE
+    prompts = MOVED[:4]
+    expected = []
+    for prompt in prompts:
+        expected.append(server.generate(prompt, NUM_NEW, routed_dp_rank=0).output_ids)
+        assert ask(server, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
+    deadline = time.monotonic() + 30.0
+    while True:
+        states = server.request("/server_info")["internal_states"]
+        known = [state["sglang_tiered"]["object_pages"] for state in states]
+        if len(known) == 2 and min(known) >= len(prompts) * whole // PAGE:
+            break
+        assert time.monotonic() < deadline, known
+        time.sleep(0.1)
+    answers = [server.generate(prompt, NUM_NEW, routed_dp_rank=1) for prompt in prompts]
+    assert [answer.output_ids for answer in answers] == expected
+    assert sum(a.cached["storage"] for a in answers) >= 0.97 * len(prompts) * aligned(LENGTH)
+    server.flush()
+    answers = server.generate_all(prompts, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in answers] == expected, "whichever replica is asked"
+    assert sum(a.cached["storage"] for a in answers) >= 0.97 * len(prompts) * aligned(LENGTH)
+    server.kill()
