@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -72,6 +74,9 @@ ENGINES = [
     "object-directory",
     "layered",
 ]
+BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
+if BUCKET:  # any URL of an object tier; credentials are where they always are
+    ENGINES.append("object-url")
 
 
 @pytest.fixture(params=ENGINES)
@@ -85,6 +90,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngin
         made = make_object_engine(f"memory://{tmp_path}")
     elif request.param == "object-directory":
         made = make_object_engine((tmp_path / "store").as_uri())
+    elif request.param == "object-url":
+        made = make_object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
     elif request.param == "layered":
         # Nothing moves between the tiers, so that all outcomes are those of one run.
         lower = SharedTier()

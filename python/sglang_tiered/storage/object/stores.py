@@ -2,7 +2,8 @@
 
 Credentials, region and endpoint come from the environment as S3's own tools read it (``AWS_*``;
 Google's and Azure's likewise). TLS is the rule: plain HTTP is spoken only where the endpoint says
-``http://`` or ``AWS_ALLOW_HTTP`` is set. Nothing of them is kept, shown or logged here.
+``http://`` or ``AWS_ALLOW_HTTP`` (``GOOGLE_``, ``AZURE_``) is set. Nothing of them is kept, shown
+or logged here.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ FIRST_PAUSE_S = 0.05
 
 _REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _CONNECT = timedelta(seconds=5)
+_YES = ("1", "true", "yes")
 
 _memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
 _memory_lock = threading.Lock()
@@ -95,11 +97,14 @@ def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
     timeout = timedelta(seconds=settings.request_timeout_s)
     client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
     config: Any = {}
-    if urlsplit(settings.url).scheme in ("s3", "s3a"):
+    scheme = urlsplit(settings.url).scheme
+    owner = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
+    # Options given here take the place of those that the library finds in the environment.
+    client["allow_http"] = os.environ.get(f"{owner}_ALLOW_HTTP", "").lower() in _YES
+    if owner == "AWS":
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         endpoint = endpoint or os.environ.get("AWS_ENDPOINT") or ""
-        allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
-        client["allow_http"] = endpoint.lower().startswith("http://") or allowed
+        client["allow_http"] |= endpoint.lower().startswith("http://")
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
             client["root_certificate"] = _certificates(bundle)
         if settings.sse is not None:
