@@ -10,7 +10,7 @@ from sglang_tiered.config import ObjectConfig, parse_bytes, parse_duration
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.tier_flags import OBJECT_FLAGS
 from sglang_tiered.storage.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES
-from sglang_tiered.storage.object.settings import ObjectSettings
+from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
 
 __all__ = ["lossy_codec", "object_settings", "resolve_object"]
+
+_OBJECTS_PER_CAP = 8  # at least
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
@@ -96,9 +98,13 @@ def _settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
     def share(value: int | None) -> int | None:
         return None if value is None else max(1, value // num_ranks)
 
+    capacity_bytes = share(config.capacity_bytes)
+    # The cap goes by whole objects: one that holds few of them would keep next to nothing.
+    small = OBJECT_BYTES if capacity_bytes is None else capacity_bytes // _OBJECTS_PER_CAP
     return ObjectSettings(
         url=config.url,
-        capacity_bytes=share(config.capacity_bytes),
+        object_bytes=max(1, min(OBJECT_BYTES, small)),
+        capacity_bytes=capacity_bytes,
         ttl_s=config.ttl_s,
         writes_per_day=share(config.writes_per_day),
         requests_per_day=share(config.requests_per_day),

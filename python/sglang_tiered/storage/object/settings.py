@@ -7,8 +7,9 @@ import msgspec
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.object.format import MAX_OBJECT_BYTES, NO_CODEC
 
-__all__ = ["MAX_CODEC_NAME_BYTES", "ObjectSettings"]
+__all__ = ["MAX_CODEC_NAME_BYTES", "OBJECT_BYTES", "ObjectSettings"]
 
+OBJECT_BYTES = 32 << 20
 MAX_CODEC_NAME_BYTES = 16
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
@@ -21,7 +22,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``s3://bucket/prefix``, ``gs://``, ``az://``, the file URL of a directory, or
     ``memory://name``."""
 
-    object_bytes: int = 32 << 20
+    object_bytes: int = OBJECT_BYTES
     """Payload of a full object."""
 
     linger_s: float = 5.0
