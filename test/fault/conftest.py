@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from object_proxy import FaultProxy
-from object_server import ObjectServer, s3_environment
+from object_server import STANDING, ObjectServer, StandingServer, s3_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[ObjectServer]:
-    with ObjectServer() as server:
+    with StandingServer(STANDING) if STANDING else ObjectServer() as server:
         yield server
 
 
