@@ -33,15 +33,18 @@ class BucketTarget:
     notes: list[str] = field(default_factory=list)
 
 
-def open_bucket(url: str) -> BucketTarget:
-    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory."""
+def open_bucket(
+    url: str, *, sse: str | None = None, sse_kms_key: str | None = None
+) -> BucketTarget:
+    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory. The last
+    two are for what is written, as ``ObjectSettings`` has them."""
     parts = urlsplit(url)
     directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
     if directory is not None and not directory.is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     if parts.scheme == "memory":
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
-    client = open_client(ObjectSettings(url=url))
+    client = open_client(ObjectSettings(url=url, sse=sse, sse_kms_key=sse_kms_key))
     namespaces, notes = [], []
     with requests_end(url):
         for folder in client.folders(ROOT):
@@ -62,11 +65,12 @@ def requests_end(url: str) -> Iterator[None]:
         yield
     except RequestError as error:
         cure = (
-            "check the credentials and the region in the environment, and the name of the bucket"
+            "check the credentials and the region in the environment, what they permit, and the "
+            "name of the bucket"
             if error.failure is Failure.DENIED
             else "check the endpoint in the environment and try again"
         )
-        raise StoreError(f"{url} cannot be read: {error.clause}; {cure}") from None
+        raise StoreError(f"{url} cannot be used: {error.clause}; {cure}") from None
 
 
 def refuse_flags(**flags: object) -> None:

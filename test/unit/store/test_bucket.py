@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from object_bucket import NAMESPACE, Bucket
-from object_proxy import FaultProxy, expire, status
+from object_proxy import Exchange, FaultProxy, expire, status
 from object_server import CREDENTIALS, ObjectServer, s3_environment
 
 from sglang_tiered.errors import ConfigError
@@ -178,6 +178,8 @@ def test_no_ages(text: str) -> None:
         (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
         (("gc", "s3://bucket/kv", "--keep-namespace", "00" * 8), "--keep-namespace is for"),
         (("gc", "/", "--ttl", "1d"), "are for a URL"),
+        (("gc", "/", "--sse", "AES256"), "are for a URL"),
+        (("gc", "s3://bucket/kv", "--sse", "rot13"), "sse is 'rot13'"),
         (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not an age"),
         (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
         (("stat", "ftp://bucket/kv"), "is not a place for the object tier"),
@@ -225,6 +227,28 @@ def test_every_command_on_s3(cli: Cli, remote: tuple[Bucket, FaultProxy, str]) -
     assert answer(cli, "stat", place)["total"]["pages"] == 2
     assert answer(cli, "verify", place)["ok"]
     assert answer(cli, "gc", place, "--delete")["namespaces"][0]["num_objects"] == 1
+
+
+def test_a_bucket_that_takes_only_encrypted_writes_can_be_collected(
+    cli: Cli, remote: tuple[Bucket, FaultProxy, str]
+) -> None:
+    bucket, proxy, place = remote
+    bucket.make()
+
+    def policy(exchange: Exchange) -> None:
+        if exchange.request.header("x-amz-server-side-encryption") == "AES256":
+            exchange.answer(exchange.forward())
+        else:
+            status(403, "AccessDenied")(exchange)
+
+    proxy.add("put", "", policy)
+    limit = ("--max-bytes", "1", "--delete")
+    outcome = cli("gc", place, *limit)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "cannot be used: put was refused: no permission" in outcome.err
+    assert len(bucket.manifests()) == 1
+    assert answer(cli, "gc", place, *limit, "--sse", "AES256")["deleted"]
+    assert not bucket.manifests()
 
 
 def test_a_refusal_shows_no_secret(
