@@ -1,7 +1,7 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/.
 
-launch_server -> integration -> {storage, policy, transfer, kernels}; trace -> {storage, policy};
-store -> storage. Nothing imports store.
+launch_server -> integration -> {storage, policy, transfer, sharing, kernels}; sharing -> {storage,
+transfer}; trace -> {storage, policy}; store -> storage. Nothing imports store.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ HOMES = {
     "torch": {"integration", "launch_server", KERNELS},
     "triton": {KERNELS},
     "zmq": {"transfer"},
+    "redis": {"sharing"},
 }
 
 # The rooms a room may import. Modules at the top of the package (config, errors, metrics) are free
 # to all, and are rooms of their own here so that they cannot lead around the rule.
 MAY_IMPORT = {
-    "launch_server": {"integration", "storage", "policy", "transfer", KERNELS},
-    "integration": {"storage", "policy", "transfer", KERNELS},
+    "launch_server": {"integration", "storage", "policy", "transfer", "sharing", KERNELS},
+    "integration": {"storage", "policy", "transfer", "sharing", KERNELS},
     "storage": set(),
     "policy": set(),
     "transfer": set(),
+    "sharing": {"storage", "transfer"},
     "trace": {"storage", "policy"},
     "store": {"storage"},
     KERNELS: set(),
@@ -141,6 +143,13 @@ def test_the_walk_sees_both_source_roots() -> None:
         ("sglang_tiered.launch_server", "from sglang_tiered.store.cli import main"),
         ("sglang_tiered.store.gc", "from sglang_tiered.integration import shards"),
         ("sglang_tiered.store.bench", "from ..policy import admission"),
+        ("sglang_tiered.storage.layered.engine", "from ...sharing import peer_tier"),
+        ("sglang_tiered.transfer.pages.server", "from ...storage.base import Run"),
+        ("sglang_tiered.transfer.pages.client", "from ...sharing.settings import PeerSettings"),
+        ("sglang_tiered.sharing.peer_tier", "from ..policy import cost_model"),
+        ("sglang_tiered.sharing.peer_tier", "from ..integration import tier_stats"),
+        ("sglang_tiered.sharing.peer_tier", "import zmq"),
+        ("sglang_tiered.integration.tier_engines", "import redis"),
         ("sglang_tiered.storage.base", "import benchmark.harness"),
         ("sglang_tiered.storage.base", "from test.unit import double"),
         ("sglang_tiered_kernels.page_copy.interface", "import sglang"),
@@ -173,6 +182,12 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
         ("sglang_tiered.store.scan", "from ..storage.region import inspection"),
         ("sglang_tiered.store.cli", "from sglang_tiered.store.gc import run"),
         ("sglang_tiered.transfer.data", "import zmq"),
+        ("sglang_tiered.sharing.locality.connection", "import redis"),
+        (
+            "sglang_tiered.sharing.peer_tier",
+            "from ..storage.base import Run\nfrom ..transfer import x",
+        ),
+        ("sglang_tiered.integration.tier_engines", "from ..sharing.settings import PeerSettings"),
         ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
         ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),
     ],

@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.key_words import hash_words, key_words
 from sglang_tiered.storage.region.saving import most_loaded
 from sglang_tiered.storage.region.tenant_table import TenantTable
 
@@ -26,16 +27,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "key_words"]
+__all__ = ["PageIndex", "Places"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
 _MIN_TABLE = 1 << 10
 _GROWTH = 1.25
 _LEADING = (16, 240)  # keys looked at first: most lookups of a cold prompt miss at once
-_MULTIPLIERS = np.array(
-    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
-)
 
 
 class Places(NamedTuple):
@@ -45,18 +43,6 @@ class Places(NamedTuple):
     offsets: list[int]  # bytes within the region
     lengths: list[int]  # bytes, without padding
     checksums: list[int]
-
-
-def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Keys of 32 bytes as an array ``[keys, 4]``."""
-    return np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
-
-
-def _hash(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    mixed: npt.NDArray[np.uint64] = (words * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= _MULTIPLIERS[0]
-    return mixed ^ (mixed >> np.uint64(29))
 
 
 class PageIndex:
@@ -111,7 +97,7 @@ class PageIndex:
 
     def find(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The row of each key, -1 where it is not held."""
-        rows = self._find(words, _hash(words))
+        rows = self._find(words, hash_words(words))
         if self._tenants.any_dead:
             rows[self._tenants.is_dead(self._owners[rows])] = -1
         return rows
@@ -164,7 +150,7 @@ class PageIndex:
         if owners is None:
             owners = self.place_of(NO_TENANT)
         named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
-        hashes = _hash(words)
+        hashes = hash_words(words)
         if len(set(hashes.tolist())) != len(hashes):
             last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
             words, hashes = words[last], hashes[last]
@@ -244,6 +230,20 @@ class PageIndex:
     def keys(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
         return [words.tobytes() for words in self._words[rows]]
 
+    def fingerprints(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
+        """The first words of the keys that a lookup can hit, of the rows from ``start`` on; the
+        last row is ``num_rows`` at most."""
+        stop = min(stop, self._num_rows)
+        used = self._slots[start:stop] >= 0
+        if self._tenants.any_dead:
+            used &= ~self._tenants.is_dead(self._owners[start:stop])
+        return self._words[start:stop, 0][used]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows ever used: none in use is behind them."""
+        return self._num_rows
+
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
         return self._tenants.names(self._owners[rows])
 
@@ -312,7 +312,7 @@ class PageIndex:
         self._tenants.free_empty(self._uncount(rows))
         mask = len(self._table) - 1
         left = rows
-        place = (_hash(self._words[rows]) & np.uint64(mask)).astype(np.int64)
+        place = (hash_words(self._words[rows]) & np.uint64(mask)).astype(np.int64)
         while left.size:
             same = self._table[place] == left
             self._table[place[same]] = _DELETED
@@ -373,7 +373,7 @@ class PageIndex:
         rows = np.flatnonzero(self._slots[: self._num_rows] >= 0)
         for start in range(0, len(rows), 1 << 16):
             chunk = rows[start : start + (1 << 16)]
-            self._enter(chunk, _hash(self._words[chunk]))
+            self._enter(chunk, hash_words(self._words[chunk]))
 
     def check_integrity(self, slots: dict[int, int]) -> None:
         """Recount everything; ``slots`` gives the bytes of each region in service."""
@@ -392,7 +392,8 @@ class PageIndex:
             assert end <= slots[slot], f"a page ends at {end} in region slot {slot}"
         if rows.size:
             words = self._words[rows]
-            assert (self._find(words, _hash(words)) == rows).all(), "a row is not found by its key"
+            found = self._find(words, hash_words(words))
+            assert (found == rows).all(), "a row is not found by its key"
         occupied = int((self._table >= 0).sum())
         assert occupied == self._num_pages, f"{occupied} places taken for {self._num_pages} pages"
         deleted = int((self._table == _DELETED).sum())

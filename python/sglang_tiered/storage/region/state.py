@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.region.index import PageIndex, key_words
+from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.jobs import (
     Batch,
     Chunk,
@@ -26,6 +26,7 @@ from sglang_tiered.storage.region.jobs import (
     StoreTicket,
     SyncOrder,
 )
+from sglang_tiered.storage.region.key_words import key_words
 from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
 

@@ -37,8 +37,8 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
-from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.jobs import SyncOrder
+from sglang_tiered.storage.region.key_words import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes

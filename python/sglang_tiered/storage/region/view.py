@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.storage.region.index import key_words
+from sglang_tiered.storage.region.key_words import key_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["RegionView", "StoredPage"]
 
 _ALL_BYTES = 1 << 62
+_ROWS_AT_ONCE = 1 << 15  # read under the store's lock, which lookups of a scheduler wait for
 
 
 class StoredPage(NamedTuple):
@@ -35,6 +36,36 @@ class RegionView:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self._books: tuple[int, ...] = ()  # when fingerprints were last given
+        self._version = 0
+
+    def fingerprints(self, version: int) -> tuple[int, npt.NDArray[np.uint64]] | None:
+        """The first words of the keys of all pages that a load could serve, in any order, and the
+        version of that; None if it is still ``version``, which is above 0. For one thread.
+
+        Read in pieces, so pages that come or go meanwhile may be there or not, or twice; the
+        version is the one before, so they are right the next time."""
+        state = self._state
+        pieces: list[npt.NDArray[np.uint64]] = []
+        start, num_rows = 0, 1
+        while start < num_rows:
+            with state.lock:
+                if not start:
+                    # Every page that came counts up; every other change lowers the number held.
+                    books = (
+                        state.generation,
+                        state.num_pages_stored,
+                        state.num_pages_reinserted,
+                        len(state.index),
+                    )
+                    if books == self._books and version == self._version:
+                        return None
+                    self._version += books != self._books
+                    self._books = books
+                pieces.append(state.index.fingerprints(start, start + _ROWS_AT_ONCE))
+                num_rows = state.index.num_rows
+            start += _ROWS_AT_ONCE
+        return self._version, np.concatenate(pieces)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is held."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sglang_tiered.storage.region import index as index_module
-from sglang_tiered.storage.region.index import PageIndex, key_words
+from sglang_tiered.storage.region.index import PageIndex
+from sglang_tiered.storage.region.key_words import key_words
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 SLOTS = dict.fromkeys(range(8), 1 << 30)
@@ -102,7 +103,7 @@ def test_leading_hits_end_at_the_first_miss_wherever_it_is() -> None:
 
 
 def test_keys_of_one_hash_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_hash", lambda words: np.full(len(words), 5, np.uint64))
+    monkeypatch.setattr(index_module, "hash_words", lambda words: np.full(len(words), 5, np.uint64))
     index = PageIndex()
     put(index, KEYS[:4], 0)
     put(index, KEYS[4:], 1)

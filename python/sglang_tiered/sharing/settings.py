@@ -1,0 +1,103 @@
+"""What a server needs to share pages with others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.sharing.locality.url import parse_index_url
+
+__all__ = ["PeerSettings"]
+
+MiB = 1 << 20
+
+
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises ``ConfigError``, one sentence without a password, for values that cannot work."""
+
+    index_url: str
+    """``redis://[user:password@]host[:port][/db]``, ``rediss://`` for TLS, or ``unix://``."""
+
+    listen_host: str = "127.0.0.1"
+    """Where other servers may ask for pages."""
+
+    listen_port: int = 0
+    """0: any free one."""
+
+    advertised_host: str | None = None
+    """What other servers connect to. None: ``listen_host``, or where that is every address of
+    this machine, the one of the route to the index."""
+
+    keys_directory: str | None = None
+    """With keys everything between servers is encrypted, and only admitted ones are served."""
+
+    max_pages: int = 4_000_000
+    """Pages of others known here at most; what is beyond is not mirrored."""
+
+    max_peers: int = 256
+    """Servers known here at most."""
+
+    publish_s: float = 0.5
+    """What changed here is told this often."""
+
+    heartbeat_s: float = 2.0
+    """A sign of life in the index, and a look for those of others, this often."""
+
+    expiry_s: float = 10.0
+    """A server whose last sign of life is older counts as gone."""
+
+    purge_retention_s: float = 7 * 86400.0
+    """A server that was away for longer may bring back pages of tenants purged meanwhile."""
+
+    index_timeout_s: float = 3.0
+    """Of connecting to the index, and of its answers."""
+
+    connect_timeout_s: float = 1.0
+    """Of connecting to another server."""
+
+    window_bytes: int = 64 * MiB
+    """Pages asked for and not yet here, of all servers together."""
+
+    max_serving_bytes: int = 64 * MiB
+    """Memory for pages on their way to others."""
+
+    def __post_init__(self) -> None:
+        parse_index_url(self.index_url)
+        for name in (
+            "max_pages",
+            "max_peers",
+            "publish_s",
+            "heartbeat_s",
+            "purge_retention_s",
+            "index_timeout_s",
+            "connect_timeout_s",
+            "window_bytes",
+            "max_serving_bytes",
+        ):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of peer sharing is {getattr(self, name)}, not above 0")
+        if self.max_peers > 1024:
+            raise ConfigError(f"max_peers is {self.max_peers}, must be at most 1024")
+        if not self.expiry_s >= 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"expiry_s is {self.expiry_s}, must be at least twice heartbeat_s, "
+                f"{self.heartbeat_s}"
+            )
+        if not 0 <= self.listen_port <= 65535:
+            raise ConfigError(f"the port for other servers is {self.listen_port}, not 0 to 65535")
+        if not self.listen_host:
+            raise ConfigError("the host for other servers is empty")
+
+    @property
+    def shown_url(self) -> str:
+        """The URL of the index as logs may show it."""
+        return parse_index_url(self.index_url).shown
+
+    def __repr__(self) -> str:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields["index_url"] = self.shown_url
+        return f"PeerSettings({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+    def __rich_repr__(self) -> object:
+        for name in self.__struct_fields__:
+            yield name, self.shown_url if name == "index_url" else getattr(self, name)
