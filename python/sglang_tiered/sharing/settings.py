@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from sglang_tiered.errors import ConfigError
@@ -98,6 +100,6 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
         fields["index_url"] = self.shown_url
         return f"PeerSettings({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
-    def __rich_repr__(self) -> object:
-        for name in self.__struct_fields__:
-            yield name, self.shown_url if name == "index_url" else getattr(self, name)
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        fields = [(name, getattr(self, name)) for name in self.__struct_fields__]
+        return [(name, self.shown_url if name == "index_url" else it) for name, it in fields]

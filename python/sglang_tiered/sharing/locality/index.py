@@ -1,12 +1,25 @@
-"""``LocalityIndex``: which other server holds a page. Lookups are memory only."""
+"""``LocalityIndex``: which other server holds a page. Lookups are memory only.
+
+Two threads, each with a connection of its own: one publishes (``publisher``), one reads
+(``reader``). What they share is in ``state``, what others hold in ``mirror``.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.locality.connection import IndexConnection
+from sglang_tiered.sharing.locality.formats import is_address
+from sglang_tiered.sharing.locality.mirror import Peer
+from sglang_tiered.sharing.locality.publisher import Publisher
+from sglang_tiered.sharing.locality.purges import ToldPurge
+from sglang_tiered.sharing.locality.reader import Reader
+from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 from sglang_tiered.sharing.locality.stats import LocalityStats
+from sglang_tiered.sharing.locality.url import parse_index_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,33 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalityIndex", "Peer", "ToldPurge"]
 
-
-class Peer(NamedTuple):
-    """Another server."""
-
-    server: str  # random hex id of one process's rank
-    address: str  # "tcp://host:port" of its page server
-
-
-class ToldPurge:
-    """A purge begun here, on its way to the others."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._told = False
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether it is in Redis; false when the time runs out or the index was closed before."""
-        return self._ended.wait(timeout_s) and self._told
-
-    def end(self, *, told: bool) -> None:
-        self._told = told
-        self._ended.set()
+NAMESPACE_BYTES = 32
+_CLOSE_S = 2.0
+_LEAVE_S = 0.5  # for taking our record out of Redis
 
 
 class LocalityIndex:
@@ -58,7 +47,8 @@ class LocalityIndex:
     fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has
     it. ``purge_wanted(tenant)`` must forget what this server itself keeps of a tenant (None: of
     everyone) before it returns; it must not begin a purge here, nor in a store that servers share.
-    Both are called on threads of the index and may take their time.
+    It may be called again for a purge of long ago when a server starts. Both are called on threads
+    of the index and may take their time.
     """
 
     def __init__(
@@ -70,46 +60,140 @@ class LocalityIndex:
         purge_wanted: Callable[[bytes | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
+        _check_namespace(namespace)
+        self._pid = os.getpid()
+        url = parse_index_url(settings.index_url)
+        self._state = state = IndexState(settings, namespace, clock)
+        self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
+        bodies = (
+            ("locality-publisher", Publisher(state, self._connections[0], held).run),
+            ("locality-reader", Reader(state, self._connections[1], purge_wanted).run),
+        )
+        self._threads = [
+            threading.Thread(target=body, name=name, daemon=True) for name, body in bodies
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"LocalityIndex({self._state.settings.shown_url})"
 
     @property
     def server(self) -> str:
-        """Our own id, as others see it."""
-        return ""
+        """Our own id, as others see it. Another one if somebody else is found to use it."""
+        return self._state.server
 
     def announce(self, address: str) -> None:
-        """From now on others may ask for our pages at ``tcp://host:port``."""
+        """From now on others may ask for our pages at ``tcp://host:port``. Raises ``ValueError``
+        for an address that no other server would take."""
+        if not is_address(address):
+            raise ValueError(f"{address!r} is no address of the form tcp://host:port")
+        state = self._state
+        with state.lock:
+            state.address = address
+            state.publisher_wakes.notify_all()
 
     def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
         """Another live server that holds each page; consecutive pages at one server as far as
         possible. Memory only, for the scheduler thread too."""
-        return [None] * len(keys)
+        return self._state.mirror.find(keys)
 
     def lacks(self, peer: Peer, keys: Sequence[bytes]) -> None:
         """It answered that it does not hold them: not found there until it says so anew."""
+        self._state.mirror.lacks(peer.server, keys)
 
     def avoid(self, peer: Peer, seconds: float) -> None:
         """It does not answer: nothing is found there for a while."""
+        self._state.mirror.avoid(peer.server, seconds)
 
     def begin_purge(self, tenant: bytes | None) -> ToldPurge:
-        """Tell every server to forget a tenant (None: everyone). Memory only: until it is in
-        Redis and another server has applied it, nothing is found there."""
-        purge = ToldPurge()
-        purge.end(told=False)
+        """Tell every server to forget a tenant (None: everyone), which this one has forgotten.
+        Memory only. Until another server says that it has done so, nothing is found there."""
+        state = self._state
+        purge = state.book.begin(tenant)
+        state.mirror.choose()
+        with state.lock:
+            if state.closed:
+                purge.end(told=False)
+            state.publisher_wakes.notify_all()
         return purge
 
     def set_namespace(self, namespace: bytes) -> None:
-        """Continue under another namespace: nothing of the old one is found any more."""
+        """Continue under another namespace: nothing of the old one is found any more, nor
+        published. Raises ``ValueError`` for a digest of the wrong length."""
+        _check_namespace(namespace)
+        state = self._state
+        with state.lock:
+            if namespace == state.namespace:
+                return
+            state.namespace = namespace
+            state.epoch += 1
+            state.book.change_namespace(namespace)
+            state.mirror.hide(state.epoch)
+            state.look_now = True
+            state.publisher_wakes.notify_all()
+            state.reader_wakes.notify_all()
 
     def refresh(self, timeout_s: float) -> bool:
         """Whether our changes are published and the others' read, within that time."""
-        return False
+        state, order = self._state, RefreshOrder()
+        with state.lock:
+            if state.closed:
+                return False
+            state.to_publish.append(order)
+            state.publisher_wakes.notify_all()
+        return order.read.wait(timeout_s) and order.succeeded
 
     def stats(self) -> LocalityStats:
-        return LocalityStats(False, "not built yet", *[0] * 16)
+        state = self._state
+        num_peers, num_usable, num_pages, num_cut, num_bytes = state.mirror.figures()
+        trouble, book = state.trouble, state.book
+        return LocalityStats(
+            connected=not state.closed and trouble.is_connected("publisher", "reader"),
+            trouble=trouble.clause,
+            num_peers=num_peers,
+            num_usable_peers=num_usable,
+            num_mirrored_pages=num_pages,
+            num_not_mirrored=num_cut,
+            mirror_bytes=num_bytes,
+            num_published_pages=state.num_published_pages,
+            num_fingerprints_published=state.num_fingerprints_published,
+            num_fingerprints_read=state.num_fingerprints_read,
+            num_snapshots_published=state.num_snapshots_published,
+            num_snapshots_read=state.num_snapshots_read,
+            num_errors=trouble.num_errors,
+            num_garbage=state.num_garbage,
+            num_published_anew=state.num_published_anew,
+            num_purges_told=book.num_told,
+            num_purges_applied=book.num_applied,
+            num_purges_waiting=book.num_due,
+        )
 
     def close(self) -> None:
-        """Leave the index, as far as Redis answers at once. Idempotent."""
+        """Leave the index, as far as Redis answers at once. Idempotent. In a process forked from
+        the one that opened it, only this process' part of it ends."""
+        state = self._state
+        with state.lock:
+            state.closed = True
+            state.publisher_wakes.notify_all()
+            state.reader_wakes.notify_all()
+        state.mirror.hide(-1)
+        if os.getpid() != self._pid:
+            return
+        self._connections[1].interrupt()
+        self._threads[0].join(_LEAVE_S)
+        if self._threads[0].is_alive():
+            self._connections[0].interrupt()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+        state.book.close()
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming every term when the books do not balance."""
+        self._state.mirror.check_integrity()
+        self._state.book.check_integrity()
+
+
+def _check_namespace(namespace: bytes) -> None:
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")

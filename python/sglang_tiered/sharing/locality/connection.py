@@ -1,0 +1,205 @@
+"""One connection to Redis: bounded in time and in bytes, with failures that are safe to show.
+
+What Redis says of an error is never shown: it may repeat arguments, of ``AUTH`` too. An error's
+first word says enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from redis import exceptions
+from redis._parsers.resp2 import _RESP2Parser
+from redis._parsers.socket import SocketBuffer
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+
+if TYPE_CHECKING:
+    from sglang_tiered.sharing.locality.url import IndexUrl
+
+    Command = tuple[bytes | str | int, ...]
+
+__all__ = ["MAX_REPLY_BYTES", "IndexConnection", "IndexFailure", "ReplyTooLargeError"]
+
+MAX_REPLY_BYTES = 32 << 20
+"""Of all answers to one exchange. More is not read, so that nobody can make us allocate it."""
+
+_READ_BYTES = 64 << 10
+_WRITE_REFUSED = {
+    "OOM": "it is out of memory (maxmemory)",
+    "READONLY": "it is a read-only replica",
+    "MISCONF": "it refuses writes because it cannot save them",
+    "NOREPLICAS": "it refuses writes because it has too few replicas",
+}
+_REFUSALS = _WRITE_REFUSED | {
+    "NOAUTH": "it wants a password",
+    "WRONGPASS": "user or password is wrong",
+    "NOPERM": "the user may not run a command or touch a key that is needed",
+    "LOADING": "it is still loading its data",
+    "MASTERDOWN": "it is a replica that lost its master",
+    "CLUSTERDOWN": "its cluster is down",
+    "MOVED": "it is a cluster of several shards, which cannot hold an index",
+    "BUSY": "it is busy with a script",
+    "WRONGTYPE": "a key of the index is of another type",
+    "EXECABORT": "it refused a transaction",
+}
+
+
+class IndexFailure(Exception):  # noqa: N818
+    """An exchange that failed. ``clause`` may be shown; the text of its cause may not."""
+
+    def __init__(self, clause: str, *, word: str = "", is_too_large: bool = False) -> None:
+        super().__init__(clause)
+        self.clause = clause
+        self.word = word  # the first word of what Redis answered; empty if it did not
+        self.is_too_large = is_too_large
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.word == "OOM"
+
+    @property
+    def is_wrong_type(self) -> bool:
+        return self.word == "WRONGTYPE"
+
+
+class ReplyTooLargeError(exceptions.InvalidResponse):
+    """Somebody wrote a value that none of us would."""
+
+
+class _BoundedBuffer(SocketBuffer):
+    """Everything that was read and not yet parsed is in ``_buffer``, so its size is the bound."""
+
+    def _read_from_socket(self, length: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        position = self._buffer.tell()
+        size = self._buffer.seek(0, os.SEEK_END)
+        self._buffer.seek(position)
+        if size + (length or 0) > MAX_REPLY_BYTES:
+            raise ReplyTooLargeError(f"an answer of more than {MAX_REPLY_BYTES} bytes")
+        return bool(super()._read_from_socket(length, *args, **kwargs))
+
+
+class _BoundedParser(_RESP2Parser):
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        sock = connection._sock  # noqa: SLF001
+        self._buffer = _BoundedBuffer(sock, self.socket_read_size, connection.socket_timeout)
+
+
+class IndexConnection:
+    """For one thread, but for ``interrupt``. Connects with the first exchange, and again after one
+    that was not answered. In a process forked from the one that made it, it does nothing but
+    fail."""
+
+    def __init__(self, url: IndexUrl, timeout_s: float) -> None:
+        self._pid = os.getpid()
+        self._url = url
+        options: dict[str, Any] = {
+            "db": url.database,
+            "username": url.username,
+            "password": url.password,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "socket_read_size": _READ_BYTES,
+            "parser_class": _BoundedParser,
+            "protocol": 2,
+            "lib_name": None,
+            "lib_version": None,
+            **url.tls,
+        }
+        kind: type[Any]
+        if url.scheme == "unix":
+            kind, options["path"] = UnixDomainSocketConnection, url.path
+        else:
+            kind = SSLConnection if url.scheme == "rediss" else Connection
+            options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
+        self._connection: Any = kind(**options)
+        self._answered = False
+
+    def __repr__(self) -> str:
+        return f"IndexConnection({self._url.shown})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last exchange was answered."""
+        return self._answered
+
+    def exchange(self, *commands: Command) -> list[Any]:
+        """Send commands at once and return their answers, bytes as they are. All are tried, in
+        order, even if one is refused. Raises ``IndexFailure``."""
+        answers = self.try_exchange(*commands)
+        for answer in answers:
+            if isinstance(answer, IndexFailure):
+                raise answer
+        return answers
+
+    def try_exchange(self, *commands: Command) -> list[Any]:
+        """``exchange``, but a command that is refused has its failure for an answer."""
+        if self._pid != os.getpid():
+            raise IndexFailure("the connection belongs to another process")
+        self._answered = False
+        try:
+            self._connection.connect()
+            packed = self._connection.pack_commands(commands)
+            self._connection.send_packed_command(packed, check_health=False)
+            answers = [self._answer() for _ in commands]
+        except exceptions.ResponseError as error:  # while connecting: AUTH, SELECT
+            self.close()
+            raise _refusal(error) from None
+        except (exceptions.RedisError, OSError, ValueError) as error:
+            self.close()
+            too_large = isinstance(error, ReplyTooLargeError)
+            raise IndexFailure(_clause(error), is_too_large=too_large) from None
+        self._answered = True
+        return answers
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.read_response(disable_decoding=True)
+        except exceptions.ResponseError as error:
+            return _refusal(error)
+
+    def interrupt(self) -> None:
+        """End an exchange under way, from another thread."""
+        sock = self._connection._sock  # noqa: SLF001
+        if sock is not None and self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._answered = False
+        if self._pid == os.getpid():
+            with contextlib.suppress(Exception):
+                self._connection.disconnect()
+
+
+def _refusal(error: exceptions.ResponseError) -> IndexFailure:
+    # redis-py takes the word off what it has a class for.
+    words = {
+        exceptions.NoPermissionError: "NOPERM",
+        exceptions.OutOfMemoryError: "OOM",
+        exceptions.ReadOnlyError: "READONLY",
+        exceptions.MovedError: "MOVED",
+        exceptions.MasterDownError: "MASTERDOWN",
+        exceptions.ClusterDownError: "CLUSTERDOWN",
+    }
+    word = next((word for kind, word in words.items() if isinstance(error, kind)), "")
+    first = str(error).split(" ", 1)[0]
+    word = word or (first if first.isupper() and first.isalnum() and len(first) <= 16 else "ERR")
+    return IndexFailure(_REFUSALS.get(word, f"it answered with an error ({word})"), word=word)
+
+
+def _clause(error: Exception) -> str:
+    if isinstance(error, ReplyTooLargeError):
+        return "it holds a value that is too large to be of an index"
+    if isinstance(error, exceptions.AuthenticationError):
+        return "user or password is wrong, or missing"
+    if isinstance(error, exceptions.BusyLoadingError):
+        return _REFUSALS["LOADING"]
+    if isinstance(error, exceptions.TimeoutError | TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, exceptions.InvalidResponse):
+        return "what answers does not speak Redis' protocol"
+    return "no connection"

@@ -1,0 +1,292 @@
+"""Body of the thread that tells Redis what this server holds, and its purges.
+
+What others must never see is a gap: a snapshot is complete before the record names it, changes
+carry consecutive numbers, and whenever it is not certain what of them is in Redis, that is asked
+or everything is published anew, under another incarnation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_tiered.sharing.locality.connection import IndexFailure
+from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
+from sglang_tiered.sharing.locality.names import Names
+from sglang_tiered.sharing.locality.own_pages import OwnPages, PagesGoneError
+from sglang_tiered.sharing.locality.purges import MAX_PURGES
+from sglang_tiered.sharing.locality.state import new_server
+from sglang_tiered.sharing.locality.trouble import Backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from sglang_tiered.sharing.locality.connection import IndexConnection
+    from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+
+    Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
+
+__all__ = ["NEWS_ENTRIES", "Publisher"]
+
+logger = logging.getLogger(__name__)
+
+NEWS_ENTRIES = 64
+_PURGES_AT_ONCE = 256
+_TIDY_S = 30.0
+_GONE_AT_ONCE = 256
+
+
+class Publisher:
+    """Everything here is used by its thread only."""
+
+    def __init__(self, state: IndexState, connection: IndexConnection, held: Held) -> None:
+        self._state = state
+        self._connection = connection
+        self._expiry_ms = int(state.settings.expiry_s * 1000)
+        self._retention_ms = int(state.settings.purge_retention_s * 1000)
+        self._backoff = Backoff(longest_s=min(state.settings.heartbeat_s, 5.0))
+        self._epoch = state.epoch
+        self._names = state.names
+        self._namespace = state.namespace
+        self._own = OwnPages(state, connection, held, self._beat_if_due)
+        self._written: list[bytes] = []  # records that may be in Redis
+        self._beat_at = self._publish_at = self._tidy_at = state.clock()
+        self._digest = b""  # in the record
+        self._announced = -1  # the incarnation that others were woken for
+
+    def run(self) -> None:
+        while (orders := self._await_work()) is not None:
+            pause_s = 0.0
+            try:
+                self._work(bool(orders))
+                self._state.trouble.answered("publisher")
+                self._backoff.reset()
+                succeeded = True
+            except IndexFailure as failure:
+                succeeded = False
+                if not self._state.closed:
+                    self._state.trouble.failed("publisher", failure.clause)
+                if not failure.is_out_of_memory:
+                    self._connection.close()  # the next may lead to another server
+                pause_s = self._backoff.next_s()
+            except Exception:
+                succeeded = False
+                logger.exception("publishing to the locality index failed by our own fault")
+                self._own.doubt()
+                pause_s = self._backoff.next_s()
+            self._hand_on(orders, succeeded)
+            if pause_s:
+                self._pause(pause_s)
+        self._leave()
+        self._connection.close()
+
+    # ---- Waiting ----
+
+    def _await_work(self) -> list[RefreshOrder] | None:
+        state = self._state
+        with state.lock:
+            while not state.closed:
+                due = (
+                    bool(state.to_publish)
+                    or state.book.num_due > 0
+                    or state.epoch != self._epoch
+                    or (state.address is not None and self._digest != state.book.digest)
+                )
+                wait_s = min(self._beat_at, self._publish_at) - state.clock()
+                if due or wait_s <= 0:
+                    orders, state.to_publish = state.to_publish, []
+                    return orders
+                state.publisher_wakes.wait(wait_s)
+        return None
+
+    def _pause(self, pause_s: float) -> None:
+        state = self._state
+        until = state.clock() + pause_s
+        with state.lock:
+            while not state.closed and (left_s := until - state.clock()) > 0:
+                state.publisher_wakes.wait(left_s)
+
+    def _hand_on(self, orders: list[RefreshOrder], succeeded: bool) -> None:
+        if not orders:
+            return
+        with self._state.lock:
+            for order in orders:
+                order.succeeded = succeeded
+                order.published.set()
+                if succeeded and not self._state.closed:
+                    self._state.to_read.append(order)
+                else:
+                    order.read.set()
+            self._state.look_now = True
+            self._state.reader_wakes.notify_all()
+
+    # ---- One round ----
+
+    def _work(self, publish_now: bool) -> None:
+        state = self._state
+        with state.lock:
+            epoch, namespace, address = state.epoch, state.namespace, state.address
+        if epoch != self._epoch:
+            self._forget_names()
+            self._epoch, self._namespace, self._names = epoch, namespace, Names.of(namespace)
+        self._beat_if_due()
+        self._tell_purges()
+        now = state.clock()
+        if address is None:
+            if now >= self._beat_at:
+                self._connection.exchange(("PING",))
+                self._beat_at = state.clock() + state.settings.heartbeat_s
+        elif publish_now or now >= self._publish_at:
+            try:
+                self._own.publish(self._names, state.server)
+            except PagesGoneError:
+                state.num_published_anew += 1
+                self._own.publish(self._names, state.server)
+            took_s = state.clock() - now
+            # Large stores that change all the time take at most a tenth of a core.
+            self._publish_at = state.clock() + max(state.settings.publish_s, 9 * took_s)
+        if address is None:
+            self._publish_at = state.clock() + state.settings.publish_s
+            self._digest = state.book.digest
+        elif publish_now or self._own.is_news or self._digest != state.book.digest:
+            self._beat()
+        if state.clock() >= self._tidy_at:
+            self._tidy()
+
+    def _beat_if_due(self) -> None:
+        if self._state.clock() >= self._beat_at and self._own.snapshot:
+            self._beat()
+
+    def _beat(self) -> None:
+        """A sign of life: the record, and more time for everything it names."""
+        state, own, names = self._state, self._own, self._names
+        with state.lock:
+            server, address = state.server, state.address
+        digest = state.book.digest
+        if address is None or not own.snapshot:
+            self._digest = digest
+            return
+        data = pack_record(
+            ServerRecord(
+                self._namespace,
+                server,
+                own.incarnation,
+                own.sequence,
+                own.snapshot,
+                own.snapshot_pages,
+                digest,
+                address,
+            )
+        )
+        self._written = [*self._written[-3:], data]
+        own.is_news = False
+        before, *alive = self._connection.try_exchange(
+            ("SET", names.record(server), data, "PX", self._expiry_ms, "GET"),
+            ("PEXPIRE", names.record(server), self._expiry_ms),
+            ("PEXPIRE", names.pages(server, own.snapshot), self._expiry_ms),
+            ("PEXPIRE", names.changes(server, own.incarnation), self._expiry_ms),
+            ("SADD", names.servers, server),
+            ("PEXPIRE", names.servers, 10 * self._expiry_ms),
+            ("PEXPIRE", names.purges, 2 * self._retention_ms),
+        )
+        refused = [answer for answer in (before, *alive) if isinstance(answer, IndexFailure)]
+        if not refused and before is not None and before not in self._written:
+            logger.warning("another server uses our id in the locality index; taking another")
+            with state.lock:
+                state.server = new_server()
+            self._written = []
+            self._start_anew()
+        elif refused and refused[0].is_wrong_type:
+            self._connection.exchange(("DEL", names.record(server)))
+            self._start_anew()
+        elif not isinstance(alive[1], IndexFailure) and 0 in alive[1:3]:
+            self._start_anew()  # Redis lost it: emptied, evicted, or we were away too long
+        if refused:
+            own.is_news = True
+            raise refused[0]
+        self._digest = digest
+        self._beat_at = state.clock() + state.settings.heartbeat_s
+        if self._announced != own.incarnation and own.snapshot:
+            self._announced = own.incarnation
+            self._wake_others()
+
+    def _start_anew(self) -> None:
+        self._state.num_published_anew += 1
+        self._own.doubt()
+        self._publish_at = self._state.clock()
+
+    def _wake_others(self) -> None:
+        self._connection.exchange(
+            ("XADD", self._names.news, "MAXLEN", NEWS_ENTRIES, "*", "n", ""),
+            ("PEXPIRE", self._names.news, 10 * self._expiry_ms),
+        )
+
+    # ---- Purges ----
+
+    def _tell_purges(self) -> None:
+        while due := self._state.book.due(_PURGES_AT_ONCE):
+            now_ms = self._redis_ms()
+            for namespace in {purge.namespace for purge in due}:
+                names = Names.of(namespace)
+                mine = [purge for purge in due if purge.namespace == namespace]
+                scored: list[bytes | str | int] = []
+                for purge in mine:
+                    scored += [max(now_ms - int(purge.age_s * 1000), 0), purge.member]
+                self._connection.exchange(
+                    ("ZADD", names.purges, "NX", *scored),
+                    ("PEXPIRE", names.purges, 2 * self._retention_ms),
+                    ("ZREMRANGEBYRANK", names.purges, 0, -MAX_PURGES - 1),
+                )
+                self._state.book.told(mine)
+            self._wake_others()
+
+    def _redis_ms(self) -> int:
+        (answer,) = self._connection.exchange(("TIME",))
+        seconds, microseconds = answer
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    def _tidy(self) -> None:
+        """Remove purges of long ago, and servers that have no record any more."""
+        state = self._state
+        now_ms = self._redis_ms()
+        with state.lock:
+            gone = list(state.gone)[:_GONE_AT_ONCE]
+            state.gone.difference_update(gone)
+        removal = [("SREM", self._names.servers, *gone)] if gone else []
+        self._connection.exchange(
+            ("ZREMRANGEBYSCORE", self._names.purges, "-inf", now_ms - self._retention_ms),
+            *removal,
+        )
+        self._tidy_at = state.clock() + _TIDY_S
+
+    # ---- Ends ----
+
+    def _forget_names(self) -> None:
+        """Take what is ours out of Redis, if it answers."""
+        own, names, server = self._own, self._names, self._state.server
+        if own.snapshot:
+            self._connection.exchange(
+                ("DEL", names.record(server)),
+                ("DEL", names.pages(server, own.snapshot)),
+                ("DEL", names.changes(server, own.incarnation)),
+                ("SREM", names.servers, server),
+                ("XADD", names.news, "MAXLEN", NEWS_ENTRIES, "*", "n", ""),
+                ("PEXPIRE", names.news, 10 * self._expiry_ms),
+            )
+        own.doubt()
+        self._written = []
+
+    def _leave(self) -> None:
+        if self._connection.is_open:
+            with contextlib.suppress(IndexFailure):  # it expires
+                self._forget_names()
+        self._state.book.close()
+        with self._state.lock:
+            orders, self._state.to_publish = self._state.to_publish, []
+        for order in orders:
+            order.published.set()
+            order.read.set()

@@ -1,0 +1,70 @@
+"""Applies the purges that others told."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_tiered.sharing.locality.formats import unpack_purge
+from sglang_tiered.sharing.locality.purges import MAX_PURGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.sharing.locality.connection import IndexConnection
+    from sglang_tiered.sharing.locality.names import Names
+    from sglang_tiered.sharing.locality.state import IndexState
+
+__all__ = ["PurgeReader"]
+
+logger = logging.getLogger(__name__)
+
+
+class PurgeReader:
+    """Used by the reader's thread only."""
+
+    def __init__(
+        self,
+        state: IndexState,
+        connection: IndexConnection,
+        purge_wanted: Callable[[bytes | None], None],
+    ) -> None:
+        self._state = state
+        self._connection = connection
+        self._purge_wanted = purge_wanted
+        self._failed_purges: set[bytes] = set()  # logged once
+        self.is_done = False  # of this namespace
+
+    def read(self, names: Names, epoch: int) -> None:
+        """Apply what was purged elsewhere; what Redis lost is told again."""
+        state = self._state
+        book = state.book
+        found, now = self._connection.exchange(
+            ("ZREVRANGE", names.purges, 0, MAX_PURGES - 1, "WITHSCORES"), ("TIME",)
+        )
+        now_s = int(now[0])
+        ages = {
+            member: min(max(now_s - float(score) / 1000, 0.0), state.settings.purge_retention_s)
+            for member, score in zip(found[::2], found[1::2], strict=True)
+        }
+        for member in book.unknown(ages):
+            purge = unpack_purge(member)
+            if purge is None:
+                continue
+            try:
+                self._purge_wanted(purge.tenant)
+            except Exception:
+                if member not in self._failed_purges:
+                    logger.exception("a purge that another server told could not be applied")
+                self._failed_purges.add(member)
+                continue
+            with state.lock:
+                if state.epoch != epoch:
+                    return
+            book.applied(member, ages[member])
+        num_garbage = sum(unpack_purge(member) is None for member in ages)
+        state.num_garbage += num_garbage if not self.is_done else 0
+        book.compare(set(ages))
+        self.is_done = True
+        state.mirror.choose()
+        state.wake_publisher()

@@ -1,0 +1,183 @@
+"""The purges that this server knows of, and those that Redis has yet to be told.
+
+All servers of a namespace come to know the same set: each adds to Redis what is missing there and
+applies what it finds there. A digest of the set, in every server's record, says who has applied the
+same purges as oneself. That does not depend on what Redis keeps: what it loses is added again by
+whoever knows it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from sglang_tiered.sharing.locality.formats import Purge, pack_purge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["MAX_PURGES", "DuePurge", "PurgeBook", "ToldPurge"]
+
+MAX_PURGES = 16_384
+"""Known in one namespace at most; beyond it the oldest are forgotten."""
+
+DIGEST_BYTES = 16
+
+
+class ToldPurge:
+    """A purge begun here, on its way to the others."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it is in Redis; false when the time runs out or it never will be, because the
+        index was closed before."""
+        return self._ended.wait(timeout_s) and self._told
+
+    def end(self, *, told: bool) -> None:
+        self._told = told or self._told
+        self._ended.set()
+
+
+class DuePurge(NamedTuple):
+    """To be added to Redis."""
+
+    namespace: bytes
+    member: bytes
+    age_s: float
+
+
+class PurgeBook:
+    """Thread-safe; never blocks. Times are ``clock``'s."""
+
+    def __init__(self, namespace: bytes, retention_s: float, clock: Callable[[], float]) -> None:
+        self._lock = threading.Lock()
+        self._namespace = namespace
+        self._retention_s = retention_s
+        self._clock = clock
+        self._known: dict[bytes, float] = {}  # when each may be forgotten, by member
+        self._due: dict[tuple[bytes, bytes], float] = {}  # (namespace, member): when it began
+        self._watched: dict[bytes, ToldPurge] = {}  # begun here and due
+        self._sum = 0
+        self.num_told = 0
+        self.num_applied = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Of the set of purges that were applied here; the order plays no part."""
+        return self._sum.to_bytes(DIGEST_BYTES, "little")
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_due(self) -> int:
+        return len(self._due)
+
+    def begin(self, tenant: bytes | None) -> ToldPurge:
+        """A purge that this server has applied by itself."""
+        told = ToldPurge()
+        member = pack_purge(Purge(secrets.token_bytes(16), tenant))
+        with self._lock:
+            self._learn(member, self._clock() + self._retention_s)
+            self._due[self._namespace, member] = self._clock()
+            self._watched[member] = told
+        return told
+
+    def applied(self, member: bytes, age_s: float) -> None:
+        """A purge that others told was applied here."""
+        with self._lock:
+            self._learn(member, self._clock() + self._retention_s - age_s)
+            self.num_applied += 1
+
+    def unknown(self, members: Iterable[bytes]) -> list[bytes]:
+        with self._lock:
+            return [member for member in members if member not in self._known]
+
+    def compare(self, members: set[bytes]) -> None:
+        """``members`` are in Redis: what is missing there is due, or forgotten if it is old."""
+        with self._lock:
+            now = self._clock()
+            for member, forget_at in list(self._known.items()):
+                if member in members:
+                    self._due.pop((self._namespace, member), None)
+                    self._settle(member)
+                elif forget_at <= now:
+                    self._forget(member)
+                else:
+                    self._due.setdefault((self._namespace, member), forget_at - self._retention_s)
+
+    def due(self, limit: int) -> list[DuePurge]:
+        """What Redis has to be told, the oldest first."""
+        with self._lock:
+            now = self._clock()
+            return [
+                DuePurge(namespace, member, max(now - began, 0.0))
+                for (namespace, member), began in list(self._due.items())[:limit]
+            ]
+
+    def told(self, purges: Iterable[DuePurge]) -> None:
+        """These are in Redis now."""
+        with self._lock:
+            for purge in purges:
+                self._due.pop((purge.namespace, purge.member), None)
+                self._settle(purge.member)
+
+    def change_namespace(self, namespace: bytes) -> None:
+        """Purges of the old one that are due are told there; nothing else is kept of it."""
+        with self._lock:
+            if namespace != self._namespace:
+                self._namespace = namespace
+                self._known.clear()
+                self._sum = 0
+
+    def close(self) -> None:
+        """What is due will not be told."""
+        with self._lock:
+            for purge in self._watched.values():
+                purge.end(told=False)
+            self._watched.clear()
+            self._due.clear()
+
+    def _settle(self, member: bytes) -> None:
+        purge = self._watched.pop(member, None)
+        if purge is not None:
+            purge.end(told=True)
+            self.num_told += 1
+
+    def _learn(self, member: bytes, forget_at: float) -> None:
+        if member not in self._known:
+            self._sum ^= xxhash.xxh3_128_intdigest(member)
+        self._known[member] = forget_at
+        while len(self._known) > MAX_PURGES:
+            self._forget(min(self._known, key=lambda each: (self._known[each], each)))
+        while len(self._due) > MAX_PURGES:
+            _, oldest = next(iter(self._due))
+            self._due.pop(next(iter(self._due)))
+            purge = self._watched.pop(oldest, None)
+            if purge is not None:
+                purge.end(told=False)
+
+    def _forget(self, member: bytes) -> None:
+        del self._known[member]
+        self._sum ^= xxhash.xxh3_128_intdigest(member)
+        self._due.pop((self._namespace, member), None)
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            total = 0
+            for member in self._known:
+                total ^= xxhash.xxh3_128_intdigest(member)
+            assert total == self._sum, f"the digest of {len(self._known)} purges is off"
+            due = {member for _, member in self._due}
+            assert self._watched.keys() <= due, "a purge is awaited and not due"

@@ -1,0 +1,159 @@
+"""fingerprint -> which peers hold that page, as a bit for each peer. No I/O.
+
+A hash table of buckets of eight places, filled from the left; what does not fit goes to the next
+bucket. The hash multiplies by a number drawn at random, so nobody can aim at one bucket. Everything
+works on arrays. One writer at a time; readers need no lock: a place is taken before its bits are
+set, and a fingerprint without bits is held by nobody. Zero is no fingerprint.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    Fingerprints = npt.NDArray[np.uint64]
+    Rows = npt.NDArray[np.int64]
+
+__all__ = ["WORD_BITS", "PageTable"]
+
+WORD_BITS = 64
+_WIDTH = 8  # places in a bucket: one cache line
+_MAX_FILL = 0.5  # a page in twenty has to look at a second bucket
+_MIN_BUCKETS = 1 << 7
+_PIECE = 1 << 14  # places looked at by one call of numpy, which may hold the interpreter's lock
+
+
+class PageTable:
+    """Room for ``max_fill`` of its places; ``num_words * 64`` peers."""
+
+    def __init__(self, num_pages: int, num_words: int = 1) -> None:
+        self.num_buckets = max(_MIN_BUCKETS, int(num_pages / _MAX_FILL / _WIDTH) + 1)
+        self.num_words = num_words
+        self._pages = np.zeros((self.num_buckets, _WIDTH), np.uint64)
+        # One more than places: nobody holds row -1.
+        self._holders = np.zeros((num_words, self.num_buckets * _WIDTH + 1), np.uint64)
+        self._factor = np.uint64(secrets.randbits(64) | 1)
+        self.num_used = 0  # places taken, by pages that nobody holds any more too
+
+    @property
+    def capacity(self) -> int:
+        """Places that may be taken."""
+        return int(self.num_buckets * _WIDTH * _MAX_FILL)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pages.nbytes + self._holders.nbytes
+
+    def find(self, pages: Fingerprints) -> Rows:
+        """The place of each page, -1 where it has none (of zero, any)."""
+        rows = np.full(len(pages), -1, np.int64)
+        left = np.arange(len(pages))
+        bucket = self._bucket(pages)
+        while left.size:
+            # ``take`` costs a fifth of an index here.
+            places = self._pages.take(bucket, axis=0)  # [left, 8]
+            hits = np.flatnonzero(places == pages[:, None])
+            found = hits >> 3
+            rows[left[found]] = (bucket[found] << 3) + (hits & 7)
+            on = places[:, _WIDTH - 1] != 0
+            on[found] = False
+            left = left[on]
+            pages = pages[on]
+            bucket = (bucket[on] + 1) % self.num_buckets
+        return rows
+
+    def holders(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """Bits of the holders, ``[num_words, rows]``; none for row -1."""
+        return self._holders.take(rows, axis=1)
+
+    def _bucket(self, pages: Fingerprints) -> Rows:
+        mixed = (pages * self._factor) >> np.uint64(32)
+        mixed *= np.uint64(self.num_buckets)
+        mixed >>= np.uint64(32)
+        return mixed.view(np.int64)
+
+    def add(self, pages: Fingerprints) -> Rows:
+        """Give each page a place, which must not exceed ``capacity``; their places. Pages are
+        different, none is zero and none has a place."""
+        rows = np.full(len(pages), -1, np.int64)
+        bucket = self._bucket(pages)
+        left = np.argsort(bucket, kind="stable")
+        bucket = bucket[left]
+        while left.size:
+            starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+            lengths = np.diff(starts, append=len(bucket))
+            rank = np.arange(len(bucket)) - np.repeat(starts, lengths)
+            column = rank + np.count_nonzero(self._pages.take(bucket, axis=0), axis=1)
+            fits = column < _WIDTH
+            chosen = left[fits]
+            rows[chosen] = bucket[fits] * _WIDTH + column[fits]
+            self._pages[bucket[fits], column[fits]] = pages[chosen]
+            left = left[~fits]
+            bucket = (bucket[~fits] + 1) % self.num_buckets
+            order = np.argsort(bucket, kind="stable")
+            left, bucket = left[order], bucket[order]
+        self.num_used += len(pages)
+        return rows
+
+    def set_bit(self, rows: Rows, slot: int) -> tuple[int, int]:
+        """A peer holds these, all different; how many are new to it, and to everybody."""
+        word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
+        before = word[rows]
+        num_new = int(np.count_nonzero((before & bit) == 0))
+        num_unheld = int(np.count_nonzero(self._unheld(rows)))
+        word[rows] = before | bit
+        return num_new, num_unheld
+
+    def clear_bit(self, rows: Rows, slot: int) -> tuple[int, int]:
+        """A peer does not hold these any more, all different; how many it did, and how many
+        nobody holds now."""
+        word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
+        rows = rows[(word[rows] & bit) != 0]
+        word[rows] &= ~bit
+        return len(rows), int(np.count_nonzero(self._unheld(rows)))
+
+    def _unheld(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        held: npt.NDArray[np.bool_] = np.any(self._holders[:, rows], axis=0)
+        return ~held
+
+    def rows_of(self, slot: int) -> Iterator[Rows]:
+        """All places that a peer has a bit in, in pieces."""
+        word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
+        for start in range(0, len(word), _PIECE):
+            rows = np.flatnonzero(word[start : start + _PIECE] & bit) + start
+            if rows.size:
+                yield rows
+
+    def held(self) -> Iterator[tuple[Fingerprints, npt.NDArray[Any]]]:
+        """All pages that somebody holds, in pieces, with the bits of their holders."""
+        flat = self._pages.reshape(-1)
+        for start in range(0, len(flat), _PIECE):
+            bits = self._holders[:, start : start + _PIECE]
+            rows = np.flatnonzero(bits.any(axis=0))
+            yield flat[start + rows], bits[:, rows]
+
+    def copied(self, num_pages: int, num_words: int) -> PageTable:
+        """A table with room for so many pages and what is held in this one."""
+        table = PageTable(num_pages, num_words)
+        for pages, bits in self.held():
+            table._holders[: self.num_words, table.add(pages)] = bits  # noqa: SLF001
+        return table
+
+    def check_integrity(self, num_held: int) -> None:
+        flat = self._pages.reshape(-1)
+        used = np.flatnonzero(flat)
+        assert len(used) == self.num_used, f"{len(used)} places taken, counted {self.num_used}"
+        assert (self.find(flat[used]) == used).all(), "a page is not found at its place"
+        gaps = (self._pages[:, :-1] == 0) & (self._pages[:, 1:] != 0)
+        assert not gaps.any(), f"{int(gaps.sum())} buckets have a gap"
+        bits: npt.NDArray[np.bool_] = np.any(self._holders[:, :-1], axis=0)
+        assert not self._holders[:, -1].any(), "somebody holds row -1"
+        assert int(bits.sum()) == num_held, f"{int(bits.sum())} pages held, counted {num_held}"
+        assert not bits[flat == 0].any(), "an empty place has a holder"
