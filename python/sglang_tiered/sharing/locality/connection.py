@@ -105,8 +105,6 @@ class IndexConnection:
             "socket_read_size": _READ_BYTES,
             "parser_class": _BoundedParser,
             "protocol": 2,
-            "lib_name": None,
-            "lib_version": None,
             **url.tls,
         }
         kind: type[Any]

@@ -83,6 +83,11 @@ class LocalityIndex:
         """Our own id, as others see it. Another one if somebody else is found to use it."""
         return self._state.server
 
+    @property
+    def connected(self) -> bool:
+        """Whether Redis answered the latest question who holds what."""
+        return not self._state.closed and self._state.trouble.works("reader")
+
     def announce(self, address: str) -> None:
         """From now on others may ask for our pages at ``tcp://host:port``. Raises ``ValueError``
         for an address that no other server would take."""
@@ -149,7 +154,7 @@ class LocalityIndex:
         num_peers, num_usable, num_pages, num_cut, num_bytes = state.mirror.figures()
         trouble, book = state.trouble, state.book
         return LocalityStats(
-            connected=not state.closed and trouble.is_connected("publisher", "reader"),
+            connected=self.connected,
             trouble=trouble.clause,
             num_peers=num_peers,
             num_usable_peers=num_usable,

@@ -92,6 +92,8 @@ class PurgeBook:
             self._learn(member, self._clock() + self._retention_s)
             self._due[self._namespace, member] = self._clock()
             self._watched[member] = told
+            while len(self._due) > MAX_PURGES:  # of namespaces before
+                self._drop_due(*next(iter(self._due)))
         return told
 
     def applied(self, member: bytes, age_s: float) -> None:
@@ -161,17 +163,18 @@ class PurgeBook:
         self._known[member] = forget_at
         while len(self._known) > MAX_PURGES:
             self._forget(min(self._known, key=lambda each: (self._known[each], each)))
-        while len(self._due) > MAX_PURGES:
-            _, oldest = next(iter(self._due))
-            self._due.pop(next(iter(self._due)))
-            purge = self._watched.pop(oldest, None)
-            if purge is not None:
-                purge.end(told=False)
 
     def _forget(self, member: bytes) -> None:
         del self._known[member]
         self._sum ^= xxhash.xxh3_128_intdigest(member)
-        self._due.pop((self._namespace, member), None)
+        self._drop_due(self._namespace, member)
+
+    def _drop_due(self, namespace: bytes, member: bytes) -> None:
+        """It will not be told."""
+        if self._due.pop((namespace, member), None) is not None:
+            purge = self._watched.pop(member, None)
+            if purge is not None:
+                purge.end(told=False)
 
     def check_integrity(self) -> None:
         with self._lock:

@@ -11,8 +11,8 @@ __all__ = ["LocalityStats"]
 class LocalityStats:
     """Counters since opening, and gauges of now. Reading them takes no I/O."""
 
-    connected: bool  # both connections to Redis answered when last used
-    trouble: str  # why it is not connected, as one clause; empty while it is
+    connected: bool  # Redis answered the latest question who holds what
+    trouble: str  # why it does not answer, or refuses what we publish, as one clause; or empty
     num_peers: int  # live servers whose pages are mirrored
     num_usable_peers: int  # of those, that pages are found at now
     num_mirrored_pages: int  # different pages known to be held by others

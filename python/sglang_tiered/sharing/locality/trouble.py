@@ -28,6 +28,10 @@ class Trouble:
         with self._lock:
             return next(iter(self._clauses.values()), "")
 
+    def works(self, connection: str) -> bool:
+        """Whether it was answered when last used."""
+        return connection in self._answered and connection not in self._clauses
+
     def answered(self, connection: str) -> None:
         with self._lock:
             self._answered.add(connection)
@@ -46,15 +50,11 @@ class Trouble:
             self._logged = clause
         if is_new:
             logger.warning(
-                "the locality index at %s: %s; without it no page is found on other servers, and "
-                "none is found here; trying again",
+                "the locality index at %s fails: %s; pages are shared with other servers only "
+                "while it works; trying again",
                 self._shown_url,
                 clause,
             )
-
-    def is_connected(self, *connections: str) -> bool:
-        with self._lock:
-            return not self._clauses and self._answered.issuperset(connections)
 
 
 class Backoff:

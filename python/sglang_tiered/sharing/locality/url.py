@@ -18,6 +18,8 @@ _TLS_OPTIONS = {
     "ssl_cert_reqs",
     "ssl_check_hostname",
 }
+_CERT_REQS = ("none", "optional", "required")
+_BOOLEANS = {"true": True, "false": False}
 
 
 class IndexUrl(NamedTuple):
@@ -30,7 +32,7 @@ class IndexUrl(NamedTuple):
     database: int
     username: str | None
     password: str | None
-    tls: dict[str, str]
+    tls: dict[str, str | bool]
 
     @property
     def shown(self) -> str:
@@ -81,8 +83,19 @@ def parse_index_url(text: str) -> IndexUrl:
         database=int(database),
         username=_plain(parts.username),
         password=_plain(parts.password),
-        tls=options,
+        tls=_tls(options),
     )
+
+
+def _tls(options: dict[str, str]) -> dict[str, str | bool]:
+    if options.get("ssl_cert_reqs", "none") not in _CERT_REQS:
+        raise _refusal("must have ssl_cert_reqs none, optional or required")
+    checks = options.get("ssl_check_hostname", "true").lower()
+    if checks not in _BOOLEANS:
+        raise _refusal("must have ssl_check_hostname true or false")
+    if "ssl_check_hostname" not in options:
+        return dict(options)
+    return {**options, "ssl_check_hostname": _BOOLEANS[checks]}
 
 
 def _plain(quoted: str | None) -> str | None:

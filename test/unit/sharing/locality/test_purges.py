@@ -1,0 +1,127 @@
+"""The book of purges: every server comes to know the same, and nothing is told too little."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_tiered.sharing.locality import purges
+from sglang_tiered.sharing.locality.formats import Purge, pack_purge
+from sglang_tiered.sharing.locality.purges import PurgeBook
+
+if TYPE_CHECKING:
+    import pytest
+
+NAMESPACE, OTHER = bytes(32), b"o" * 32
+TENANT = b"t" * 16
+RETENTION_S = 1000.0
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def book(self) -> PurgeBook:
+        return PurgeBook(NAMESPACE, RETENTION_S, lambda: self.now)
+
+
+def member(number: int) -> bytes:
+    return pack_purge(Purge(number.to_bytes(16, "big"), TENANT))
+
+
+def test_a_purge_is_due_until_it_is_told() -> None:
+    world = World()
+    book = world.book()
+    purge = book.begin(TENANT)
+    world.now += 3.0
+    (due,) = book.due(10)
+    assert (due.namespace, due.age_s) == (NAMESPACE, 3.0)
+    assert not purge.done
+    assert not purge.wait(0.0)
+    book.told([due])
+    assert purge.done
+    assert purge.wait(0.0)
+    assert book.due(10) == []
+    assert book.num_told == 1
+    book.check_integrity()
+
+
+def test_books_with_the_same_purges_agree_in_any_order() -> None:
+    world = World()
+    one, two = world.book(), world.book()
+    before = one.digest
+    for number in (1, 2, 3):
+        one.applied(member(number), 0.0)
+    for number in (3, 1):
+        two.applied(member(number), 9.0)
+    assert one.digest != two.digest
+    two.applied(member(2), 0.0)
+    two.applied(member(2), 0.0)
+    assert one.digest == two.digest != before
+    one.check_integrity()
+
+
+def test_what_redis_lost_is_told_again_by_whoever_knows_it() -> None:
+    world = World()
+    book = world.book()
+    book.applied(member(1), age_s=100.0)
+    book.compare({member(1)})
+    assert book.due(10) == []
+    world.now += 50.0
+    book.compare(set())
+    (due,) = book.due(10)
+    assert (due.member, due.age_s) == (member(1), 150.0)
+    book.compare({member(1)})  # another server was quicker
+    assert book.due(10) == []
+
+
+def test_what_redis_keeps_is_kept_and_what_is_old_and_gone_is_forgotten() -> None:
+    world = World()
+    book = world.book()
+    empty = book.digest
+    book.applied(member(1), 0.0)
+    world.now += RETENTION_S + 1.0
+    book.compare({member(1)})
+    assert len(book) == 1
+    book.compare(set())
+    assert len(book) == 0
+    assert book.digest == empty
+    assert book.due(10) == []
+    book.check_integrity()
+
+
+def test_a_purge_of_the_namespace_before_is_still_told_there() -> None:
+    world = World()
+    book = world.book()
+    purge = book.begin(None)
+    empty = world.book().digest
+    book.change_namespace(OTHER)
+    assert book.digest == empty
+    (due,) = book.due(10)
+    assert due.namespace == NAMESPACE
+    book.compare(set())
+    book.told([due])
+    assert purge.wait(0.0)
+    book.check_integrity()
+
+
+def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purges, "MAX_PURGES", 5)
+    world = World()
+    book = world.book()
+    told = []
+    for _ in range(12):
+        world.now += 1.0
+        told.append(book.begin(TENANT))
+        book.check_integrity()
+    assert len(book) == book.num_due == 5
+    assert [purge.done for purge in told] == [True] * 7 + [False] * 5
+    assert not any(purge.wait(0.0) for purge in told)
+
+
+def test_closing_ends_those_that_were_not_told() -> None:
+    world = World()
+    book = world.book()
+    purge = book.begin(TENANT)
+    book.close()
+    assert purge.done
+    assert not purge.wait(None)

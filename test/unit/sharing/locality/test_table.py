@@ -1,0 +1,115 @@
+"""The table of pages and their holders: nothing is lost, found twice, or held by nobody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_tiered.sharing.locality.holders import choose_slots
+from sglang_tiered.sharing.locality.table import PageTable
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pages_of(seed: int, count: int) -> np.ndarray:
+    return np.unique(np.random.default_rng(seed).integers(1, 1 << 64, count, dtype=np.uint64))
+
+
+def test_pages_are_found_and_others_are_not() -> None:
+    table = PageTable(20_000)
+    here, elsewhere = pages_of(1, 20_000), pages_of(2, 20_000)
+    for start in range(0, len(here), 700):
+        part = here[start : start + 700]
+        table.set_bit(table.add(part), 5)
+    rows = table.find(here)
+    assert (rows >= 0).all()
+    assert len(set(rows.tolist())) == len(here)
+    assert (table.holders(rows) == 1 << 5).all()
+    assert (table.find(elsewhere) == -1).all()
+    assert not table.holders(table.find(elsewhere)).any()
+    table.check_integrity(len(here))
+
+
+def test_pages_that_all_hash_to_one_bucket_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PageTable(3000)
+    monkeypatch.setattr(table, "_bucket", lambda pages: np.full(len(pages), 300, np.int64))
+    here = pages_of(3, 400)
+    table.set_bit(table.add(here[:200]), 0)
+    table.set_bit(table.add(here[200:]), 0)
+    assert (table.find(here) >= 0).all()
+    assert (table.find(pages_of(4, 50)) == -1).all()
+    table.check_integrity(len(here))
+
+
+def test_zero_is_held_by_nobody() -> None:
+    table = PageTable(100)
+    table.set_bit(table.add(pages_of(1, 90)), 0)
+    assert not table.holders(table.find(np.zeros(3, np.uint64))).any()
+
+
+def test_counts_are_of_what_changed() -> None:
+    table = PageTable(100, num_words=2)
+    rows = table.add(pages_of(1, 50))
+    assert table.set_bit(rows[:30], 3) == (30, 30)
+    assert table.set_bit(rows[20:40], 70) == (20, 10)
+    assert table.set_bit(rows[20:40], 70) == (0, 0)
+    assert table.clear_bit(rows[:50], 3) == (30, 20)
+    assert table.clear_bit(rows[:50], 3) == (0, 0)
+    table.check_integrity(20)
+
+
+def test_a_copy_leaves_out_what_nobody_holds() -> None:
+    table = PageTable(5000)
+    here = pages_of(1, 4000)
+    rows = table.add(here)
+    table.set_bit(rows, 1)
+    table.clear_bit(rows[:3000], 1)
+    copy = table.copied(1200, 3)
+    assert copy.num_used == 1000
+    assert (copy.find(here[3000:]) >= 0).all()
+    assert (copy.find(here[:3000]) == -1).all()
+    assert sum(len(part) for part in copy.rows_of(1)) == 1000
+    copy.check_integrity(1000)
+
+
+def bits_of(*holders: set[int], words: int = 1) -> np.ndarray:
+    """``[words, pages]`` from the slots that hold each page."""
+    values = [sum(1 << slot for slot in page) for page in holders]
+    return np.array(
+        [[value >> 64 * word & (1 << 64) - 1 for value in values] for word in range(words)],
+        np.uint64,
+    )
+
+
+def chosen(bits: np.ndarray, salt: int = 1) -> list[int]:
+    return choose_slots(bits, np.arange(1, bits.shape[1] + 1, dtype=np.uint64), salt).tolist()
+
+
+def test_a_run_goes_to_whoever_holds_its_longest_leading_span() -> None:
+    bits = bits_of({0, 1, 2}, {1, 2}, {2}, {2, 3}, set(), {3}, {0, 3})
+    for salt in range(20):
+        assert chosen(bits, salt) == [2, 2, 2, 2, -1, 3, 3]
+
+
+def test_servers_spread_over_equal_holders() -> None:
+    bits = bits_of(*[{3, 9, 63}] * 10)
+    seen = {tuple(chosen(bits, salt)) for salt in range(60)}
+    assert seen == {(slot,) * 10 for slot in (3, 9, 63)}
+
+
+def test_holders_beyond_one_word_are_chosen() -> None:
+    assert chosen(bits_of({130}, {5, 130}, {5}, words=3)) == [130, 130, 5]
+
+
+def test_pages_that_lie_about_everywhere_are_all_found() -> None:
+    source = np.random.default_rng(0)
+    holders = [set(source.integers(0, 150, 2).tolist()) for _ in range(200)]
+    for page, slot in zip(holders, chosen(bits_of(*holders, words=3)), strict=True):
+        assert slot in page
+
+
+def test_nobody_is_chosen_where_nobody_holds() -> None:
+    assert chosen(bits_of(set(), set())) == [-1, -1]
+    assert chosen(np.zeros((1, 0), np.uint64)) == []

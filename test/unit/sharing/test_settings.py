@@ -1,0 +1,105 @@
+"""Settings of peer sharing: what cannot work is refused, and no password is ever shown."""
+
+from __future__ import annotations
+
+import pytest
+from rich.pretty import pretty_repr
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.sharing.locality.index import LocalityIndex
+from sglang_tiered.sharing.locality.url import parse_index_url
+from sglang_tiered.sharing.settings import PeerSettings
+
+PASSWORD = "corrrect-horse"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://localhost", "redis://localhost:6379/0"),
+        (f"redis://:{PASSWORD}@192.0.2.7:7000/3", "redis://192.0.2.7:7000/3"),
+        (f"rediss://user:{PASSWORD}@[2001:db8::1]/", "rediss://[2001:db8::1]:6379/0"),
+        (f"rediss://h/0?ssl_ca_certs=/{PASSWORD}", "rediss://h:6379/0"),
+        (f"unix://:{PASSWORD}@/run/redis.sock?db=2", "unix:///run/redis.sock"),
+    ],
+)
+def test_a_url_is_shown_without_what_is_secret(text: str, shown: str) -> None:
+    settings = PeerSettings(index_url=text)
+    assert settings.shown_url == shown
+    assert parse_index_url(text).shown == shown
+    for said in (repr(settings), str(settings), pretty_repr(settings), repr(parse_index_url(text))):
+        assert shown in said
+        assert PASSWORD not in said
+
+
+def test_a_url_says_user_password_and_database() -> None:
+    url = parse_index_url("redis://me:p%40ss@h:1/5")
+    assert (url.username, url.password, url.database, url.port) == ("me", "p@ss", 5, 1)
+    url = parse_index_url("unix://:p%40ss@/run/a%20b.sock?db=2")
+    assert (url.username, url.password, url.database, url.path) == (
+        None,
+        "p@ss",
+        2,
+        "/run/a b.sock",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "localhost:6379",
+        f"http://:{PASSWORD}@h",
+        f"redis://:{PASSWORD}@",
+        f"redis://:{PASSWORD}@h:port",
+        f"redis://:{PASSWORD}@h:70000",
+        f"redis://:{PASSWORD}@h:0",
+        f"redis://:{PASSWORD}@h/database",
+        f"redis://:{PASSWORD}@h/0?db=1",
+        f"redis://:{PASSWORD}@h/0?socket_timeout=9",
+        f"rediss://:{PASSWORD}@h/0?ssl_cert_reqs=whatever",
+        f"redis://:{PASSWORD}#x@h",
+        f"redis://:{PASSWORD}@[h",
+        f"unix://:{PASSWORD}@h/run/redis.sock",
+        f"unix://:{PASSWORD}@",
+    ],
+)
+def test_a_url_that_cannot_work_is_one_sentence_without_the_password(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PeerSettings(index_url=text)
+    said = str(caught.value)
+    assert said.count(".") >= 1
+    assert "\n" not in said
+    assert PASSWORD not in said
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_pages": 0},
+        {"max_peers": 2000},
+        {"publish_s": 0.0},
+        {"heartbeat_s": float("nan")},
+        {"expiry_s": 3.0},
+        {"index_timeout_s": -1.0},
+        {"listen_port": 70_000},
+        {"listen_host": ""},
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        PeerSettings(index_url="redis://localhost", **values)  # type: ignore[arg-type]
+
+
+def test_a_namespace_or_an_address_of_the_wrong_form_is_our_own_bug() -> None:
+    settings = PeerSettings(index_url="redis://127.0.0.1:1")
+    with pytest.raises(ValueError, match="namespace"):
+        LocalityIndex(settings, namespace=b"", held=lambda _: None, purge_wanted=print)
+    index = LocalityIndex(settings, namespace=bytes(32), held=lambda _: None, purge_wanted=print)
+    try:
+        with pytest.raises(ValueError, match="address"):
+            index.announce("ipc:///tmp/x")
+    finally:
+        index.close()
