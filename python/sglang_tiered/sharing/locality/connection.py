@@ -43,7 +43,7 @@ _REFUSALS = _WRITE_REFUSED | {
     "MOVED": "it is a cluster of several shards, which cannot hold an index",
     "BUSY": "it is busy with a script",
     "WRONGTYPE": "a key of the index is of another type",
-    "EXECABORT": "it refused a transaction",
+    "ERR": "it does not know a command as we use it; is it older than Redis 6.2?",
 }
 
 
@@ -193,7 +193,7 @@ def _clause(error: Exception) -> str:
     if isinstance(error, ReplyTooLargeError):
         return "it holds a value that is too large to be of an index"
     if isinstance(error, exceptions.AuthenticationError):
-        return "user or password is wrong, or missing"
+        return _REFUSALS["NOAUTH" if "required" in str(error).lower() else "WRONGPASS"]
     if isinstance(error, exceptions.BusyLoadingError):
         return _REFUSALS["LOADING"]
     if isinstance(error, exceptions.TimeoutError | TimeoutError):

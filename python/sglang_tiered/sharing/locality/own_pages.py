@@ -32,6 +32,7 @@ __all__ = ["OwnPages", "PagesGoneError"]
 
 _DELTAS_AT_ONCE = 8
 _RENEWED_AFTER = 32_768  # changes: below it a snapshot is not worth renewing
+_STRANGE = ("ERR", "WRONGTYPE")  # somebody else wrote to our stream
 _EMPTY = np.zeros(0, np.uint64)
 
 
@@ -186,8 +187,9 @@ class OwnPages:
             self._confirm(number, delta)
             confirmed.append(delta)
         if refused:
-            if refused.is_wrong_type:
+            if refused.word in _STRANGE:
                 self.doubt()
+                raise PagesGoneError
             raise refused
 
     def _confirm(self, number: int, delta: Delta) -> None:
