@@ -1,12 +1,14 @@
-"""Fixtures of the object tier's fault tests: one S3 server for all, a bucket for each test."""
+"""Fixtures of the fault tests: one S3 server for all, a bucket for each test; a Redis for each."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from locality_servers import Servers
 from object_proxy import FaultProxy
 from object_server import STANDING, ObjectServer, StandingServer, s3_environment
+from redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,3 +32,16 @@ def s3_url(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.M
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     return f"s3://{object_server.make_bucket()}/tier"
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A Redis of the test's own, which it may kill."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def servers(redis_server: RedisServer) -> Iterator[Servers]:
+    with Servers(redis_server.url) as servers:
+        yield servers

@@ -1,0 +1,127 @@
+"""What one server purges is purged everywhere, and comes back from nowhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from locality_servers import NAMES
+from redis_server import until
+
+if TYPE_CHECKING:
+    from locality_servers import Servers
+    from redis_server import RedisServer
+
+TENANT, ANOTHER = b"t" * 16, b"a" * 16
+
+
+@pytest.mark.parametrize("tenant", [TENANT, bytes(16), None])
+def test_a_purge_reaches_every_server_once(servers: Servers, tenant: bytes | None) -> None:
+    one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
+    servers.know_each_other()
+    purge = one.index.begin_purge(tenant)
+    assert purge.wait(20.0)
+    assert purge.done
+    until(lambda: two.purged == three.purged == [tenant])
+    until(lambda: one.finds(2, 3) == [True, True])
+    servers.know_each_other()
+    assert two.purged == three.purged == [tenant]
+    assert one.purged == []
+    assert one.index.stats().num_purges_told == 1
+    assert two.index.stats().num_purges_applied == 1
+
+
+def test_nothing_is_found_at_a_server_that_has_not_applied_the_purge(servers: Servers) -> None:
+    one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
+    servers.know_each_other()
+    two.refuses_purges = True
+    purge = one.index.begin_purge(TENANT)
+    assert one.finds(2, 3) == [False, False]  # at once
+    assert purge.wait(20.0)
+    until(lambda: one.finds(3) == [True])
+    servers.know_each_other()
+    assert one.finds(2) == three.finds(2) == [False]
+    assert two.finds(1, 3) == [False, False]
+    two.refuses_purges = False
+    until(lambda: one.finds(2) == three.finds(2) == [True])
+    assert two.purged == [TENANT]
+
+
+def test_a_purge_waits_for_a_redis_that_is_away(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open([1], expiry_s=30.0), servers.open([2], expiry_s=30.0)
+    servers.know_each_other()
+    redis_server.kill()
+    purges = [one.index.begin_purge(tenant) for tenant in (TENANT, ANOTHER)]
+    assert one.finds(2) == [False]
+    assert not any(purge.wait(0.05) for purge in purges)
+    assert one.index.stats().num_purges_waiting == 2
+    redis_server.start()
+    assert all(purge.wait(20.0) for purge in purges)
+    until(lambda: set(two.purged) == {TENANT, ANOTHER})
+    until(lambda: one.finds(2) == [True])
+
+
+def test_a_server_that_starts_later_applies_what_was_purged_before(servers: Servers) -> None:
+    one = servers.open([1])
+    assert one.index.begin_purge(TENANT).wait(20.0)
+    late = servers.open([2])
+    until(lambda: late.purged == [TENANT])
+    until(lambda: one.finds(2) == [True])
+
+
+def test_a_purge_that_redis_lost_is_told_again_and_applied_once(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert one.index.begin_purge(TENANT).wait(20.0)
+    until(lambda: two.purged == [TENANT])
+    one.close()  # only the other knows of it now
+    redis_server.restart_empty()
+    until(lambda: redis_server.client.zcard(NAMES.purges) == 1)
+    late = servers.open([3])
+    until(lambda: late.purged == [TENANT])
+    until(lambda: late.finds(2) == two.finds(3) == [True])
+    assert two.purged == [TENANT]
+
+
+def test_servers_that_purge_at_once_come_to_agree(servers: Servers) -> None:
+    several = [servers.open([number]) for number in range(1, 5)]
+    servers.know_each_other()
+    tenants = [bytes([number]) * 16 for number in range(40)]
+    for number, tenant in enumerate(tenants):
+        several[number % 4].index.begin_purge(tenant)
+    for number, server in enumerate(several):
+        told = {tenant for i, tenant in enumerate(tenants) if i % 4 != number}
+        until(lambda server=server, told=told: set(server.purged) == told)
+        others = [page for page in range(1, 5) if page != number + 1]
+        until(lambda server=server, others=others: all(server.finds(*others)))
+
+
+def test_a_purge_of_the_namespace_before_is_told_to_those_who_stayed(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    redis_server.pause()
+    one.index.begin_purge(TENANT)
+    one.index.set_namespace(b"x" * 32)
+    redis_server.resume()
+    until(lambda: two.purged == [TENANT])
+
+
+def test_closing_says_that_a_purge_was_not_told(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one = servers.open([1])
+    one.refresh()
+    redis_server.kill()
+    purge = one.index.begin_purge(TENANT)
+    one.close()
+    assert purge.done
+    assert not purge.wait(None)
+    after = one.index.begin_purge(TENANT)
+    assert after.done
+    assert not after.wait(None)

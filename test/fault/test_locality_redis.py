@@ -1,0 +1,307 @@
+"""A Redis that dies, stalls, comes back empty, refuses or was filled with rubbish: misses only."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from locality_servers import NAMES, NAMESPACE, Servers, key
+from redis_server import RedisServer, until
+
+from sglang_tiered.sharing.locality import connection
+from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
+
+if TYPE_CHECKING:
+    from locality_servers import Server
+
+PASSWORD = "not-for-the-log"
+
+
+def test_a_redis_that_is_not_there_yet_holds_up_nobody(redis_server: RedisServer) -> None:
+    redis_server.kill()
+    began = time.monotonic()
+    with Servers(redis_server.url) as servers:
+        one, two = servers.open([1]), servers.open([2])
+        assert one.finds(2) == [False]
+        assert time.monotonic() - began < 1.0
+        until(lambda: one.index.stats().trouble == "no connection")
+        assert not one.index.stats().connected
+        redis_server.start()
+        until(lambda: one.finds(2) == [True] and two.finds(1) == [True])
+        assert one.index.stats().trouble == ""
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "pause"])
+def test_without_redis_nothing_is_found_within_the_expiry(
+    servers: Servers, redis_server: RedisServer, how: str
+) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    getattr(redis_server, how)()
+    began = time.monotonic()
+    until(lambda: one.finds(2) == [False] and two.finds(1) == [False])
+    assert time.monotonic() - began < 2.0
+    if how == "pause":
+        redis_server.resume()
+    else:
+        redis_server.start()
+    until(lambda: one.finds(2) == [True] and two.finds(1) == [True])
+
+
+def test_a_redis_that_stalls_for_an_instant_costs_nothing(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, _ = servers.open([1], expiry_s=10.0), servers.open([2], expiry_s=10.0)
+    servers.know_each_other()
+    redis_server.pause()
+    until(lambda: one.index.stats().trouble != "")
+    assert one.finds(2) == [True]
+    redis_server.resume()
+    until(lambda: one.index.stats().trouble == "")
+    assert one.finds(2) == [True]
+
+
+def test_a_redis_restarted_empty_is_filled_again(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open(range(1, 1000)), servers.open(range(2000, 3000))
+    servers.know_each_other()
+    redis_server.restart_empty()
+    until(lambda: redis_server.client.scard(NAMES.servers) == 2)
+    one.hold(range(1, 1100))
+    until(lambda: two.finds(1099) == [True] and one.finds(2999) == [True])
+    assert two.index.stats().num_mirrored_pages == 1099
+
+
+def test_an_emptied_redis_is_filled_again(servers: Servers, redis_server: RedisServer) -> None:
+    one, two = servers.open(range(1, 1000)), servers.open()
+    servers.know_each_other()
+    redis_server.client.flushall()
+    until(lambda: bool(redis_server.client.exists(NAMES.record(one.index.server))))
+    until(lambda: two.finds(1, 999) == [True, True])
+
+
+def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open(range(1, 100)), servers.open()
+    servers.know_each_other()
+    publisher = one.index._connections[0]
+    answer = publisher._answer
+    lost = threading.Event()
+
+    def fails_once() -> object:
+        got = answer()
+        if isinstance(got, bytes) and re.fullmatch(rb"\d+-0", got) and not lost.is_set():
+            lost.set()
+            raise OSError("the connection broke")
+        return got
+
+    publisher._answer = fails_once  # type: ignore[method-assign]
+    one.hold(range(50, 150))
+    assert lost.wait(20.0)
+    until(lambda: two.finds(10, 99, 149) == [False, True, True])
+    one.hold(range(60, 160))
+    until(lambda: two.finds(50, 60, 159) == [False, True, True])
+    assert two.index.stats().num_mirrored_pages == 100
+    assert one.index.stats().num_snapshots_published == 1
+    assert one.index.stats().num_published_anew == 0
+
+
+def test_out_of_memory_leaves_what_is_there_and_reading_goes_on(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open(range(1, 100)), servers.open(range(500, 600))
+    servers.know_each_other()
+    redis_server.client.config_set("maxmemory", "1mb")
+    one.hold(range(1, 200))
+    until(lambda: "out of memory" in one.index.stats().trouble)
+    later = time.monotonic() + 1.5  # twice the expiry
+    until(lambda: time.monotonic() > later)
+    assert two.finds(1, 199) == [True, False]
+    assert one.finds(599) == [True]
+    assert one.index.stats().connected
+    redis_server.client.config_set("maxmemory", "0")
+    until(lambda: two.finds(1, 199) == [True, True])
+    until(lambda: one.index.stats().trouble == "")
+
+
+def test_a_read_only_replica_serves_readers(servers: Servers, redis_server: RedisServer) -> None:
+    one, two = servers.open([1], expiry_s=5.0), servers.open([2], expiry_s=5.0)
+    servers.know_each_other()
+    redis_server.client.config_set("replica-serve-stale-data", "yes")
+    redis_server.client.replicaof("127.0.0.1", "1")  # nobody there: it keeps what it has
+    until(lambda: one.index.stats().trouble == "it is a read-only replica")
+    assert one.finds(2) == [True]
+    redis_server.client.replicaof("NO", "ONE")
+    until(lambda: one.index.stats().trouble == "")
+    one.hold([1, 3])
+    until(lambda: two.finds(1, 3) == [True, True])
+
+
+@pytest.mark.parametrize(
+    ("secret", "clause"),
+    [
+        ("", "it wants a password"),
+        (f":{PASSWORD}@", "user or password is wrong"),
+        (f"somebody:{PASSWORD}@", "user or password is wrong"),
+        (f"reader:{PASSWORD}@", "may not"),
+    ],
+)
+def test_a_refused_login_is_one_line_without_the_password(
+    secret: str, clause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(password="another") as redis_server:
+        redis_server.client.acl_setuser(
+            "reader", enabled=True, passwords=[f"+{PASSWORD}"], commands=["+@read"], keys=["x"]
+        )
+        with caplog.at_level(logging.DEBUG), Servers(redis_server.url) as servers:
+            url = f"redis://{secret}127.0.0.1:{redis_server.port}/0"
+            one = servers.open([1], url=url)
+            until(lambda: one.index.stats().num_errors >= 6)
+            assert clause in one.index.stats().trouble
+            assert one.finds(2) == [False]
+            said = [record.getMessage() for record in caplog.records]
+            assert len([line for line in said if "locality index" in line]) <= 2
+            shown = "\n".join([*said, repr(one.index), repr(one.settings), caplog.text])
+            shown += repr(one.index.stats()) + repr(one.index._connections)
+            assert PASSWORD not in shown
+            assert "Traceback" not in shown
+
+
+def test_a_right_password_works_also_over_a_unix_socket() -> None:
+    with (
+        RedisServer(password=PASSWORD) as redis_server,
+        Servers(redis_server.url) as servers,
+    ):
+        one = servers.open([1])
+        two = servers.open([2], url=f"unix://:{PASSWORD}@{redis_server.socket_path}")
+        servers.know_each_other()
+        assert one.finds(2) == two.finds(1) == [True]
+
+
+def test_what_is_no_redis_at_all_is_misses_only(object_server: object) -> None:
+    host, port = object_server.address  # type: ignore[attr-defined]
+    with Servers(f"redis://{host}:{port}") as servers:
+        one = servers.open([1])
+        until(lambda: one.index.stats().num_errors >= 4)
+        assert one.finds(2) == [False]
+
+
+# ---- Rubbish ----
+
+
+def _fill_with_garbage(redis_server: RedisServer, garbage: bytes, of: Server) -> None:
+    client, server = redis_server.client, of.index.server
+    forged = "e" * 32
+    for name in (forged, "f" * 32, "not an id", ""):
+        client.sadd(NAMES.servers, name)
+    client.sadd(NAMES.servers, garbage)
+    client.set(NAMES.record(forged), garbage)
+    client.rpush(NAMES.record("f" * 32), garbage)
+    client.zadd(NAMES.purges, {garbage: float("inf"), garbage + b"2": float("-inf")})
+    client.xadd(NAMES.news, {garbage: garbage})
+    client.xadd(NAMES.changes(server, 1), {garbage: garbage}, id="2-0")
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0", b"\xff" * 300, b"SGLTPEER" * 50, b"x" * 100_000])
+def test_garbage_in_every_key_is_ignored_and_counted(
+    servers: Servers, redis_server: RedisServer, garbage: bytes
+) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    _fill_with_garbage(redis_server, garbage, of=one)
+    until(lambda: two.index.stats().num_garbage > 0)
+    three = servers.open([3])
+    until(lambda: three.finds(2) == [True] and two.finds(3) == [True])
+    # The garbage stands where the next change of the first would: it publishes anew.
+    one.hold([1, 10])
+    until(lambda: two.finds(1, 10) == [True, True] and one.finds(2) == [True])
+    assert one.purged == two.purged == []
+
+
+@pytest.mark.parametrize("kind", ["record", "pages", "changes"])
+def test_a_key_of_another_type_is_replaced_or_ignored(
+    servers: Servers, redis_server: RedisServer, kind: str
+) -> None:
+    one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
+    servers.know_each_other()
+    server = one.index.server
+    names = {
+        "record": NAMES.record(server),
+        "pages": NAMES.pages(server, 1),
+        "changes": NAMES.changes(server, 1),
+    }
+    with redis_server.client.pipeline() as pipe:
+        pipe.delete(names[kind]).hset(names[kind], "a", "b").pexpire(names[kind], 60_000).execute()
+    one.hold([1, 10])
+    late = servers.open()
+    until(lambda: late.finds(2, 3) == two.finds(3, 3) == three.finds(2, 2) == [True, True])
+    one.hold([1, 11])
+    if kind != "pages":  # whoever has read it already does without
+        until(lambda: late.finds(1, 11) == [True, True])
+    until(lambda: two.finds(1, 11) == [True, True])
+
+
+def test_an_answer_beyond_the_bound_is_not_read(
+    servers: Servers, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
+    servers.know_each_other()
+    monkeypatch.setattr(connection, "MAX_REPLY_BYTES", 1 << 20)
+    huge = b"x" * (3 << 20)
+    redis_server.client.xadd(NAMES.changes(one.index.server, 1), {"d": huge}, id="2-0")
+    until(lambda: three.index.stats().num_garbage > 0 and two.index.stats().num_garbage > 0)
+    two.hold([2, 20])
+    until(lambda: three.finds(2, 20) == [True, True])
+    assert two.finds(1) == [False]
+    one.hold([1, 10])  # finds its number taken, and publishes anew
+    until(lambda: two.finds(1, 10) == [True, True])
+
+
+def test_a_snapshot_that_lies_about_its_size_costs_no_more_than_the_bound(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open([1], max_pages=1000), servers.open([2])
+    servers.know_each_other()
+    forged = "e" * 32
+    record = ServerRecord(NAMESPACE, forged, 1, 5, 5, (1 << 40) - 1, bytes(16), "tcp://h:1")
+    redis_server.client.set(NAMES.record(forged), pack_record(record), px=60_000)
+    redis_server.client.set(NAMES.pages(forged, 5), b"x" * 1_000_000, px=60_000)
+    redis_server.client.sadd(NAMES.servers, forged)
+    until(lambda: one.index.stats().num_garbage > 0)
+    assert one.finds(2) == [True]
+    assert one.index.stats().num_mirrored_pages == 1
+    assert two.finds(1) == [True]
+
+
+def test_a_forged_stream_that_never_fits_is_read_less_and_less(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    stream = NAMES.changes(one.index.server, 1)
+    empty = pack_delta(one.index.server, 900, Delta(*[one._pages[:0]] * 2))
+    redis_server.client.xadd(stream, {"d": empty}, id="900-0")
+    until(lambda: two.index.stats().num_snapshots_read >= 2)
+    began = time.monotonic()
+    until(lambda: time.monotonic() - began > 1.0)
+    assert two.index.stats().num_snapshots_read < 8
+    assert two.index.find([key(1)]) is not None
+
+
+def test_more_servers_than_the_bound_leave_the_bound(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one = servers.open(max_peers=3)
+    for number in range(200):
+        name = f"{number:032x}"
+        record = ServerRecord(NAMESPACE, name, 1, 1, 1, 0, bytes(16), "tcp://h:1")
+        redis_server.client.set(NAMES.record(name), pack_record(record), px=60_000)
+        redis_server.client.sadd(NAMES.servers, name)
+    until(lambda: one.index.stats().num_peers > 0)
+    assert one.index.stats().num_peers == 3
