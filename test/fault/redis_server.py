@@ -26,7 +26,7 @@ import redis
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["RedisServer", "redis_program", "until"]
+__all__ = ["RedisServer", "free_port", "redis_program", "until"]
 
 HOST = "127.0.0.1"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "redis-server"
@@ -50,7 +50,8 @@ def until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
         time.sleep(0.005)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -91,7 +92,7 @@ class RedisServer:
         """At the same port as before, if it ran before; empty."""
         assert self._process is None
         for _ in range(5):  # another process may take a free port before us
-            port = self.port or _free_port()
+            port = self.port or free_port()
             command = [
                 *(self._program, "--bind", HOST, "--port", str(port)),
                 *("--save", "", "--appendonly", "no", "--dir", self._directory),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 from locality_servers import NAMES, NAMESPACE, Servers, key
-from redis_server import RedisServer, until
+from redis_server import RedisServer, free_port, until
 
 from sglang_tiered.sharing.locality import connection
 from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from locality_servers import Server
 
 PASSWORD = "not-for-the-log"
@@ -182,6 +186,35 @@ def test_a_right_password_works_also_over_a_unix_socket() -> None:
         two = servers.open([2], url=f"unix://:{PASSWORD}@{redis_server.socket_path}")
         servers.know_each_other()
         assert one.finds(2) == two.finds(1) == [True]
+
+
+def test_tls_is_used_and_the_certificate_looked_at(tmp_path: Path) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("makes its certificate with openssl")
+    certificate, secret = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", secret, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    port = free_port()
+    with (
+        RedisServer(
+            *("--tls-port", str(port), "--tls-auth-clients", "no"),
+            *("--tls-cert-file", certificate, "--tls-key-file", secret),
+        ),
+        Servers(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}") as servers,
+    ):
+        servers.open([1])
+        two = servers.open([2])
+        servers.know_each_other()
+        assert two.finds(1) == [True]
+        stranger = servers.open([3], url=f"rediss://127.0.0.1:{port}/0")
+        until(lambda: stranger.index.stats().trouble == "its certificate is not trusted")
 
 
 def test_what_is_no_redis_at_all_is_misses_only(object_server: object) -> None:

@@ -200,4 +200,6 @@ def _clause(error: Exception) -> str:
         return "it did not answer in time"
     if isinstance(error, exceptions.InvalidResponse):
         return "what answers does not speak Redis' protocol"
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "its certificate is not trusted"
     return "no connection"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
+    from sglang_tiered.sharing.locality.formats import Purge
     from sglang_tiered.sharing.locality.names import Names
     from sglang_tiered.sharing.locality.state import IndexState
 
@@ -32,7 +33,7 @@ class PurgeReader:
         self._state = state
         self._connection = connection
         self._purge_wanted = purge_wanted
-        self._failed_purges: set[bytes] = set()  # logged once
+        self._last_failed = b""  # logged once
         self.is_done = False  # of this namespace
 
     def read(self, names: Names, epoch: int) -> None:
@@ -47,24 +48,32 @@ class PurgeReader:
             member: min(max(now_s - float(score) / 1000, 0.0), state.settings.purge_retention_s)
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
+        applied: set[bytes | None] = set()  # once is enough for all that were told before now
         for member in book.unknown(ages):
             purge = unpack_purge(member)
-            if purge is None:
+            if purge is None or (purge.tenant not in applied and not self._apply(member, purge)):
                 continue
-            try:
-                self._purge_wanted(purge.tenant)
-            except Exception:
-                if member not in self._failed_purges:
-                    logger.exception("a purge that another server told could not be applied")
-                self._failed_purges.add(member)
-                continue
+            applied.add(purge.tenant)
             with state.lock:
                 if state.epoch != epoch:
                     return
-            book.applied(member, ages[member])
-        num_garbage = sum(unpack_purge(member) is None for member in ages)
-        state.num_garbage += num_garbage if not self.is_done else 0
-        book.compare(set(ages))
+                book.applied(member, ages[member])
+        with state.lock:
+            if state.epoch != epoch:
+                return
+            book.compare(set(ages))
+        if not self.is_done:
+            state.num_garbage += sum(unpack_purge(member) is None for member in ages)
         self.is_done = True
         state.mirror.choose()
         state.wake_publisher()
+
+    def _apply(self, member: bytes, purge: Purge) -> bool:
+        try:
+            self._purge_wanted(purge.tenant)
+        except Exception:
+            if self._last_failed != member:
+                logger.exception("a purge that another server told could not be applied")
+            self._last_failed = member
+            return False
+        return True
