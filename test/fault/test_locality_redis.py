@@ -16,6 +16,7 @@ from redis_server import RedisServer, free_port, until
 
 from sglang_tiered.sharing.locality import connection
 from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
+from sglang_tiered.sharing.locality.url import parse_index_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -288,6 +289,15 @@ def test_an_answer_beyond_the_bound_is_not_read(
     monkeypatch.setattr(connection, "MAX_REPLY_BYTES", 1 << 20)
     huge = b"x" * (3 << 20)
     redis_server.client.xadd(NAMES.changes(one.index.server, 1), {"d": huge}, id="2-0")
+    redis_server.client.set("huge", huge, px=60_000)
+    redis_server.client.rpush("many", *[b"x" * 10] * 100_000)
+    own = connection.IndexConnection(parse_index_url(redis_server.url), 5.0)
+    for command in (("GET", "huge"), ("LRANGE", "many", 0, -1)):
+        with pytest.raises(connection.IndexFailure) as caught:
+            own.exchange(command)
+        assert caught.value.is_too_large
+        assert own.exchange(("PING",)) == [b"PONG"]
+    own.close()
     until(lambda: three.index.stats().num_garbage > 0 and two.index.stats().num_garbage > 0)
     two.hold([2, 20])
     until(lambda: three.finds(2, 20) == [True, True])

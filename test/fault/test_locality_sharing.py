@@ -12,6 +12,8 @@ from line_process import LineProcess
 from locality_servers import NAMES, key
 from redis_server import until
 
+from sglang_tiered.sharing.locality.connection import IndexFailure
+
 if TYPE_CHECKING:
     from locality_servers import Servers
     from redis_server import RedisServer
@@ -211,6 +213,8 @@ def test_a_fork_harms_neither_process(servers: Servers) -> None:
         failed = 1
         try:
             two.index.begin_purge(b"t" * 16)
+            with pytest.raises(IndexFailure):
+                two.index._connections[0].exchange(("FLUSHALL",))
             two.index.close()
             failed = int(two.finds(1) != [False])
         finally:
