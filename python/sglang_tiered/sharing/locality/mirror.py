@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mirror", "MirroredPeer", "Peer", "distinct"]
 
-_PIECE = 1 << 13  # pages put in under one hold of the lock
+_PIECE = 1 << 11  # pages put in under one hold of the lock
 _ROOM = 0.9  # of the bound: below it what did not fit is asked for again
 
 
@@ -193,6 +193,8 @@ class Mirror:
             known.is_loaded = False
             known.num_cut = 0
             self._choose()
+            if not known.num_pages:
+                return
         for rows in self._table.rows_of(known.slot):
             with self.lock:
                 num_cleared, num_unheld = self._table.clear_bit(rows, known.slot)

@@ -139,7 +139,7 @@ class Reader:
             self._end(orders, succeeded=True)
             return
         left_s = max(self._look_at - state.clock(), 0.001)
-        self._read_changes(min(left_s, _BLOCK_S))
+        self._read_changes(min(left_s, _BLOCK_S, state.settings.index_timeout_s / 2))
         state.mirror.choose()  # somebody's time to be avoided may be over
 
     def _look(self) -> None:
