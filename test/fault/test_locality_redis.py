@@ -32,12 +32,12 @@ def test_a_redis_that_is_not_there_yet_holds_up_nobody(redis_server: RedisServer
     with Servers(redis_server.url) as servers:
         one, two = servers.open([1]), servers.open([2])
         assert one.finds(2) == [False]
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 3.0
         until(lambda: one.index.stats().trouble == "no connection")
         assert not one.index.stats().connected
         redis_server.start()
         until(lambda: one.finds(2) == [True] and two.finds(1) == [True])
-        assert one.index.stats().trouble == ""
+        until(lambda: one.index.stats().trouble == "" and one.index.connected)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop", "pause"])
@@ -49,7 +49,7 @@ def test_without_redis_nothing_is_found_within_the_expiry(
     getattr(redis_server, how)()
     began = time.monotonic()
     until(lambda: one.finds(2) == [False] and two.finds(1) == [False])
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4.0
     if how == "pause":
         redis_server.resume()
     else:
