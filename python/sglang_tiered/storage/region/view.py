@@ -28,6 +28,7 @@ class StoredPage(NamedTuple):
     length: int  # payload bytes
     tenant: bytes
     is_used: bool
+    checksum: int  # XXH3-64 of namespace, key and payload, as stored
 
 
 class RegionView:
@@ -75,6 +76,12 @@ class RegionView:
             held: list[bool] = (self._state.index.find(key_words(keys)) >= 0).tolist()
         return held
 
+    @property
+    def num_queued_reads(self) -> int:
+        """Reads of loads that no reader is free for: above 0, more of them only makes others
+        wait."""
+        return len(self._state.loads)
+
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
         """Each page, or None where it is not held."""
         found: list[StoredPage | None] = [None] * len(keys)
@@ -112,10 +119,12 @@ class RegionView:
 
     def _pages(self, rows: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> list[StoredPage]:
         index = self._state.index
+        places = index.places(rows)
         columns = (
             index.keys(rows),
-            index.places(rows).lengths,
+            places.lengths,
             index.tenants_of(rows),
             used.tolist(),
+            places.checksums,
         )
         return [StoredPage(*values) for values in zip(*columns, strict=True)]
