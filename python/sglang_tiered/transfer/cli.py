@@ -16,7 +16,8 @@ __all__ = ["main"]
 _PROGRAM = "python -m sglang_tiered.transfer"
 _DESCRIPTION = """\
 Makes the keys with which prefill and decode instances know each other when they
-hand over KV with --disaggregation-transfer-backend zmq.
+hand over KV with --disaggregation-transfer-backend zmq, and servers that share
+their pages (--tier-index).
 """
 _EPILOG = """\
 exit code:
@@ -32,16 +33,27 @@ Keys that are there already are never replaced.
 
 A server started with --transfer-keys DIR has its own role's secret key in DIR, and
 admits whoever has the secret key to any *.key file in it.
+
+With --role peer it writes one pair, peer.key and peer.key_secret, for all servers
+that share their pages: --tier-peer-keys DIR.
 """
 _EXAMPLES = f"""\
 examples:
   {_PROGRAM} keygen --out kv-keys
+  {_PROGRAM} keygen --role peer --out peer-keys
 """
 _WHAT_TO_COPY = """\
 Keys are in {directory}. Start every server with --transfer-keys and a directory that holds:
   prefill hosts: prefill.key_secret and decode.key
   decode hosts:  decode.key_secret and prefill.key
 Every *.key file in that directory is admitted. Keep each *.key_secret on its own hosts, mode 0600.
+"""
+
+
+_WHAT_PEERS_COPY = """\
+Keys are in {directory}. Start every server that shares its pages with --tier-peer-keys and a
+directory that holds peer.key and peer.key_secret. Every *.key file in that directory is admitted.
+Keep peer.key_secret on those hosts only, mode 0600.
 """
 
 
@@ -52,15 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    return _keygen(options.out)
+    return _keygen(options.out, options.role)
 
 
-def _keygen(directory: Path) -> int:
+def _keygen(directory: Path, role: str | None) -> int:
     # Imported late: --help and a mistyped flag do not need ZeroMQ.
-    from sglang_tiered.transfer.security import make_keys
+    from sglang_tiered.transfer.security import ROLES, make_keys
 
-    make_keys(directory)
-    print_lines(_WHAT_TO_COPY.format(directory=directory).splitlines())
+    make_keys(directory, ROLES if role is None else (role,))
+    what = _WHAT_PEERS_COPY if role == "peer" else _WHAT_TO_COPY
+    print_lines(what.format(directory=directory).splitlines())
     return 0
 
 
@@ -79,5 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     keygen.add_argument(
         "--out", metavar="DIR", type=Path, required=True, help="where to; made if it is not there"
+    )
+    keygen.add_argument(
+        "--role",
+        choices=("prefill", "decode", "peer"),
+        help="of this role only (default: prefill and decode)",
     )
     return parser

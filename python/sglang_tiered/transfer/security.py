@@ -1,4 +1,4 @@
-"""Keys of the two roles, CURVE on sockets, and authenticators on data headers.
+"""Keys of the roles, CURVE on sockets, and authenticators on data headers.
 
 With a key directory the control channel is encrypted and both ends know each other: an instance
 has its role's secret key, and the peers' public keys. Data then carries a keyed BLAKE2b of each
@@ -26,9 +26,21 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ROLES", "TAG_BYTES", "Keys", "Tagger", "load_keys", "make_keys", "new_session_key"]
+__all__ = [
+    "PEER",
+    "ROLES",
+    "TAG_BYTES",
+    "Keys",
+    "Tagger",
+    "load_keys",
+    "make_keys",
+    "new_session_key",
+]
 
 ROLES = ("prefill", "decode")
+PEER = "peer"
+"""The role of servers that share pages: all have one key pair, and each is the others' peer."""
+
 TAG_BYTES = 16
 _DOMAIN = "sglang-tiered"
 _KEY_CHARS = 40  # 32 bytes as Z85
@@ -116,13 +128,15 @@ def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:
 
 def load_keys(directory: Path, role: str) -> Keys:
     """This role's pair and the other's public key. Raises ``ConfigError`` with one sentence."""
-    other = ROLES[1 - ROLES.index(role)]
+    flag = "--tier-peer-keys" if role == PEER else "--transfer-keys"
+    other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
     own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
     for path in (own, peer):
         if not path.is_file():
             raise ConfigError(
-                f"--transfer-keys {directory} has no {path.name}; make keys with python -m "
-                "sglang_tiered.transfer keygen, and copy it here."
+                f"{flag} {directory} has no {path.name}; make keys with python -m "
+                f"sglang_tiered.transfer keygen{' --role peer' if role == PEER else ''}, and copy "
+                "it here."
             )
     if stat.S_IMODE(own.stat().st_mode) & 0o077:
         raise ConfigError(f"{own} can be read by others; chmod 600 it.")
@@ -130,9 +144,9 @@ def load_keys(directory: Path, role: str) -> Keys:
         public, secret = zmq.auth.load_certificate(own)
         peer_public, _ = zmq.auth.load_certificate(peer)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--transfer-keys {directory} holds no usable keys ({error}).") from error
+        raise ConfigError(f"{flag} {directory} holds no usable keys ({error}).") from error
     if secret is None:
         raise ConfigError(f"{own} holds no secret key; make keys anew.")
     if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
-        raise ConfigError(f"--transfer-keys {directory} holds keys cut short; copy them anew.")
+        raise ConfigError(f"{flag} {directory} holds keys cut short; copy them anew.")
     return Keys(public, secret, peer_public, directory)

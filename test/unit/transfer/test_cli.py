@@ -49,6 +49,19 @@ def test_the_keys_of_a_directory_let_both_roles_talk(
         sender.events.wait_for("ready", 1)
 
 
+def test_servers_that_share_pages_have_one_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keygen", "--role", "peer", "--out", str(tmp_path / "keys")]) == 0
+    out = capsys.readouterr().out
+    names = {"peer.key", "peer.key_secret"}
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == names
+    assert all(name in out for name in names)
+    assert "--tier-peer-keys" in out
+    keys = load_keys(tmp_path / "keys", "peer")
+    assert keys.peer_public == keys.public
+
+
 def test_secret_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -75,7 +88,14 @@ def test_keys_in_use_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["keygen"], ["keygen", "--out"], ["keygen", "--out", "x", "--bits", "4"]]
+    "arguments",
+    [
+        [],
+        ["keygen"],
+        ["keygen", "--out"],
+        ["keygen", "--out", "x", "--bits", "4"],
+        ["keygen", "--out", "x", "--role", "king"],
+    ],
 )
 def test_a_command_line_that_is_none_is_answered_in_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.transfer.security import (
+    PEER,
     TAG_BYTES,
     Tagger,
     load_keys,
@@ -34,6 +35,12 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=name):
         load_keys(tmp_path, "prefill")
+
+
+def test_a_missing_pair_of_peers_is_named_with_its_own_flag(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    with pytest.raises(ConfigError, match=r"--tier-peer-keys .*peer.key_secret.*--role peer"):
+        load_keys(tmp_path, PEER)
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
