@@ -1,0 +1,217 @@
+"""A page server and a client over real sockets: what is asked for comes, whole and verified."""
+
+from __future__ import annotations
+
+import pytest
+from page_peers import NAMESPACE, Wanted, eventually, make_pages, page_client, page_server
+
+from sglang_tiered.transfer.pages.landing import Outcome
+from sglang_tiered.transfer.pages.settings import PageSettings
+
+pytestmark = pytest.mark.timeout(60)
+
+MiB = 1 << 20
+ODD_SIZES = [1, 4095, 4096, 4097, 65_536, 100_000, 3 * MiB + 5, 7, MiB]
+SMALL = PageSettings(request_bytes=64 << 10, window_bytes=256 << 10, max_requests=2)
+
+
+@pytest.mark.parametrize("settings", [PageSettings(), SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("cuts", [1, 2, 5])
+def test_pages_of_any_length_arrive_whatever_their_segments(
+    settings: PageSettings, cuts: int
+) -> None:
+    pages = make_pages(1, ODD_SIZES)
+    with page_server(pages) as (server, reader), page_client(settings) as client:
+        wanted = Wanted(client, server.port, pages, cuts=cuts)
+        assert wanted.wait() == [Outcome.OK] * len(pages)
+        assert wanted.is_right
+        eventually(lambda: server.held_bytes == reader.held_bytes == 0)
+        assert client.stats.num_bytes == server.stats.bytes_served == sum(ODD_SIZES)
+        server.check_integrity()
+
+
+def test_a_page_that_is_not_held_is_a_miss_and_its_neighbours_arrive() -> None:
+    pages = make_pages(2, [5000] * 8)
+    held = {key: page for index, (key, page) in enumerate(pages.items()) if index not in (0, 3, 7)}
+    with page_server(held) as (server, _), page_client() as client:
+        wanted = Wanted(client, server.port, pages)
+        expected = [Outcome.OK if key in held else Outcome.MISS for key in pages]
+        assert wanted.wait() == expected
+        for key, page in pages.items():
+            assert bytes(wanted.buffers[key]) == (page if key in held else b"\xa5" * 5000)
+
+
+def test_a_page_of_another_length_is_a_miss_and_its_buffer_untouched() -> None:
+    pages = make_pages(3, [4096, 4096])
+    first = next(iter(pages))
+    for length in (4095, 4097, 8192):
+        with page_server(pages) as (server, _), page_client() as client:
+            wanted = Wanted(client, server.port, pages | {first: bytes(length)})
+            assert wanted.wait() == [Outcome.MISS, Outcome.OK]
+            assert bytes(wanted.buffers[first]) == b"\xa5" * length
+
+
+def test_another_namespace_is_a_miss() -> None:
+    pages = make_pages(4, [4096] * 3)
+    with page_server(pages) as (server, reader), page_client() as client:
+        wanted = Wanted(client, server.port, pages, namespace=b"\x23" * 32)
+        assert wanted.wait() == [Outcome.MISS] * 3
+        assert wanted.is_untouched
+        assert reader.num_reads == 0
+        server.set_namespace(b"\x23" * 32)
+        assert Wanted(client, server.port, pages).wait() == [Outcome.MISS] * 3
+
+
+def test_what_was_read_under_the_namespace_before_is_not_given_away() -> None:
+    pages = make_pages(5, [4096] * 3)
+    with page_server(pages) as (server, reader), page_client() as client:
+        reader.hold = True
+        wanted = Wanted(client, server.port, pages)
+        eventually(lambda: reader.num_held == 1)
+        server.set_namespace(b"\x23" * 32)
+        reader.let_go()
+        assert wanted.wait() == [Outcome.MISS] * 3
+        assert wanted.is_untouched
+        eventually(lambda: reader.held_bytes == 0)
+
+
+def test_bytes_read_under_another_namespace_than_asked_for_never_count() -> None:
+    """The store behind the reader changed first: its checksums say so."""
+    pages = make_pages(6, [4096] * 3)
+    with page_server(pages) as (server, reader), page_client() as client:
+        reader.namespace = b"\x23" * 32
+        assert Wanted(client, server.port, pages).wait() == [Outcome.DAMAGED] * 3
+
+
+def test_many_fetches_at_once_over_one_small_window() -> None:
+    runs = [make_pages(seed, [20_000] * 10) for seed in range(20)]
+    held = {key: page for run in runs for key, page in run.items()}
+    with page_server(held) as (server, _), page_client(SMALL) as client:
+        fetches = [Wanted(client, server.port, run) for run in runs]
+        for wanted in fetches:
+            assert wanted.wait() == [Outcome.OK] * 10
+            assert wanted.is_right
+        assert client.num_links == 1
+
+
+def test_what_is_asked_for_stays_within_the_window() -> None:
+    pages = make_pages(7, [50_000] * 40)
+    settings = PageSettings(request_bytes=50_000, window_bytes=400_000, max_requests=64)
+    with page_server(pages) as (server, reader), page_client(settings) as client:
+        reader.hold = True
+        wanted = Wanted(client, server.port, pages)
+        eventually(lambda: server.stats.num_requests == 2)
+        assert client.stats.num_requests == 2, "a quarter of the window at one server"
+        reader.let_go()
+        assert wanted.wait() == [Outcome.OK] * 40
+
+
+def test_a_device_with_work_of_its_own_is_asked_for_one_request_at_a_time() -> None:
+    pages = make_pages(15, [50_000] * 8)
+    settings = PageSettings(request_bytes=50_000)
+    with page_server(pages) as (server, reader), page_client(settings) as client:
+        reader.hold = reader.is_pressed = True
+        wanted = Wanted(client, server.port, pages)
+        eventually(lambda: server.num_waiting == 7)
+        assert reader.num_held == 1
+        reader.is_pressed = False
+        Wanted(client, server.port, {}).wait()
+        reader.let_go()
+        assert wanted.wait() == [Outcome.OK] * 8
+
+
+def test_one_request_goes_out_however_large_it_is() -> None:
+    pages = make_pages(8, [300_000])
+    settings = PageSettings(request_bytes=1000, window_bytes=1000, max_serving_bytes=1000)
+    with page_server(pages, settings=settings) as (server, _), page_client(settings) as client:
+        assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
+
+
+def test_cancelling_ends_a_fetch_and_frees_what_it_had_asked_for() -> None:
+    pages = make_pages(9, [50_000] * 40)
+    settings = PageSettings(request_bytes=50_000, window_bytes=400_000)
+    with page_server(pages) as (server, reader), page_client(settings) as client:
+        reader.hold = True
+        wanted = Wanted(client, server.port, pages)
+        eventually(lambda: reader.num_held > 0)
+        client.cancel(wanted.fetch)
+        assert wanted.wait() == [Outcome.CANCELLED] * 40
+        assert wanted.is_untouched
+        reader.let_go()
+        assert Wanted(client, server.port, pages).wait() == [Outcome.OK] * 40
+        assert wanted.is_untouched
+
+
+def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
+    pages = make_pages(10, [4096])
+    with page_server(pages) as (server, _), page_client() as client:
+        assert Wanted(client, server.port, pages, deadline_s=0.0).wait() == [Outcome.LATE]
+        assert server.stats.num_requests == 0
+
+
+def test_nothing_asked_for_ends_at_once() -> None:
+    with page_client() as client:
+        assert Wanted(client, 1, {}).wait() == []
+
+
+def test_a_client_that_is_closed_cancels_what_is_under_way_and_what_comes() -> None:
+    pages = make_pages(11, [4096] * 4)
+    with page_server(pages) as (server, reader), page_client() as client:
+        reader.hold = True
+        wanted = Wanted(client, server.port, pages)
+        eventually(lambda: reader.num_held == 1)
+        client.close()
+        assert wanted.wait() == [Outcome.CANCELLED] * 4
+        assert Wanted(client, server.port, pages).wait() == [Outcome.CANCELLED] * 4
+        client.close()
+
+
+def test_an_address_that_is_none_of_ours_is_not_connected_to() -> None:
+    pages = make_pages(12, [10])
+    for address in (
+        "ipc:///tmp/x",
+        "inproc://x",
+        "tcp://*:1",
+        "tcp://example:1",
+        "tcp://127.0.0.1:0",
+    ):
+        with page_client() as client:
+            ended: list[Outcome] = []
+            client.fetch(
+                address,
+                NAMESPACE,
+                list(pages),
+                [(memoryview(bytearray(10)),)],
+                deadline_s=None,
+                done=lambda fetch, ended=ended: ended.extend(fetch.outcomes),
+            )
+            eventually(lambda ended=ended: ended == [Outcome.LOST])
+            assert client.num_links == 0
+
+
+def test_idle_connections_are_closed_and_made_again() -> None:
+    pages = make_pages(13, [10])
+    settings = PageSettings(idle_s=0.2)
+    with page_server(pages) as (server, _), page_client(settings) as client:
+        for _ in range(2):
+            assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
+            eventually(lambda: client.num_links == 0)
+        assert client.stats.num_links_lost == 0
+
+
+def test_the_number_of_connections_is_bounded() -> None:
+    pages = make_pages(14, [10])
+    settings = PageSettings(max_links=1)
+    with (
+        page_server(pages) as (first, reader),
+        page_server(pages) as (second, _),
+        page_client(settings) as client,
+    ):
+        reader.hold = True
+        slow = Wanted(client, first.port, pages)
+        eventually(lambda: reader.num_held == 1)
+        assert Wanted(client, second.port, pages).wait() == [Outcome.BUSY]
+        reader.let_go()
+        assert slow.wait() == [Outcome.OK]
+        assert Wanted(client, second.port, pages).wait() == [Outcome.OK]
+        assert client.num_links == 1

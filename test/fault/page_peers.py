@@ -1,0 +1,306 @@
+"""Page servers and clients for tests: honest ones over a dictionary, ones that are made by hand
+to say what no honest one would, and a server in a process of its own.
+
+``python -m page_peers SEED SIZE COUNT`` serves pages that ``make_pages`` makes of these.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from line_process import LineProcess
+
+from sglang_tiered.transfer.pages import messages
+from sglang_tiered.transfer.pages.client import PageClient
+from sglang_tiered.transfer.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.transfer.pages.server import PageServer, Place
+from sglang_tiered.transfer.pages.settings import PageSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang_tiered.transfer.pages.landing import Fetch, Outcome
+
+NAMESPACE = b"\x22" * 32
+HOST = "127.0.0.1"
+DEADLINE_S = 20.0
+UNTOUCHED = 0xA5
+PATIENT = PageSettings(connect_timeout_s=10.0, answer_timeout_s=20.0, max_reads=2)
+
+Pages = dict[bytes, bytes]
+
+
+def make_pages(seed: int, sizes: Sequence[int]) -> Pages:
+    source = random.Random(seed)
+    return {source.randbytes(32): source.randbytes(size) for size in sizes}
+
+
+def eventually(what: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+class ReadBytes:
+    """What ``DictReader`` read."""
+
+    def __init__(self, reader: DictReader, data: bytearray, places: list[Place | None]) -> None:
+        self._reader = reader
+        self.data = memoryview(data)
+        self.places: Sequence[Place | None] = places
+        reader.held_bytes += len(data)
+        reader.most_held_bytes = max(reader.most_held_bytes, reader.held_bytes)
+
+    def release(self) -> None:
+        self._reader.held_bytes -= self.data.nbytes
+        self.data = memoryview(b"")
+
+
+class DictReader:
+    """A ``PageReader`` over a dictionary. ``hold`` keeps reads from ending until ``let_go``."""
+
+    def __init__(self, pages: Pages, namespace: bytes = NAMESPACE) -> None:
+        self.pages = pages
+        self.namespace = namespace
+        self.is_pressed = False
+        self.hold = False
+        self.num_reads = 0
+        self.held_bytes = self.most_held_bytes = 0
+        self._held: list[tuple[Callable[[ReadBytes | None], None], ReadBytes | None]] = []
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        done: Callable[[ReadBytes | None], None],
+    ) -> None:
+        self.num_reads += 1
+        data = bytearray()
+        places: list[Place | None] = []
+        for key, length in zip(keys, lengths, strict=True):
+            page = self.pages.get(key)
+            if page is None or len(page) != length:
+                places.append(None)
+                continue
+            checksum = page_checksum(self.namespace, key, [page])
+            places.append(Place(len(data), length, checksum))
+            data += page
+        read = ReadBytes(self, data, places) if data else None
+        with self._lock:
+            if self.hold:
+                self._held.append((done, read))
+                return
+        done(read)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def let_go(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+            self.hold = False
+        for done, read in held:
+            done(read)
+
+
+@contextmanager
+def page_server(pages: Pages, **options: Any) -> Iterator[tuple[PageServer, DictReader]]:
+    reader = DictReader(pages)
+    options.setdefault("settings", PATIENT)
+    server = PageServer(reader, **{"namespace": NAMESPACE, "host": HOST} | options)
+    try:
+        yield server, reader
+    finally:
+        server.stop()
+
+
+@contextmanager
+def page_client(settings: PageSettings = PATIENT, **options: Any) -> Iterator[PageClient]:
+    client = PageClient(settings, **options)
+    try:
+        yield client
+        eventually(lambda: client.num_fetches == 0)
+        client.check_integrity()
+    finally:
+        client.close()
+
+
+class Wanted:
+    """A fetch with buffers that show what was touched."""
+
+    def __init__(
+        self, client: PageClient, port: int, pages: Pages, *, cuts: int = 1, **options: Any
+    ) -> None:
+        options.setdefault("deadline_s", DEADLINE_S)
+        namespace = options.pop("namespace", NAMESPACE)
+        self.pages = pages
+        self.buffers = {key: bytearray([UNTOUCHED]) * len(page) for key, page in pages.items()}
+        self.ended = threading.Event()
+        self.at_end: list[bytes] = []
+        self.fetch = client.fetch(
+            f"tcp://{HOST}:{port}",
+            namespace,
+            list(pages),
+            [_segments(memoryview(buffer), cuts) for buffer in self.buffers.values()],
+            done=self._done,
+            **options,
+        )
+
+    def _done(self, _: Fetch) -> None:
+        self.at_end = [bytes(buffer) for buffer in self.buffers.values()]
+        self.ended.set()
+
+    def wait(self) -> list[Outcome]:
+        assert self.ended.wait(DEADLINE_S), "the fetch did not end"
+        return self.fetch.outcomes
+
+    @property
+    def is_right(self) -> bool:
+        return all(bytes(self.buffers[key]) == page for key, page in self.pages.items())
+
+    @property
+    def is_untouched(self) -> bool:
+        return all(set(buffer) <= {UNTOUCHED} for buffer in self.buffers.values())
+
+    @property
+    def is_as_it_ended(self) -> bool:
+        return self.at_end == [bytes(buffer) for buffer in self.buffers.values()]
+
+
+def _segments(buffer: memoryview, cuts: int) -> tuple[memoryview, ...]:
+    step = -(-buffer.nbytes // cuts)
+    return tuple(buffer[at : at + step] for at in range(0, buffer.nbytes, step))
+
+
+class StrangeServer:
+    """A page server made of one socket: it hears what is asked, and answers what the test says."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = self.socket.sndtimeo = int(DEADLINE_S * 1000)
+        self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
+        self.client = b""
+
+    def hear(self, kind: Any = messages.Fetch) -> Any:
+        """The next message of a kind; what comes before it is passed over."""
+        while True:
+            self.client, *frames = self.socket.recv_multipart()
+            message = messages.decode_from_client(frames)
+            if isinstance(message, kind):
+                return message
+
+    def say(self, message: Any, *payload: bytes) -> None:
+        self.send(VERSION_FRAME, encode(message), *payload)
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart([self.client, *frames])
+
+    def answer(self, asked: messages.Fetch, pages: Pages, number: int | None = None) -> None:
+        """As an honest server would, to that number or another."""
+        found = [(key, pages.get(key)) for key in asked.split_keys()]
+        checksums = [
+            None if page is None else page_checksum(asked.namespace, key, [page])
+            for key, page in found
+        ]
+        payload = [page for _, page in found if page is not None]
+        self.say(messages.Found(number or asked.number, checksums), *payload)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class StrangeClient:
+    """A client made of one socket."""
+
+    def __init__(self, port: int, hwm: int = 1000) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = self.socket.sndtimeo = int(DEADLINE_S * 1000)
+        self.socket.rcvhwm = hwm
+        self.socket.connect(f"tcp://{HOST}:{port}")
+
+    def ask(self, number: int, pages: Pages, **changes: Any) -> None:
+        fetch = messages.Fetch(
+            number, NAMESPACE, b"".join(pages), [len(page) for page in pages.values()], 60_000
+        )
+        values = {name: getattr(fetch, name) for name in fetch.__struct_fields__} | changes
+        self.send(VERSION_FRAME, encode(messages.Fetch(**values)))
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def hear(self) -> tuple[Any, list[bytes]]:
+        frames = self.socket.recv_multipart()
+        return messages.decode_from_server(frames), frames[2:]
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def strange_server() -> Iterator[StrangeServer]:
+    server = StrangeServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def strange_client(port: int, hwm: int = 1000) -> Iterator[StrangeClient]:
+    client = StrangeClient(port, hwm)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class FrozenProcess(LineProcess):
+    """One that may be stopped, too."""
+
+    def freeze(self) -> None:
+        """Returns when none of its threads runs any more. SIGCONT lets it go on."""
+        os.kill(self.pid, signal.SIGSTOP)
+        eventually(lambda: all(state == "T" for state in self._states()))
+
+    def _states(self) -> list[str]:
+        tasks = Path(f"/proc/{self.pid}/task")
+        return [
+            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()
+        ]
+
+
+class ServerProcess(FrozenProcess):
+    """A page server of its own, to be killed or stopped."""
+
+    def __init__(self, seed: int, size: int, count: int) -> None:
+        super().__init__("page_peers", seed, size, count)
+        self.pages = make_pages(seed, [size] * count)
+        self.port = int(self.line())
+
+
+def main(seed: int, size: int, count: int) -> None:
+    with page_server(make_pages(seed, [size] * count)) as (server, _):
+        print(server.port, flush=True)
+        for line in sys.stdin:
+            if line.strip() == "exit":
+                return
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

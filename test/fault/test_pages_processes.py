@@ -1,0 +1,71 @@
+"""Page servers in processes of their own that are killed or stopped, and clients that vanish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from page_peers import PATIENT, ServerProcess, Wanted, eventually, page_client
+
+from sglang_tiered.transfer.pages.landing import Outcome
+
+pytestmark = pytest.mark.timeout(60)
+
+MiB = 1 << 20
+SMALL_STEPS = replace(PATIENT, request_bytes=MiB, max_requests=2)
+
+
+def test_a_server_killed_in_the_middle_ends_the_fetch_at_once() -> None:
+    with ServerProcess(1, MiB, 48) as process, page_client(SMALL_STEPS) as client:
+        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
+        eventually(lambda: client.stats.num_requests > 8)
+        process.strike()
+        begun = time.monotonic()
+        outcomes = wanted.wait()
+        assert time.monotonic() - begun < 5.0
+        assert set(outcomes) <= {Outcome.OK, Outcome.LOST}
+        for (key, page), outcome in zip(process.pages.items(), outcomes, strict=True):
+            if outcome is Outcome.OK:
+                assert bytes(wanted.buffers[key]) == page
+        assert client.num_links == 0
+        again = Wanted(client, process.port, process.pages, deadline_s=None)
+        assert again.wait() == [Outcome.LOST] * 48
+        assert again.is_untouched
+
+
+def test_a_server_stopped_for_longer_than_the_deadline_lands_nothing_afterwards() -> None:
+    with ServerProcess(2, MiB, 32) as process, page_client(SMALL_STEPS) as client:
+        assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
+        process.freeze()
+        begun = time.monotonic()
+        wanted = Wanted(client, process.port, process.pages, deadline_s=0.3)
+        assert wanted.wait() == [Outcome.LATE] * 32
+        assert 0.3 <= time.monotonic() - begun < 3.0
+        os.kill(process.pid, signal.SIGCONT)
+        # The same connection goes on, and what it owed from before is passed over.
+        after = Wanted(client, process.port, process.pages)
+        assert set(after.wait()) == {Outcome.OK}
+        assert after.is_right
+        assert wanted.is_untouched
+        assert client.stats.num_links_lost == 0
+
+
+def test_a_server_stopped_for_good_is_given_up() -> None:
+    settings = replace(SMALL_STEPS, answer_timeout_s=1.0)
+    with ServerProcess(3, MiB, 4) as process, page_client(settings) as client:
+        assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
+        process.freeze()
+        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
+        assert wanted.wait() == [Outcome.LOST] * 4
+        assert client.num_links == 0
+
+
+def test_a_server_that_was_stopped_before_it_was_asked_is_given_up() -> None:
+    settings = replace(SMALL_STEPS, connect_timeout_s=0.5, answer_timeout_s=1.0)
+    with ServerProcess(4, MiB, 4) as process, page_client(settings) as client:
+        process.freeze()
+        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
+        assert wanted.wait() == [Outcome.LOST] * 4

@@ -1,0 +1,432 @@
+"""Page servers that lie, and clients that say anything: nothing lands that was not asked for, no
+fetch ends wrong, and what is held for anybody is bounded."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from page_peers import (
+    DEADLINE_S,
+    HOST,
+    NAMESPACE,
+    PATIENT,
+    StrangeClient,
+    StrangeServer,
+    Wanted,
+    eventually,
+    make_pages,
+    page_client,
+    page_server,
+    strange_client,
+    strange_server,
+)
+
+from sglang_tiered.transfer.pages import messages
+from sglang_tiered.transfer.pages.landing import Outcome
+from sglang_tiered.transfer.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.transfer.pages.settings import PageSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+PAGES = make_pages(1, [3000, 5000, 70_000])
+MISSING = [Outcome.LOST] * 3
+
+
+@pytest.fixture
+def liar() -> Iterator[StrangeServer]:
+    with strange_server() as server:
+        yield server
+
+
+def checksums(pages: dict[bytes, bytes]) -> list[int | None]:
+    return [page_checksum(NAMESPACE, key, [page]) for key, page in pages.items()]
+
+
+# ---- Servers ----
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_damaged_page_does_not_count_and_its_neighbours_do(
+    index: int, liar: StrangeServer
+) -> None:
+    sent = list(PAGES.values())
+    sent[index] = sent[index][:-1] + bytes([sent[index][-1] ^ 1])
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES, cuts=2)
+        asked = liar.hear()
+        liar.say(messages.Found(asked.number, checksums(PAGES)), *sent)
+        outcomes = [Outcome.OK] * 3
+        outcomes[index] = Outcome.DAMAGED
+        assert wanted.wait() == outcomes
+        assert client.num_links == 1
+
+
+def test_pages_in_each_others_place_do_not_count(liar: StrangeServer) -> None:
+    pages = make_pages(2, [4096, 4096])
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, pages)
+        asked = liar.hear()
+        liar.say(messages.Found(asked.number, checksums(pages)[::-1]), *list(pages.values())[::-1])
+        assert wanted.wait() == [Outcome.DAMAGED] * 2
+
+
+def test_a_page_of_another_namespace_does_not_count(liar: StrangeServer) -> None:
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES)
+        asked = liar.hear()
+        liar.answer(msgspec.structs.replace(asked, namespace=b"\x23" * 32), PAGES)
+        assert wanted.wait() == [Outcome.DAMAGED] * 3
+
+
+def test_payload_is_taken_however_it_is_cut(liar: StrangeServer) -> None:
+    whole = b"".join(PAGES.values())
+    for step in (999, 3000, 40_000, len(whole)):
+        with page_client() as client:
+            wanted = Wanted(client, liar.port, PAGES, cuts=3)
+            asked = liar.hear()
+            frames = [whole[at : at + step] for at in range(0, len(whole), step)]
+            liar.say(messages.Found(asked.number, checksums(PAGES)), b"", *frames, b"")
+            assert wanted.wait() == [Outcome.OK] * 3
+            assert wanted.is_right
+
+
+def _lies(asked: messages.Fetch) -> dict[str, list[bytes]]:
+    sums, whole = checksums(PAGES), b"".join(PAGES.values())
+    found = messages.Found(asked.number, sums)
+    return {
+        "shorter": [VERSION_FRAME, encode(found), whole[:-1]],
+        "longer": [VERSION_FRAME, encode(found), whole + b"x"],
+        "no_payload": [VERSION_FRAME, encode(found)],
+        "payload_of_misses": [
+            VERSION_FRAME,
+            encode(messages.Found(asked.number, [None] * 3)),
+            whole,
+        ],
+        "one_page_more": [VERSION_FRAME, encode(messages.Found(asked.number, [*sums, 1])), whole],
+        "one_page_less": [VERSION_FRAME, encode(messages.Found(asked.number, sums[:2])), whole],
+        "no_pages": [VERSION_FRAME, encode(messages.Found(asked.number, []))],
+        "too_many_pages": [
+            VERSION_FRAME,
+            msgspec.msgpack.encode(["found", asked.number, [1] * 100_000]),
+            whole,
+        ],
+        "negative_checksum": [
+            VERSION_FRAME,
+            msgspec.msgpack.encode(["found", asked.number, [-1, 1, 1]]),
+            whole,
+        ],
+        "checksum_of_text": [
+            VERSION_FRAME,
+            msgspec.msgpack.encode(["found", asked.number, ["a", "b", "c"]]),
+            whole,
+        ],
+        "negative_number": [VERSION_FRAME, msgspec.msgpack.encode(["busy", -1])],
+        "huge_number": [VERSION_FRAME, msgspec.msgpack.encode(["busy", 2**64 - 1])],
+        "unknown": [VERSION_FRAME, msgspec.msgpack.encode(["pickle", b"cos\nsystem\n"])],
+        "asks_itself": [VERSION_FRAME, encode(asked)],
+        "no_msgpack": [VERSION_FRAME, b"\xc1"],
+        "no_text": [VERSION_FRAME, b"\x92\xa6refuse\xa2\xff\xfe"],
+        "deep": [VERSION_FRAME, b"\x91" * 100_000],
+        "empty": [b""],
+        "one_frame": [VERSION_FRAME],
+        "other_version": [b"sgt-pages/2", b"whatever a later version says"],
+        "other_protocol": [b"sgt-kv/2", b"\x01"],
+        "refusal": [VERSION_FRAME, encode(messages.Refuse("no\n" * 1000))],
+    }
+
+
+LIES = list(_lies(messages.Fetch(1, NAMESPACE, b"", [1], 1)))
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_answer_that_does_not_fit_ends_the_connection_and_nothing_else(
+    name: str, liar: StrangeServer
+) -> None:
+    with page_server(PAGES) as (honest, _), page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES)
+        asked = liar.hear()
+        liar.send(*_lies(asked)[name])
+        assert wanted.wait() == MISSING
+        assert wanted.is_untouched, "checked before a byte is copied"
+        assert client.stats.num_breaches == 1
+        assert client.num_links == 0
+        assert Wanted(client, honest.port, PAGES).wait() == [Outcome.OK] * 3
+
+
+def test_answers_nobody_asked_for_land_nowhere(liar: StrangeServer) -> None:
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES)
+        asked = liar.hear()
+        for number in (asked.number + 1, 1 << 61):
+            liar.answer(asked, PAGES, number)
+        liar.say(messages.Busy(asked.number + 2))
+        liar.say(messages.Found(asked.number, [None] * 3))
+        assert wanted.wait() == [Outcome.MISS] * 3
+        assert wanted.is_untouched
+        assert client.stats.num_unasked == 3
+
+
+def test_a_second_answer_lands_nowhere(liar: StrangeServer) -> None:
+    other = {key: bytes(len(page)) for key, page in PAGES.items()}
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES)
+        asked = liar.hear()
+        liar.answer(asked, PAGES)
+        assert wanted.wait() == [Outcome.OK] * 3
+        liar.answer(asked, other)
+        eventually(lambda: client.stats.num_unasked == 1)
+        assert wanted.is_right
+
+
+def test_an_answer_after_the_deadline_lands_nowhere(liar: StrangeServer) -> None:
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES, deadline_s=0.05)
+        asked = liar.hear()
+        assert wanted.wait() == [Outcome.LATE] * 3
+        assert liar.hear(messages.Cancel).number == asked.number
+        liar.answer(asked, PAGES)
+        eventually(lambda: client.stats.num_overdue == 1)
+        assert wanted.is_untouched
+        assert wanted.is_as_it_ended
+
+
+def test_answers_racing_the_deadline_land_before_the_end_or_not_at_all(
+    liar: StrangeServer,
+) -> None:
+    """Whatever the interleaving, what the buffers hold when ``done`` is called stays."""
+    pages = make_pages(3, [100_000] * 8)
+    settings = replace(PATIENT, request_bytes=100_000)
+    with page_client(settings) as client:
+        seen = set()
+        for round_number in range(30):
+            wanted = Wanted(client, liar.port, pages, deadline_s=0.004 + 0.0005 * round_number)
+            asked = [liar.hear() for _ in range(8)]
+            for one in asked:
+                liar.answer(one, pages)
+            seen.update(wanted.wait())
+            before = client.stats.num_overdue + client.stats.outcomes.total()
+            liar.say(messages.Busy(1 << 60))  # behind all answers
+            eventually(lambda n=round_number: client.stats.num_unasked == n + 1)
+            assert before
+            assert wanted.is_as_it_ended
+        assert Outcome.OK in seen
+
+
+def test_one_that_is_silent_is_given_up_and_what_waits_for_it_ends() -> None:
+    settings = replace(PATIENT, answer_timeout_s=0.5)
+    with strange_server() as liar, page_client(settings) as client:
+        wanted = Wanted(client, liar.port, PAGES, deadline_s=None)
+        liar.hear()
+        assert wanted.wait() == MISSING
+        assert client.num_links == 0
+
+
+def test_one_that_owes_answers_is_not_asked_for_ever_more(liar: StrangeServer) -> None:
+    settings = replace(PATIENT, max_requests=2)
+    with page_client(settings) as client:
+        for _ in range(20):
+            Wanted(client, liar.port, PAGES, deadline_s=0.01).wait()
+        assert client.stats.num_requests == 2
+
+
+def test_busy_is_told_and_touches_nothing(liar: StrangeServer) -> None:
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, PAGES)
+        liar.say(messages.Busy(liar.hear().number))
+        assert wanted.wait() == [Outcome.BUSY] * 3
+        assert wanted.is_untouched
+        assert client.num_links == 1
+
+
+def test_a_port_that_accepts_and_says_nothing_is_given_up() -> None:
+    settings = replace(PATIENT, connect_timeout_s=0.3)
+    with socket.create_server((HOST, 0)) as mute, page_client(settings) as client:
+        wanted = Wanted(client, mute.getsockname()[1], PAGES, deadline_s=None)
+        assert wanted.wait() == MISSING
+
+
+def test_a_port_nobody_listens_on_is_given_up_at_once() -> None:
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
+    with page_client() as client:
+        assert Wanted(client, port, PAGES, deadline_s=None).wait() == MISSING
+
+
+# ---- Clients ----
+
+KEYS = b"".join(PAGES)
+FRAMES: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "no_body": [VERSION_FRAME],
+    "no_msgpack": [VERSION_FRAME, b"\xc1"],
+    "no_text": [VERSION_FRAME, b"\x92\xa6\xff\xfe\xff\xff\xff\xff\x01"],
+    "unknown": [VERSION_FRAME, msgspec.msgpack.encode(["pickle", b"x"])],
+    "deep": [VERSION_FRAME, b"\x91" * 100_000],
+    "answer": [VERSION_FRAME, encode(messages.Busy(1))],
+    "three_frames": [VERSION_FRAME, encode(messages.Cancel(1)), b"x"],
+    "many_frames": [VERSION_FRAME, *[b"x"] * 500],
+    "other_version": [b"sgt-pages/2", b"whatever a later version says"],
+    "other_protocol": [b"MDPW02", b"\x01"],
+    **{
+        name: [VERSION_FRAME, msgspec.msgpack.encode(["fetch", *fields])]
+        for name, fields in {
+            "short_namespace": (1, b"\x22" * 31, KEYS, [1, 2, 3], 9),
+            "number_0": (0, NAMESPACE, KEYS, [1, 2, 3], 9),
+            "huge_number": (2**64 - 1, NAMESPACE, KEYS, [1, 2, 3], 9),
+            "no_pages": (1, NAMESPACE, b"", [], 9),
+            "fewer_keys": (1, NAMESPACE, KEYS[:-32], [1, 2, 3], 9),
+            "cut_key": (1, NAMESPACE, KEYS[:-1], [1, 2, 3], 9),
+            "same_key_twice": (1, NAMESPACE, KEYS[:32] * 2, [1, 2], 9),
+            "length_0": (1, NAMESPACE, KEYS, [1, 0, 3], 9),
+            "negative_length": (1, NAMESPACE, KEYS, [1, -1, 3], 9),
+            "huge_length": (1, NAMESPACE, KEYS[:32], [1 << 40], 9),
+            "huge_sum": (1, NAMESPACE, KEYS[:64], [1 << 26, 1 << 26], 9),
+            "too_many": (1, NAMESPACE, bytes(32 * 4097), [1] * 4097, 9),
+            "no_patience": (1, NAMESPACE, KEYS, [1, 2, 3], 0),
+            "text": (1, NAMESPACE, "abc", [1, 2, 3], 9),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_that_are_none_of_ours_are_refused_and_harm_nobody(name: str) -> None:
+    with page_server(PAGES) as (server, reader), page_client() as client:
+        with strange_client(server.port) as stranger:
+            stranger.send(*FRAMES[name])
+            message, _ = stranger.hear()
+            assert isinstance(message, messages.Refuse)
+            assert reader.num_reads == 0
+            assert server.stats.num_breaches == 1
+            stranger.ask(5, PAGES)  # and it may still ask as it should
+            message, payload = stranger.hear()
+            assert isinstance(message, messages.Found)
+            assert b"".join(payload) == b"".join(PAGES.values())
+        assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+        server.check_integrity()
+
+
+def test_a_frame_longer_than_any_of_ours_is_not_taken_in() -> None:
+    with page_server(PAGES) as (server, _), page_client() as client:
+        with strange_client(server.port) as stranger:
+            stranger.send(VERSION_FRAME, bytes(messages.MAX_CLIENT_FRAME_BYTES + 1))
+            assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+        assert server.stats.num_breaches == 0, "hung up on before it was read"
+
+
+@pytest.mark.parametrize(
+    "pieces", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + bytes(8) + b"\x7f\x03"]
+)
+def test_bytes_that_are_no_zeromq_harm_nobody(pieces: bytes) -> None:
+    with (
+        page_server(PAGES) as (server, _),
+        page_client() as client,
+        socket.create_connection((HOST, server.port), timeout=DEADLINE_S) as scanner,
+    ):
+        scanner.sendall(pieces)
+        assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+
+
+def test_ten_thousand_requests_of_one_that_reads_nothing_cost_bounded_memory() -> None:
+    pages = make_pages(4, [100_000] * 4)
+    limit = 4_000_000
+    settings = replace(
+        PATIENT, max_serving_bytes=limit, max_queued_bytes=8_000_000, stuck_timeout_s=2.0
+    )
+    with page_server(pages, settings=settings) as (server, reader), page_client() as client:
+        with strange_client(server.port, hwm=1) as stranger:
+            for number in range(1, 10_001):
+                stranger.ask(number, pages)
+            eventually(lambda: server.stats.num_requests == 10_000)
+            assert reader.most_held_bytes <= limit
+            assert server.num_waiting <= 64
+            assert server.stats.num_busy + server.stats.num_dropped > 9000
+            # Half of the memory is not that client's to hold up.
+            assert Wanted(client, server.port, pages).wait() == [Outcome.OK] * 4
+            # It is hung up on, and what was held for it is free again.
+            eventually(lambda: server.held_bytes == 0)
+        assert reader.held_bytes == 0
+        server.check_integrity()
+
+
+def test_a_client_that_vanishes_is_not_read_for() -> None:
+    pages = make_pages(5, [100_000] * 4)
+    with page_server(pages) as (server, reader):
+        reader.hold = True
+        with strange_client(server.port) as stranger:
+            for number in range(1, 21):
+                stranger.ask(number, pages)
+            eventually(lambda: server.num_waiting == 18 and reader.num_held == 2)
+        reader.let_go()
+        eventually(lambda: server.num_waiting == 0 and server.held_bytes == 0)
+        assert reader.num_reads < 20
+        assert reader.held_bytes == 0
+        assert server.stats.num_dropped > 0
+        server.check_integrity()
+
+
+def test_requests_that_are_cancelled_or_out_of_patience_are_not_read() -> None:
+    pages = make_pages(6, [1000])
+    with page_server(pages) as (server, reader), strange_client(server.port) as stranger:
+        reader.hold = True
+        for number in (1, 2):
+            stranger.ask(number, pages)
+        eventually(lambda: reader.num_held == 2)
+        stranger.ask(3, pages, patience_ms=1)
+        stranger.ask(4, pages)
+        stranger.send(VERSION_FRAME, encode(messages.Cancel(4)))
+        stranger.send(VERSION_FRAME, encode(messages.Cancel(77)))
+        stranger.ask(5, pages)
+        eventually(lambda: server.stats.num_requests == 5)
+        eventually(lambda: server.num_waiting == 2)
+        reader.let_go()
+        answers = {answer.number: type(answer) for answer, _ in (stranger.hear() for _ in "12345")}
+        dropped, served = dict.fromkeys((3, 4), messages.Busy), messages.Found
+        assert answers == dict.fromkeys((1, 2, 5), served) | dropped, "each once"
+        assert reader.num_reads == 3
+
+
+def test_clients_are_served_in_turn() -> None:
+    pages = make_pages(7, [1000])
+    settings = PageSettings(max_reads=1)
+    with page_server(pages, settings=settings) as (server, reader):
+        reader.hold = True
+        with strange_client(server.port) as greedy, strange_client(server.port) as modest:
+            for number in range(1, 31):
+                greedy.ask(number, pages)
+            eventually(lambda: server.stats.num_requests == 30)
+            modest.ask(1, pages)
+            eventually(lambda: server.stats.num_requests == 31)
+            order: list[int] = []
+            for _ in range(4):
+                eventually(lambda: reader.num_held == 1)
+                order.append(reader.num_reads)
+                reader.hold = True
+                held, reader._held = reader._held, []
+                for done, read in held:
+                    done(read)
+            assert modest.hear()[0].number == 1
+            reader.let_go()
+            assert greedy.hear()[0].number == 1
+
+
+def test_one_stuck_client_does_not_stop_the_server(stuck_bytes: int = 3_000_000) -> None:
+    pages = make_pages(8, [500_000] * 6)
+    settings = replace(PATIENT, max_serving_bytes=4 * stuck_bytes)
+    with page_server(pages, settings=settings) as (server, _), page_client() as client:
+        stranger = StrangeClient(server.port, hwm=1)
+        try:
+            for number in range(1, 20):
+                stranger.ask(number, pages)
+            for _ in range(5):
+                assert Wanted(client, server.port, pages).wait() == [Outcome.OK] * 6
+        finally:
+            stranger.close()
+        eventually(lambda: server.held_bytes == 0)
