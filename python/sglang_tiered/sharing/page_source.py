@@ -1,0 +1,119 @@
+"""``PageSource``: what a page server gives away comes out of the own region store.
+
+Pages are read by the store's own readers into memory of ours, verified like every load, and leave
+with the checksum they were stored with: it binds them to namespace and key from the store that
+wrote them to the server that uses them. Nothing is served that a load here would not be served.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
+from sglang_tiered.transfer.pages.server import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.region.store import RegionEngine
+
+__all__ = ["PageSource"]
+
+_SMALLEST_BYTES = 64 << 10
+
+
+class _Pages:
+    """What one read found. ``data`` belongs to the pool again after ``release``."""
+
+    def __init__(self, pool: _Memory, data: memoryview, places: list[Place | None]) -> None:
+        self._pool = pool
+        self.data = data
+        self.places: Sequence[Place | None] = places
+
+    def release(self) -> None:
+        self._pool.give_back(self.data)
+
+
+class _Memory:
+    """Aligned buffers, used again: fresh ones cost a page fault per 4 KiB. Sizes are rounded up by
+    a quarter at most, so that most requests fit a free one; ``max_free_bytes`` may lie idle."""
+
+    def __init__(self, max_free_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[memoryview]] = {}
+        self._free_bytes = 0
+        self._max_free_bytes = max_free_bytes
+
+    def take(self, nbytes: int) -> memoryview:
+        step = max(_SMALLEST_BYTES, (1 << (nbytes - 1).bit_length()) // 8)
+        size = -(-nbytes // step) * step
+        with self._lock:
+            free = self._free.get(size)
+            if free:
+                self._free_bytes -= size
+                return free.pop()
+        return aligned_buffer(size)
+
+    def give_back(self, buffer: memoryview) -> None:
+        with self._lock:
+            if self._free_bytes + buffer.nbytes <= self._max_free_bytes:
+                self._free.setdefault(buffer.nbytes, []).append(buffer)
+                self._free_bytes += buffer.nbytes
+
+
+class PageSource:
+    """A ``PageReader`` over a store, which others own. ``max_free_bytes`` of memory are kept for
+    the next reads; what is in use is the server's to bound."""
+
+    def __init__(self, region: RegionEngine, *, max_free_bytes: int) -> None:
+        self._region = region
+        self._memory = _Memory(max_free_bytes)
+
+    @property
+    def is_pressed(self) -> bool:
+        return self._region.view.num_queued_reads > 0
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        done: Callable[[_Pages | None], None],
+    ) -> None:
+        """See ``PageReader.read``. ``done`` is called under the store's lock at times."""
+        places: list[Place | None] = [None] * len(keys)
+        wanted: list[int] = []
+        at = 0
+        for position, (page, length) in enumerate(
+            zip(self._region.view.find(keys), lengths, strict=True)
+        ):
+            if page is not None and page.length == length:
+                places[position] = Place(at, length, page.checksum)
+                wanted.append(position)
+                at += padded(length)
+        if not wanted:
+            done(None)
+            return
+        data = self._memory.take(at)
+        pages = _Pages(self._memory, data, places)
+        run = Run(
+            tuple(keys[i] for i in wanted),
+            tuple((_slice(data, places[i]),) for i in wanted),
+        )
+
+        def ended(job: Job) -> None:
+            for position, reason in zip(wanted, job.reasons, strict=True):
+                if reason is not Reason.OK:
+                    places[position] = None
+            done(pages)
+
+        self._region.submit_load(run).call_at_end(ended)
+
+
+def _slice(data: memoryview, place: Place | None) -> memoryview:
+    assert place is not None
+    assert place.offset % BLOCK_BYTES == 0, "direct I/O needs whole blocks"
+    return data[place.offset : place.offset + place.length]

@@ -1,0 +1,209 @@
+"""Loads over other servers: each page is asked of one that holds it, then of a second if need be.
+
+A job ends when every part of it has ended, and a part ends on the page client's thread, after the
+last touch of its pages. What was learnt about a server goes to the index, so that the next load
+does not run into it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Job, JobKind, Reason
+from sglang_tiered.transfer.pages.landing import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.sharing.locality.index import LocalityIndex, Peer
+    from sglang_tiered.storage.base import Run
+    from sglang_tiered.transfer.pages.client import PageClient
+    from sglang_tiered.transfer.pages.landing import Fetch
+
+__all__ = ["PeerLoader"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNREPORTED = 4096
+_BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
+_FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
+_MAX_AVOID_S = 30.0
+_MAX_SILENT = 1024
+_MIN_SECOND_S = 0.002  # a second holder is not asked for less
+
+_REASONS = {
+    Outcome.OK: Reason.OK,
+    Outcome.MISS: Reason.MISS,
+    Outcome.BUSY: Reason.MISS,
+    Outcome.DAMAGED: Reason.CORRUPT,
+    Outcome.LOST: Reason.IO_ERROR,
+    Outcome.LATE: Reason.IO_ERROR,
+    Outcome.CANCELLED: Reason.CANCELLED,
+}
+_ASK_ANOTHER = {Outcome.MISS, Outcome.BUSY, Outcome.DAMAGED, Outcome.LOST}
+
+
+class _PeerJob(Job):
+    """Passes ``cancel`` on to its parts."""
+
+    client: PageClient
+    fetches: list[Fetch]
+
+    def cancel(self) -> None:
+        super().cancel()
+        for fetch in list(self.fetches):
+            self.client.cancel(fetch)
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    job: _PeerJob
+    namespace: bytes
+    deadline: float | None  # of the loader's clock
+    num_left: int = 1  # parts under way, and the submission itself
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    load: _Load
+    peer: Peer
+    positions: list[int]
+    is_second: bool
+
+
+class PeerLoader:
+    """``submit`` from any thread, memory only. Does not own what it works with."""
+
+    def __init__(
+        self, index: LocalityIndex, client: PageClient, clock: Callable[[], float]
+    ) -> None:
+        self._index = index
+        self._client = client
+        self._clock = clock
+        self._lock = threading.Lock()  # a leaf
+        self._inflight: dict[Job, None] = {}
+        self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
+        self._silent: dict[str, int] = {}  # servers that do not answer, and how often
+        self._closed = False
+        self.num_recovered = 0  # pages that a second server had; the client's thread only
+
+    def submit(self, run: Run, namespace: bytes, *, deadline_s: float | None, answers: bool) -> Job:
+        """See ``PeerTier.submit_load``; ``answers`` says whether the index does."""
+        job = _PeerJob(JobKind.LOAD, run)
+        job.client, job.fetches = self._client, []
+        with self._lock:
+            self._inflight[job] = None
+            closed = self._closed
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+        load = _Load(job, namespace, deadline)
+        if not closed:
+            job.reasons = [Reason.MISS] * run.num_pages
+            if answers and (deadline_s is None or deadline_s > 0):
+                self._ask(load, range(run.num_pages), second_to=None)
+        self._settle(load)
+        return job
+
+    def take_finished(self) -> list[Job]:
+        with self._lock:
+            finished = list(self._unreported)
+            self._unreported.clear()
+            return finished
+
+    @property
+    def inflight(self) -> list[Job]:
+        with self._lock:
+            return list(self._inflight)
+
+    def close(self) -> None:
+        """Nothing is asked for any more. What is under way ends with the client."""
+        with self._lock:
+            self._closed = True
+
+    def _ask(self, load: _Load, positions: Sequence[int], *, second_to: Peer | None) -> None:
+        """Ask for each page where the index finds it, but not of ``second_to`` again."""
+        run = load.job.run
+        groups: dict[Peer, list[int]] = {}
+        found = self._index.find([run.keys[i] for i in positions])
+        for position, peer in zip(positions, found, strict=True):
+            if peer is not None and (second_to is None or peer.server != second_to.server):
+                groups.setdefault(peer, []).append(position)
+        with load.lock:
+            load.num_left += len(groups)
+        for peer, group in groups.items():
+            part = _Part(load, peer, group, second_to is not None)
+            fetch = self._client.fetch(
+                peer.address,
+                load.namespace,
+                [run.keys[i] for i in group],
+                [run.pages[i] for i in group],
+                deadline_s=self._left_s(load),
+                done=partial(self._part_ended, part),
+            )
+            load.job.fetches.append(fetch)
+            if load.job.cancelled:
+                self._client.cancel(fetch)
+
+    def _left_s(self, load: _Load) -> float | None:
+        return None if load.deadline is None else max(0.0, load.deadline - self._clock())
+
+    def _settle(self, load: _Load) -> None:
+        with load.lock:
+            load.num_left -= 1
+            if load.num_left:
+                return
+        with self._lock:
+            del self._inflight[load.job]
+            self._unreported.append(load.job)
+        load.job.finish()
+
+    # ---- The client's thread ----
+
+    def _part_ended(self, part: _Part, fetch: Fetch) -> None:
+        try:
+            self._note(part, fetch)
+        except Exception:
+            logger.exception("a load from other servers failed by our own fault")
+        self._settle(part.load)
+
+    def _note(self, part: _Part, fetch: Fetch) -> None:
+        job = part.load.job
+        for position, outcome in zip(part.positions, fetch.outcomes, strict=True):
+            job.reasons[position] = _REASONS[outcome]
+        if part.is_second:
+            self.num_recovered += fetch.outcomes.count(Outcome.OK)
+        self._tell_index(part, fetch)
+        again = [
+            position
+            for position, outcome in zip(part.positions, fetch.outcomes, strict=True)
+            if outcome in _ASK_ANOTHER
+        ]
+        left_s = self._left_s(part.load)
+        in_time = left_s is None or left_s >= _MIN_SECOND_S
+        if again and in_time and not (part.is_second or job.cancelled or self._closed):
+            self._ask(part.load, again, second_to=part.peer)
+
+    def _tell_index(self, part: _Part, fetch: Fetch) -> None:
+        seen = set(fetch.outcomes)
+        lacking = [
+            key
+            for key, outcome in zip(fetch.keys, fetch.outcomes, strict=True)
+            if outcome in (Outcome.MISS, Outcome.DAMAGED)
+        ]
+        if lacking:
+            self._index.lacks(part.peer, lacking)
+        if fetch.num_heard:
+            self._silent.pop(part.peer.server, None)
+        if Outcome.LOST in seen or (Outcome.LATE in seen and not fetch.num_heard):
+            if len(self._silent) >= _MAX_SILENT:
+                self._silent.clear()
+            times = self._silent.get(part.peer.server, 0)
+            self._silent[part.peer.server] = times + 1
+            self._index.avoid(part.peer, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
+        elif Outcome.BUSY in seen:
+            self._index.avoid(part.peer, _BUSY_S)

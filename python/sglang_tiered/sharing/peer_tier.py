@@ -1,0 +1,257 @@
+"""``PeerTier``: pages that other servers hold on their NVMe, as a source for loads.
+
+Who holds what is known from the locality index, in memory; pages come over ZeroMQ from the holder
+and are verified before a job calls them its own. In turn the tier serves what the own region store
+holds. Nothing is stored here: what was fetched is kept by whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import ConfigError, TransferError
+from sglang_tiered.sharing.locality.index import LocalityIndex
+from sglang_tiered.sharing.own_address import own_address
+from sglang_tiered.sharing.page_source import PageSource
+from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.storage.base import Health, LookupResult, Stop
+from sglang_tiered.transfer.pages.client import PageClient
+from sglang_tiered.transfer.pages.landing import Outcome
+from sglang_tiered.transfer.pages.server import PageServer
+from sglang_tiered.transfer.pages.settings import PageSettings
+from sglang_tiered.transfer.security import PEER, load_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.sharing.locality.stats import LocalityStats
+    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.storage.base import Job, Run
+    from sglang_tiered.storage.layered.tiers import Unfinished
+    from sglang_tiered.storage.region.store import RegionEngine
+
+__all__ = ["PeerStats", "PeerTier"]
+
+logger = logging.getLogger(__name__)
+
+_MANY_KEYS = 8  # own keys looked up for each that is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStats:
+    """Counters since the tier was opened, and gauges of now. Reading them takes no I/O."""
+
+    health: Health  # of what can be fetched
+    health_reason: str  # why it is not RUNNING, as one clause; empty while it is
+    # Fetched from others, in pages but for those that say otherwise.
+    num_fetched: int = 0
+    bytes_fetched: int = 0
+    num_missed: int = 0  # the holder had them no more
+    num_damaged: int = 0  # did not verify
+    num_late: int = 0  # the deadline passed first
+    num_busy: int = 0  # the holder had too much to do
+    num_lost: int = 0  # the holder could not be reached, or did not answer
+    num_recovered: int = 0  # that a second holder served
+    num_inflight_jobs: int = 0
+    # Served to others.
+    num_served: int = 0
+    bytes_served: int = 0
+    num_served_misses: int = 0
+    num_refused: int = 0  # answered "busy"
+    num_breaches: int = 0  # messages, either way, that are none of the protocol
+    serving_bytes: int = 0  # being read for others, or not yet sent
+    # The index.
+    is_connected: bool = False
+    num_peers: int = 0  # alive
+    num_pages_mirrored: int = 0
+    num_index_errors: int = 0
+    num_purges_told: int = 0
+    num_purges_applied: int = 0
+
+
+class PeerTier:
+    """Thread-safe: every method may be called from any thread; only ``refresh``, ``drain`` and
+    ``close`` block. ``purge`` forgets what this server itself keeps of a tenant (None: of everyone)
+    because another server was told to; it is called on a thread of the index, and may take its
+    time. ``region`` is read from, and somebody else's to close, after this.
+
+    Raises ``ConfigError`` for settings that cannot work: a URL that is none, keys that are not
+    there, an address that cannot be listened on. A Redis that cannot be reached is no error.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        namespace: bytes,
+        region: RegionEngine,
+        purge: Callable[[bytes | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        keys = None
+        if settings.keys_directory is not None:
+            keys = load_keys(Path(settings.keys_directory), PEER)
+        pages = PageSettings(
+            connect_timeout_s=settings.connect_timeout_s,
+            window_bytes=settings.window_bytes,
+            max_serving_bytes=settings.max_serving_bytes,
+        )
+        self._region = region
+        self._namespace = namespace
+        self._closed = False
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._server = PageServer(
+                    PageSource(region, max_free_bytes=settings.max_serving_bytes // 2),
+                    namespace=namespace,
+                    host=settings.listen_host,
+                    port=settings.listen_port,
+                    settings=pages,
+                    keys=keys,
+                )
+            except TransferError as error:
+                raise ConfigError(str(error)) from error
+            undo.callback(self._server.stop)
+            self.address = own_address(settings, self._server.port)
+            self._client = PageClient(pages, keys=keys, clock=clock)
+            undo.callback(self._client.close)
+            self._index = LocalityIndex(
+                settings,
+                namespace=namespace,
+                held=region.view.fingerprints,
+                purge_wanted=purge,
+                clock=clock,
+            )
+            undo.pop_all()
+        self._loader = PeerLoader(self._index, self._client, clock)
+        self._index.announce(self.address)
+        logger.info("pages are shared at %s by way of %s", self.address, settings.shown_url)
+
+    # ---- Lookups ----
+
+    @property
+    def health(self) -> Health:
+        """RUNNING, MISS_ONLY while the index does not answer, FAILED once closed."""
+        if self._closed:
+            return Health.FAILED
+        return Health.RUNNING if self._index.stats().connected else Health.MISS_ONLY
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        """Count the leading keys that another server holds. Memory only."""
+        if self.health is not Health.RUNNING:
+            return LookupResult(0, Stop.UNHEALTHY)
+        found = self._index.find(keys)
+        if None not in found:
+            return LookupResult(len(keys), Stop.END)
+        return LookupResult(found.index(None), Stop.MISS)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys another server holds. Memory only."""
+        if self.health is not Health.RUNNING:
+            return [False] * len(keys)
+        return [peer is not None for peer in self._index.find(keys)]
+
+    def some_keys(self, limit: int) -> list[bytes]:
+        """At most ``limit`` keys that another server holds, to measure with: of those that the own
+        store holds too, as the index knows no others in full."""
+        own = self._region.some_keys(_MANY_KEYS * limit)
+        held = zip(own, self.contains(own), strict=True)
+        return list(itertools.islice((key for key, is_held in held if is_held), limit))
+
+    # ---- Loads ----
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        """As ``TierEngine.submit_load``. ``deadline_s`` seconds from now the job is done, whatever
+        the peers do: pages that did not arrive are ``IO_ERROR``."""
+        answers = self.health is Health.RUNNING
+        return self._loader.submit(run, self._namespace, deadline_s=deadline_s, answers=answers)
+
+    def poll(self) -> list[Job]:
+        """Jobs finished since the last call, each reported once."""
+        return self._loader.take_finished()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job submitted so far is done; false when the time ran out."""
+        deadline = time.monotonic() + timeout_s
+        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in self._loader.inflight)
+
+    # ---- Others ----
+
+    def stats(self) -> PeerStats:
+        health = self.health
+        index, client, server = self._index.stats(), self._client.stats, self._server.stats
+        trouble = index.trouble or "the index does not answer"
+        reasons = {Health.RUNNING: "", Health.MISS_ONLY: trouble, Health.FAILED: "closed"}
+        outcomes = client.outcomes
+        return PeerStats(
+            health=health,
+            health_reason=reasons[health],
+            num_fetched=outcomes[Outcome.OK],
+            bytes_fetched=client.num_bytes,
+            num_missed=outcomes[Outcome.MISS],
+            num_damaged=outcomes[Outcome.DAMAGED],
+            num_late=outcomes[Outcome.LATE],
+            num_busy=outcomes[Outcome.BUSY],
+            num_lost=outcomes[Outcome.LOST],
+            num_recovered=self._loader.num_recovered,
+            num_inflight_jobs=len(self._loader.inflight),
+            num_served=server.num_served,
+            bytes_served=server.bytes_served,
+            num_served_misses=server.num_missed,
+            num_refused=server.num_busy,
+            num_breaches=client.num_breaches + server.num_breaches,
+            serving_bytes=self._server.held_bytes,
+            is_connected=index.connected,
+            num_peers=index.num_peers,
+            num_pages_mirrored=index.num_mirrored_pages,
+            num_index_errors=index.num_errors,
+            num_purges_told=index.num_purges_told,
+            num_purges_applied=index.num_purges_applied,
+        )
+
+    def locality_stats(self) -> LocalityStats:
+        """What ``stats`` has no place for: the index by itself."""
+        return self._index.stats()
+
+    def begin_purge(self, tenant: bytes | None) -> Unfinished:
+        """Tell every server to forget a tenant, or everything for None. Memory only; from now on
+        no page is found at a server that has not done so."""
+        return self._index.begin_purge(tenant)
+
+    def set_namespace(self, namespace: bytes) -> None:
+        """Continue under another namespace: pages of the old one are neither found nor served.
+        Loads submitted before finish under it."""
+        self._server.set_namespace(namespace)
+        self._index.set_namespace(namespace)
+        self._namespace = namespace
+
+    def refresh(self, timeout_s: float) -> bool:
+        """Whether what changed here was published and what others published was read."""
+        return self._index.refresh(timeout_s)
+
+    def close(self) -> None:
+        """End every job, leave the index, stop serving. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loader.close()
+        self._client.close()
+        self._index.close()
+        self._server.stop()
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books do not balance. While nothing is submitted."""
+        inflight = self._loader.inflight
+        assert not inflight, f"{len(inflight)} loads under way"
+        self._client.check_integrity()
+        self._server.check_integrity()
+        self._index.check_integrity()

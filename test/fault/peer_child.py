@@ -1,0 +1,141 @@
+"""A server that shares its pages, in a process of its own, and one in the test's.
+
+``python -m peer_child URL DIRECTORY KEYS`` opens a store and its peer tier, and does what it is
+told by lines: ``store SEED SIZE COUNT``, ``refresh``, ``held SEED``, ``exit``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from page_peers import DEADLINE_S, NAMESPACE, FrozenProcess, eventually, make_pages
+
+from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.region import RegionEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MiB = 1 << 20
+
+
+def settings(url: str, keys: str = "", **changes: object) -> PeerSettings:
+    quick: dict[str, object] = {
+        "publish_s": 0.05,
+        "heartbeat_s": 0.2,
+        "expiry_s": 2.0,
+        "index_timeout_s": 2.0,
+        "keys_directory": keys or None,
+    }
+    return PeerSettings(index_url=url, **(quick | changes))
+
+
+def stored_run(seed: int, size: int, count: int) -> Run:
+    pages = make_pages(seed, [size] * count)
+    return Run(tuple(pages), tuple((memoryview(page),) for page in pages.values()))
+
+
+def blank_run(seed: int, size: int, count: int) -> Run:
+    keys = stored_run(seed, size, count).keys
+    return Run(keys, tuple((memoryview(bytearray(b"\xa5" * size)),) for _ in keys))
+
+
+class Sharer:
+    """A store and its peer tier. ``purged`` are the tenants that others told it to forget."""
+
+    def __init__(
+        self, url: str, directory: Path, *, namespace: bytes = NAMESPACE, keys: str = "", **changes
+    ) -> None:
+        self.region = RegionEngine(
+            directory, namespace=namespace, capacity_bytes=256 * MiB, region_bytes=32 * MiB
+        )
+        self.purged: list[bytes | None] = []
+        self.tier = PeerTier(
+            settings(url, keys, **changes),
+            namespace=namespace,
+            region=self.region,
+            purge=self._purge,
+        )
+
+    def _purge(self, tenant: bytes | None) -> None:
+        self.purged.append(tenant)
+        self.region.begin_purge(tenant).wait(DEADLINE_S)
+
+    def store(self, run: Run) -> None:
+        job = self.region.submit_store(run)
+        assert job.wait(DEADLINE_S)
+        assert set(job.reasons) <= {Reason.OK, Reason.DUPLICATE}
+
+    def load(self, run: Run, deadline_s: float | None = DEADLINE_S) -> list[Reason]:
+        job = self.tier.submit_load(run, deadline_s=deadline_s)
+        assert job.wait(DEADLINE_S)
+        return job.reasons
+
+    def finds(self, keys: tuple[bytes, ...]) -> None:
+        """Wait until the index has told of them."""
+        eventually(lambda: all(self.tier.contains(keys)))
+
+    def close(self) -> None:
+        self.tier.close()
+        self.region.close()
+
+
+@contextmanager
+def sharer(url: str, directory: Path, **options: object) -> Iterator[Sharer]:
+    one = Sharer(url, directory, **options)
+    try:
+        yield one
+        assert one.tier.drain(DEADLINE_S)
+        one.tier.check_integrity()
+    finally:
+        one.close()
+
+
+class SharerProcess(FrozenProcess):
+    """The same in a process of its own."""
+
+    def __init__(self, url: str, directory: Path, keys: str = "") -> None:
+        super().__init__("peer_child", url, directory, keys)
+        self.address = self.line()
+
+    def ask(self, order: str) -> str:
+        self.tell(order)
+        return self.line()
+
+
+def main(url: str, directory: str, keys: str) -> None:
+    with sharer(url, Path(directory), keys=keys) as one:
+        print(one.tier.address, flush=True)
+        for line in sys.stdin:
+            verb, *numbers = line.split()
+            values = [int(number) for number in numbers]
+            if verb == "exit":
+                return
+            if verb == "store":
+                one.store(stored_run(*values))
+                print(one.tier.refresh(DEADLINE_S), flush=True)
+            elif verb == "load":
+                run = stored_run(*values)
+                one.finds(run.keys)
+                target = blank_run(*values)
+                reasons = one.load(target)
+                same = all(
+                    bytes(ours[0]) == bytes(theirs[0])
+                    for ours, theirs in zip(target.pages, run.pages, strict=True)
+                )
+                print(same and set(reasons) == {Reason.OK}, flush=True)
+            elif verb == "served":
+                deadline = time.monotonic() + DEADLINE_S
+                while one.tier.stats().serving_bytes and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                print(one.tier.stats().num_served, one.tier.stats().serving_bytes, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,298 @@
+"""Servers that share pages: stores, an index in a real Redis, real sockets, processes that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from page_peers import NAMESPACE, eventually
+from peer_child import MiB, Sharer, SharerProcess, blank_run, settings, sharer, stored_run
+from redis_server import RedisServer
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.storage.base import (
+    NO_TENANT,
+    TENANT_BYTES,
+    Health,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+)
+from sglang_tiered.transfer.security import PEER, make_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+SEED, SIZE, COUNT = 1, 100_000, 40
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def own(redis: RedisServer, tmp_path: Path) -> Iterator[Sharer]:
+    with sharer(redis.url, tmp_path / "own") as one:
+        yield one
+
+
+@pytest.fixture
+def other(redis: RedisServer, tmp_path: Path) -> Iterator[SharerProcess]:
+    with SharerProcess(redis.url, tmp_path / "other") as process:
+        assert process.ask(f"store {SEED} {SIZE} {COUNT}") == "True"
+        yield process
+
+
+@pytest.fixture
+def near(redis: RedisServer, tmp_path: Path) -> Iterator[Sharer]:
+    """As ``other``, in this process."""
+    with sharer(redis.url, tmp_path / "near") as one:
+        one.store(stored_run(SEED, SIZE, COUNT))
+        yield one
+
+
+def is_right(run: Run) -> bool:
+    expected = stored_run(SEED, SIZE, COUNT)
+    return all(
+        bytes(ours[0]) == bytes(theirs[0])
+        for ours, theirs in zip(run.pages, expected.pages, strict=True)
+    )
+
+
+def is_untouched(run: Run) -> bool:
+    return all(set(page[0]) == {0xA5} for page in run.pages)
+
+
+def test_what_one_server_stored_another_loads(own: Sharer, other: SharerProcess) -> None:
+    run = blank_run(SEED, SIZE, COUNT)
+    own.finds(run.keys)
+    assert own.tier.lookup(run.keys) == LookupResult(COUNT, Stop.END)
+    assert own.tier.lookup((*run.keys[:3], b"z" * 32)) == LookupResult(3, Stop.MISS)
+    assert own.load(run) == [Reason.OK] * COUNT
+    assert is_right(run)
+    stats = own.tier.stats()
+    assert stats.health is Health.RUNNING
+    assert (stats.num_fetched, stats.bytes_fetched) == (COUNT, COUNT * SIZE)
+    assert other.ask("served") == f"{COUNT} 0"
+    assert stats.num_peers == 1
+    # And the other way round, at the same time.
+    own.store(stored_run(2, SIZE, COUNT))
+    assert other.ask(f"load 2 {SIZE} {COUNT}") == "True"
+    assert own.tier.stats().num_served == COUNT
+
+
+def test_keys_that_both_hold_are_there_to_measure_with(own: Sharer, near: Sharer) -> None:
+    assert own.tier.some_keys(5) == []
+    run = stored_run(SEED, SIZE, COUNT)
+    own.store(run)
+    own.finds(run.keys)
+    found = own.tier.some_keys(5)
+    assert len(found) == 5
+    assert set(found) <= set(run.keys)
+
+
+def test_the_holder_is_killed_in_the_middle(
+    own: Sharer, redis: RedisServer, tmp_path: Path
+) -> None:
+    size, count = MiB, 64
+    with SharerProcess(redis.url, tmp_path / "other") as other:
+        other.ask(f"store 7 {size} {count}")
+        run = blank_run(7, size, count)
+        own.finds(run.keys)
+        job = own.tier.submit_load(run, deadline_s=20.0)
+        eventually(lambda: own.tier._client.stats.num_requests > 4)
+        other.strike()
+        begun = time.monotonic()
+        assert job.wait(20.0)
+        assert time.monotonic() - begun < 3.0
+    assert set(job.reasons) <= {Reason.OK, Reason.IO_ERROR}
+    pages = zip(job.reasons, run.pages, stored_run(7, size, count).pages, strict=True)
+    assert all(bytes(o[0]) == bytes(e[0]) for reason, o, e in pages if reason is Reason.OK)
+    if Reason.IO_ERROR in job.reasons:
+        assert list(own.tier._loader._silent.values()) == [1], "it is avoided from now on"
+    eventually(lambda: own.tier.stats().num_peers == 0)
+    assert not any(own.tier.contains(run.keys))
+    assert own.load(blank_run(7, size, count)) == [Reason.MISS] * count
+
+
+def test_the_holder_is_stopped_for_longer_than_the_deadline(
+    own: Sharer, other: SharerProcess
+) -> None:
+    run = blank_run(SEED, SIZE, COUNT)
+    own.finds(run.keys)
+    other.freeze()
+    begun = time.monotonic()
+    assert own.load(run, deadline_s=0.3) == [Reason.IO_ERROR] * COUNT
+    assert 0.3 <= time.monotonic() - begun < 3.0
+    assert list(own.tier._loader._silent.values()) == [1], "avoided for a while"
+    os.kill(other.pid, signal.SIGCONT)
+    own.finds(run.keys)
+    again = blank_run(SEED, SIZE, COUNT)
+    assert own.load(again) == [Reason.OK] * COUNT
+    assert is_right(again)
+    assert is_untouched(run), "what came too late landed nowhere"
+
+
+def test_a_second_holder_serves_what_the_first_lost(
+    own: Sharer, redis: RedisServer, tmp_path: Path
+) -> None:
+    run = stored_run(SEED, SIZE, COUNT)
+    with (
+        sharer(redis.url, tmp_path / "a") as first,
+        sharer(redis.url, tmp_path / "b", publish_s=30.0) as second,
+    ):
+        first.store(run)
+        second.store(run)
+        assert first.tier.refresh(20.0)
+        assert second.tier.refresh(20.0)
+        eventually(lambda: own.tier.stats().num_peers == 2)
+        assert own.tier.refresh(20.0)
+        own.finds(run.keys)
+        target = blank_run(SEED, SIZE, COUNT)
+        # Whichever is asked has just lost its pages, and has not told yet.
+        (asked,) = {peer.address for peer in own.tier._index.find(run.keys) if peer is not None}
+        loser = first if first.tier.address == asked else second
+        loser.region.clear()
+        assert own.load(target) == [Reason.OK] * COUNT
+        assert is_right(target)
+        stats = own.tier.stats()
+        assert stats.num_missed + stats.num_fetched >= COUNT
+
+
+def test_another_namespace_finds_and_gets_nothing(
+    redis: RedisServer, near: Sharer, tmp_path: Path
+) -> None:
+    run = blank_run(SEED, SIZE, COUNT)
+    with sharer(redis.url, tmp_path / "own", namespace=b"\x33" * 32) as own:
+        assert own.tier.refresh(20.0)
+        assert own.tier.contains(run.keys) == [False] * COUNT
+        assert own.load(run) == [Reason.MISS] * COUNT
+        own.tier.set_namespace(NAMESPACE)
+        own.region.set_namespace(NAMESPACE)
+        own.finds(run.keys)
+        assert own.load(run) == [Reason.OK] * COUNT
+
+
+def test_a_purge_here_reaches_every_server_and_nothing_comes_back(
+    own: Sharer, redis: RedisServer, tmp_path: Path
+) -> None:
+    tenant = b"t" * TENANT_BYTES
+    run = stored_run(SEED, SIZE, COUNT)
+    with sharer(redis.url, tmp_path / "other") as other:
+        other.store(Run(run.keys, run.pages, tenant))
+        kept = stored_run(5, SIZE, 3)
+        other.store(kept)
+        own.finds(run.keys)
+        purge = own.tier.begin_purge(tenant)
+        assert own.tier.contains(run.keys) == [False] * COUNT, "from the start"
+        assert purge.wait(20.0)
+        eventually(lambda: other.purged == [tenant])
+        assert other.region.view.contains(run.keys) == [False] * COUNT
+        own.finds(kept.keys)
+        assert own.tier.contains(run.keys) == [False] * COUNT
+        assert own.purged == []
+        assert own.tier.stats().num_purges_told == 1
+        eventually(lambda: other.tier.stats().num_purges_applied == 1)
+
+
+def test_redis_goes_and_comes_back_empty(own: Sharer, near: Sharer, redis: RedisServer) -> None:
+    run = blank_run(SEED, SIZE, COUNT)
+    own.finds(run.keys)
+    redis.kill()
+    eventually(lambda: own.tier.health is Health.MISS_ONLY)
+    assert own.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
+    assert own.tier.contains(run.keys) == [False] * COUNT
+    assert own.tier.some_keys(3) == []
+    assert own.load(run) == [Reason.MISS] * COUNT
+    assert own.tier.stats().health_reason
+    redis.start()
+    own.finds(run.keys)
+    assert own.load(run) == [Reason.OK] * COUNT
+    assert is_right(run)
+
+
+def test_servers_with_keys_share_and_one_with_others_gets_nothing(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, [PEER])
+    run = stored_run(SEED, SIZE, COUNT)
+    keys = str(tmp_path / "ours")
+    with (
+        sharer(redis.url, tmp_path / "a", keys=keys) as first,
+        sharer(redis.url, tmp_path / "b", keys=keys) as second,
+        sharer(redis.url, tmp_path / "c", keys=str(tmp_path / "theirs")) as stranger,
+        sharer(redis.url, tmp_path / "d") as bare,
+    ):
+        first.store(run)
+        for outsider in (stranger, bare):
+            outsider.finds(run.keys)
+            target = blank_run(SEED, SIZE, COUNT)
+            assert outsider.load(target, deadline_s=5.0) == [Reason.IO_ERROR] * COUNT
+            assert is_untouched(target)
+        assert first.tier.stats().num_served == 0
+        second.finds(run.keys)
+        target = blank_run(SEED, SIZE, COUNT)
+        assert second.load(target) == [Reason.OK] * COUNT
+        assert is_right(target)
+
+
+def test_closing_ends_what_is_under_way(own: Sharer, other: SharerProcess) -> None:
+    run = blank_run(SEED, SIZE, COUNT)
+    own.finds(run.keys)
+    other.freeze()
+    job = own.tier.submit_load(run)
+    own.tier.close()
+    assert job.wait(5.0)
+    assert job.reasons == [Reason.CANCELLED] * COUNT
+    os.kill(other.pid, signal.SIGCONT)
+    assert own.tier.health is Health.FAILED
+    assert own.load(run) == [Reason.CANCELLED] * COUNT
+    assert is_untouched(run)
+    assert own.tier.lookup(run.keys).stop is Stop.UNHEALTHY
+    own.tier.close()
+
+
+def test_a_page_the_own_store_holds_alone_is_found_nowhere(own: Sharer) -> None:
+    run = stored_run(3, SIZE, 4)
+    own.store(run)
+    assert own.tier.refresh(20.0)
+    assert own.tier.contains(run.keys) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"listen_host": "192.0.2.1"},
+        {"advertised_host": "no such host"},
+        {"keys_directory": "nowhere"},
+    ],
+)
+def test_settings_that_cannot_work_are_one_sentence_and_leave_nothing_behind(
+    changes: dict[str, str], own: Sharer, redis: RedisServer
+) -> None:
+    with pytest.raises(ConfigError):
+        PeerTier(
+            settings(redis.url, **changes),
+            namespace=NAMESPACE,
+            region=own.region,
+            purge=lambda _: None,
+        )
+
+
+def test_a_server_that_listens_everywhere_is_found_by_its_route_to_the_index(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    with sharer(redis.url, tmp_path / "own", listen_host="0.0.0.0") as own:
+        assert own.tier.address.startswith("tcp://127.0.0.1:")
+    assert NO_TENANT

@@ -1,0 +1,159 @@
+"""What a page server gives away out of a region store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.sharing.page_source import PageSource, _Memory
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import format as region_format
+from sglang_tiered.transfer.pages import messages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMESPACE = b"\x11" * 32
+MakeRun = Callable[..., Run]
+SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Iterator[RegionEngine]:
+    engine = RegionEngine(
+        tmp_path / "store",
+        namespace=NAMESPACE,
+        capacity_bytes=1 << 22,
+        region_bytes=1 << 20,
+        num_readers=2,
+    )
+    yield engine
+    engine.close()
+
+
+def read(source: PageSource, keys: Any, lengths: Any) -> list[bytes | None]:
+    ended, found = threading.Event(), []
+
+    def done(pages: Any) -> None:
+        found.append(pages)
+        ended.set()
+
+    source.read(keys, lengths, done)
+    assert ended.wait(20.0)
+    (pages,) = found
+    if pages is None:
+        return [None] * len(keys)
+    taken = []
+    for key, place in zip(keys, pages.places, strict=True):
+        if place is None:
+            taken.append(None)
+            continue
+        data = bytes(pages.data[place.offset : place.offset + place.length])
+        assert messages.page_checksum(NAMESPACE, key, [data]) == place.checksum
+        taken.append(data)
+    pages.release()
+    return taken
+
+
+def lengths_of(run: Run) -> list[int]:
+    return [sum(segment.nbytes for segment in page) for page in run.pages]
+
+
+def stored(region: RegionEngine, run: Run) -> Run:
+    job = region.submit_store(run)
+    assert job.wait(20.0)
+    assert set(job.reasons) == {Reason.OK}
+    return run
+
+
+def test_pages_leave_with_the_checksum_they_were_stored_with(
+    region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
+) -> None:
+    run = stored(region, make_run(1, SIZES))
+    source = PageSource(region, max_free_bytes=1 << 20)
+    for _ in range(3):
+        assert read(source, run.keys, lengths_of(run)) == page_data(run)
+
+
+def test_the_stores_checksum_is_the_protocols() -> None:
+    """A holder passes it on without looking at the bytes again."""
+    pieces = [b"abc", b"", b"x" * 5000]
+    ours = region_format.page_checksum(NAMESPACE, b"k" * 32, pieces)
+    assert messages.page_checksum(NAMESPACE, b"k" * 32, [b"".join(pieces)]) == ours
+
+
+def test_what_is_not_held_or_of_another_length_is_none(
+    region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
+) -> None:
+    run = stored(region, make_run(2, SIZES))
+    source = PageSource(region, max_free_bytes=1 << 20)
+    lengths = lengths_of(run)
+    lengths[1] += 1
+    keys = [run.keys[0], run.keys[1], b"z" * 32, *run.keys[3:]]
+    expected: list[bytes | None] = list(page_data(run))
+    expected[1] = expected[2] = None
+    assert read(source, keys, lengths) == expected
+    assert read(source, [b"z" * 32], [100]) == [None]
+
+
+def test_a_page_that_is_damaged_on_the_disk_is_not_given_away(
+    region: RegionEngine, make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = stored(region, make_run(3, [8192, 8192]))
+    (path,) = (tmp_path / "store").glob("region-*")
+    data = bytearray(path.read_bytes())
+    at = data.find(bytes(run.pages[1][0][:64]))
+    assert at > 0
+    data[at] ^= 1
+    path.write_bytes(data)
+    source = PageSource(region, max_free_bytes=1 << 20)
+    first, second = read(source, run.keys, lengths_of(run))
+    assert first == bytes(run.pages[0][0])
+    assert second is None
+
+
+def test_nothing_purged_or_of_a_closed_store_is_given_away(
+    region: RegionEngine, make_run: MakeRun
+) -> None:
+    run = stored(region, make_run(4, [4096, 4096]))
+    source = PageSource(region, max_free_bytes=1 << 20)
+    region.clear()
+    assert read(source, run.keys, [4096, 4096]) == [None, None]
+    stored(region, run)
+    region.close()
+    assert read(source, run.keys, [4096, 4096]) == [None, None]
+
+
+def test_a_page_that_goes_between_the_look_and_the_read_is_none(
+    region: RegionEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stored(region, make_run(5, [4096, 4096]))
+    source = PageSource(region, max_free_bytes=1 << 20)
+    load = region.submit_load
+
+    def purge_first(wanted: Run) -> Any:
+        region.clear()
+        return load(wanted)
+
+    monkeypatch.setattr(region, "submit_load", purge_first)
+    assert read(source, run.keys, [4096, 4096]) == [None, None]
+
+
+def test_memory_is_used_again_and_what_lies_idle_is_bounded() -> None:
+    memory = _Memory(max_free_bytes=1 << 20)
+    first = memory.take(300_000)
+    assert 300_000 <= first.nbytes <= 375_000
+    memory.give_back(first)
+    assert memory.take(first.nbytes - 1) is first
+    many = [memory.take(300_000) for _ in range(20)]
+    for buffer in many:
+        memory.give_back(buffer)
+    assert sum(map(len, (memory.take(300_000) for _ in range(20)))) > 0
+    assert memory._free_bytes == 0
+    for buffer in many:
+        memory.give_back(buffer)
+    assert memory._free_bytes <= 1 << 20

@@ -1,0 +1,253 @@
+"""Loads over two holders: who is asked, who is asked next, and what is learnt of them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from page_peers import (
+    DEADLINE_S,
+    HOST,
+    NAMESPACE,
+    PATIENT,
+    StrangeServer,
+    eventually,
+    make_pages,
+    page_client,
+    page_server,
+    strange_server,
+)
+
+from sglang_tiered.sharing.locality.index import Peer
+from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.storage.base import Job, Reason, Run
+from sglang_tiered.transfer.pages import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sglang_tiered.transfer.pages.client import PageClient
+
+pytestmark = pytest.mark.timeout(60)
+
+PAGES = make_pages(1, [4096, 5000, 100, 70_000])
+KEYS = list(PAGES)
+
+
+class Holders:
+    """Who holds what, as ``LocalityIndex`` tells it: the first that is neither avoided nor lacks
+    the page."""
+
+    def __init__(self, *peers: tuple[str, int]) -> None:
+        self.peers = [Peer(name, f"tcp://{HOST}:{port}") for name, port in peers]
+        self.lacking: set[tuple[str, bytes]] = set()
+        self.avoided: list[tuple[str, float]] = []
+
+    def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
+        return [self._find(key) for key in keys]
+
+    def _find(self, key: bytes) -> Peer | None:
+        away = {name for name, _ in self.avoided}
+        for peer in self.peers:
+            if peer.server not in away and (peer.server, key) not in self.lacking:
+                return peer
+        return None
+
+    def lacks(self, peer: Peer, keys: Sequence[bytes]) -> None:
+        self.lacking |= {(peer.server, key) for key in keys}
+
+    def avoid(self, peer: Peer, seconds: float) -> None:
+        self.avoided.append((peer.server, seconds))
+
+
+def run_of(pages: dict[bytes, bytes]) -> Run:
+    buffers = (memoryview(bytearray(b"\xa5" * len(page))) for page in pages.values())
+    return Run(tuple(pages), tuple((buffer,) for buffer in buffers))
+
+
+def loader(holders: Holders, client: PageClient) -> PeerLoader:
+    return PeerLoader(holders, client, time.monotonic)  # type: ignore[arg-type]
+
+
+def load(loader: PeerLoader, run: Run, deadline_s: float | None = DEADLINE_S) -> Job:
+    job = loader.submit(run, NAMESPACE, deadline_s=deadline_s, answers=True)
+    assert job.wait(DEADLINE_S)
+    assert not loader.inflight
+    return job
+
+
+def is_right(run: Run, *positions: int) -> bool:
+    wanted = positions or range(run.num_pages)
+    return all(bytes(run.pages[i][0]) == PAGES[run.keys[i]] for i in wanted)
+
+
+@pytest.fixture
+def liar() -> Iterator[StrangeServer]:
+    with strange_server() as server:
+        yield server
+
+
+def test_pages_come_from_whoever_holds_each() -> None:
+    left, right = dict(list(PAGES.items())[:2]), dict(list(PAGES.items())[2:])
+    with page_server(left) as (a, _), page_server(right) as (b, _), page_client() as client:
+        holders = Holders(("a", a.port), ("b", b.port))
+        holders.lacking = {("a", key) for key in right}
+        run = run_of(PAGES)
+        job = load(loader(holders, client), run)
+        assert job.reasons == [Reason.OK] * 4
+        assert is_right(run)
+        assert not holders.avoided
+
+
+def test_a_second_holder_is_asked_for_what_the_first_does_not_have() -> None:
+    with (
+        page_server({KEYS[0]: PAGES[KEYS[0]]}) as (a, _),
+        page_server(PAGES) as (b, _),
+        page_client() as client,
+    ):
+        holders = Holders(("a", a.port), ("b", b.port))
+        loads = loader(holders, client)
+        run = run_of(PAGES)
+        assert load(loads, run).reasons == [Reason.OK] * 4
+        assert is_right(run)
+        assert holders.lacking == {("a", key) for key in KEYS[1:]}
+        assert loads.num_recovered == 3
+
+
+def test_one_that_has_just_said_no_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the index finds it again at once."""
+    with page_server({}) as (server, _), page_client() as client:
+        holders = Holders(("a", server.port))
+        monkeypatch.setattr(holders, "lacks", lambda peer, keys: None)
+        assert load(loader(holders, client), run_of(PAGES)).reasons == [Reason.MISS] * 4
+        assert server.stats.num_requests == 1
+
+
+def test_a_third_holder_is_not_asked() -> None:
+    with (
+        page_server({}) as (a, _),
+        page_server({}) as (b, _),
+        page_server(PAGES) as (c, _),
+        page_client() as client,
+    ):
+        holders = Holders(("a", a.port), ("b", b.port), ("c", c.port))
+        job = load(loader(holders, client), run_of(PAGES))
+        assert job.reasons == [Reason.MISS] * 4
+        assert c.stats.num_requests == 0
+
+
+def test_a_damaged_page_comes_whole_from_another_holder(liar: StrangeServer) -> None:
+    with page_server(PAGES) as (honest, _), page_client() as client:
+        holders = Holders(("liar", liar.port), ("honest", honest.port))
+        run = run_of(PAGES)
+        job = loader(holders, client).submit(run, NAMESPACE, deadline_s=None, answers=True)
+        asked = liar.hear()
+        liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.OK] * 4
+        assert is_right(run)
+
+
+def test_a_damaged_page_that_nobody_else_has_is_corrupt(liar: StrangeServer) -> None:
+    with page_client() as client:
+        holders = Holders(("liar", liar.port))
+        job = loader(holders, client).submit(
+            run_of(PAGES), NAMESPACE, deadline_s=None, answers=True
+        )
+        asked = liar.hear()
+        liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.CORRUPT] * 4
+        assert holders.lacking == {("liar", key) for key in KEYS}
+
+
+def test_one_that_is_busy_is_left_alone_for_a_moment(liar: StrangeServer) -> None:
+    with page_server(PAGES) as (other, _), page_client() as client:
+        holders = Holders(("busy", liar.port), ("other", other.port))
+        job = loader(holders, client).submit(
+            run_of(PAGES), NAMESPACE, deadline_s=None, answers=True
+        )
+        liar.say(messages.Busy(liar.hear().number))
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.OK] * 4
+        ((name, seconds),) = holders.avoided
+        assert name == "busy"
+        assert seconds < 1.0
+
+
+def test_one_that_is_gone_is_avoided_for_longer_each_time() -> None:
+    with strange_server() as gone:
+        port = gone.port
+    with page_client() as client:
+        holders = Holders(("gone", port))
+        loads = loader(holders, client)
+        times = []
+        for _ in range(9):
+            holders.avoided.clear()
+            assert load(loads, run_of(PAGES)).reasons == [Reason.IO_ERROR] * 4
+            times += [seconds for _, seconds in holders.avoided]
+        assert times == sorted(times)
+        assert times[0] < times[1] < times[2]
+        assert times[-1] == 30.0
+
+
+def test_one_that_says_nothing_by_the_deadline_is_avoided_and_no_other_is_asked(
+    liar: StrangeServer,
+) -> None:
+    with page_server(PAGES) as (other, _), page_client() as client:
+        holders = Holders(("mute", liar.port), ("other", other.port))
+        begun = time.monotonic()
+        run = run_of(PAGES)
+        job = load(loader(holders, client), run, deadline_s=0.2)
+        assert 0.2 <= time.monotonic() - begun < 2.0
+        assert job.reasons == [Reason.IO_ERROR] * 4
+        assert [name for name, _ in holders.avoided] == ["mute"]
+        assert other.stats.num_requests == 0
+        before = [bytes(page[0]) for page in run.pages]
+        liar.answer(liar.hear(), PAGES)
+        eventually(lambda: client.stats.num_overdue == 1)
+        assert [bytes(page[0]) for page in run.pages] == before
+
+
+def test_cancelling_a_job_ends_it() -> None:
+    with page_server(PAGES) as (server, reader), page_client() as client:
+        reader.hold = True
+        holders = Holders(("a", server.port))
+        run = run_of(PAGES)
+        job = loader(holders, client).submit(run, NAMESPACE, deadline_s=None, answers=True)
+        eventually(lambda: reader.num_held == 1)
+        job.cancel()
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.CANCELLED] * 4
+        assert not holders.avoided
+        reader.let_go()
+        assert all(set(page[0]) == {0xA5} for page in run.pages)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0])
+def test_no_time_left_asks_nobody(deadline_s: float) -> None:
+    with page_server(PAGES) as (server, _), page_client() as client:
+        job = load(loader(Holders(("a", server.port)), client), run_of(PAGES), deadline_s)
+        assert job.reasons == [Reason.MISS] * 4
+        assert server.stats.num_requests == 0
+
+
+def test_nobody_holds_it() -> None:
+    with page_client() as client:
+        job = load(loader(Holders(), client), run_of(PAGES))
+        assert job.reasons == [Reason.MISS] * 4
+
+
+def test_closing_ends_loads_and_refuses_others() -> None:
+    with page_server(PAGES) as (server, reader), page_client(PATIENT) as client:
+        reader.hold = True
+        loads = loader(Holders(("a", server.port)), client)
+        job = loads.submit(run_of(PAGES), NAMESPACE, deadline_s=None, answers=True)
+        eventually(lambda: reader.num_held == 1)
+        loads.close()
+        client.close()
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.CANCELLED] * 4
+        assert load(loads, run_of(PAGES)).reasons == [Reason.CANCELLED] * 4
+        assert loads.take_finished()[0] is job
