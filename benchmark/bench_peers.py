@@ -1,0 +1,108 @@
+"""Pages fetched from another server beside a plain socket and beside the holder's own disk.
+
+Two processes on one machine: one holds pages in a region store, the other fetches them, by way of
+the page server and client, and the same bytes out of the holder's memory over a plain TCP socket,
+in turns; the holder also loads them for itself. No figure is printed when a byte differs.
+``README.md`` in this folder says what each figure means.
+
+    python benchmark/bench_peers.py [--quick] [--directory DIR] [--allow-tmpfs] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from machine import describe_machine, describe_versions
+from peer_bench.sides import LOCAL, PEER_KEYS, PEER_MEMORY, PEER_PLAIN, RAW, measure
+from sglang_tiered.transfer.security import PEER, make_keys
+from storage_bench.figures import DifferentBytesError, Report, quotients, size_name
+from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory
+
+PAGE_SIZES = (256 << 10, 1 << 20, 8 << 20)
+FIGURES = {
+    "peer_over_raw_tcp": (PEER_PLAIN, RAW),
+    "peer_memory_over_raw_tcp": (PEER_MEMORY, RAW),
+    "peer_over_local": (PEER_PLAIN, LOCAL),
+    "peer_encrypted_over_raw_tcp": (PEER_KEYS, RAW),
+    "peer_encrypted_over_local": (PEER_KEYS, LOCAL),
+}
+
+
+def measure_size(
+    root: Path, keys: Path, page_bytes: int, num_bytes: int, num_rounds: int, report: Report
+) -> None:
+    name = size_name(page_bytes)
+    samples, is_direct = measure(root / name, keys, page_bytes, num_bytes, num_rounds)
+    report.settings["holder_reads"] = "direct" if is_direct else "buffered, page cache warm"
+    size = num_bytes / 1e9
+    shown = {}
+    for side, found in samples.items():
+        speeds = [size / seconds for seconds in found.seconds]
+        shown[side] = (
+            f"{side} {statistics.median(speeds):.2f} GB/s ({min(speeds):.2f} to {max(speeds):.2f})"
+            f", {statistics.median(found.cpu) / size:.2f} CPU s/GB"
+        )
+        report.raw[f"{name}: {side}"] = vars(found)
+    for figure, (ours, other) in FIGURES.items():
+        ratio = quotients(samples[other].seconds, samples[ours].seconds)
+        report.add(f"{figure}_{name}", ratio, beside=f"{shown[ours]}; {shown[other]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
+    parser.add_argument(
+        "--directory", type=Path, default=default_directory(), help="where the store goes"
+    )
+    parser.add_argument("--allow-tmpfs", action="store_true", help="even where that is memory")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    num_rounds = 5 if options.quick else 11
+    num_bytes = (64 if options.quick else 256) << 20
+    report = Report()
+    try:
+        with Workspace(
+            options.directory, allow_tmpfs=options.allow_tmpfs, prefix="bench-peers-"
+        ) as workspace:
+            report.settings |= {
+                "quick": options.quick,
+                "rounds": num_rounds,
+                "bytes_per_round": num_bytes,
+                "filesystem": workspace.filesystem,
+            }
+            keys = workspace.root / "keys"
+            make_keys(keys, [PEER])
+            for page_bytes in PAGE_SIZES:
+                measure_size(workspace.root, keys, page_bytes, num_bytes, num_rounds, report)
+    except (DifferentBytesError, UnusableDirectoryError) as error:
+        print(f"Nothing to compare: {error}", file=sys.stderr)
+        return 1
+    console = Console(width=170)
+    machine = describe_machine()
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores; {report.settings['filesystem']}, reads "
+        f"{report.settings['holder_reads']}; {num_bytes >> 20} MiB a round, {num_rounds} rounds"
+    )
+    console.print(report.table())
+    if options.json:
+        result = {
+            "machine": machine,
+            "versions": describe_versions(),
+            "settings": report.settings,
+            "ratios": report.ratios,
+            "raw": report.raw,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
