@@ -1,4 +1,4 @@
-"""A lower tier for tests: pages in memory, held back or refused when told."""
+"""A far tier for tests: pages in memory, held back or refused when told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
+from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop
 from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Done:
 
 
 class SharedTier(MemoryEngine):
-    """As ``LowerTier`` says, over a dictionary. ``hold`` keeps jobs from running until
-    ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
+    """As ``LowerTier`` and ``PeerSource`` say, over a dictionary. ``hold`` keeps jobs from running
+    until ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
 
     def __init__(self, capacity_bytes: int = 1 << 30) -> None:
         super().__init__(capacity_bytes)
@@ -37,12 +37,24 @@ class SharedTier(MemoryEngine):
         self.known = True
         self.stored_runs: list[Run] = []
         self.deadlines: list[float | None] = []
+        self.hidden: set[bytes] = set()  # keys
         self._held: list[tuple[Job, float | None]] = []
         self._guard = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [not self.sick and key in self._pages for key in keys]
+            known = self._pages.keys() - self.hidden
+            return [not self.sick and key in known for key in keys]
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        found = super().lookup(keys)
+        hidden = next((i for i, key in enumerate(keys) if key in self.hidden), len(keys))
+        return found if hidden >= found.num_hits else LookupResult(hidden, Stop.MISS)
+
+    def hide(self, tenant: bytes | None) -> None:
+        with self._lock:
+            pages = self._pages.items()
+            self.hidden |= {key for key, page in pages if tenant in (None, page.tenant)}
 
     def submit_store(self, run: Run) -> Job:
         return self._submit(Job(JobKind.STORE, run), None)
@@ -61,6 +73,8 @@ class SharedTier(MemoryEngine):
 
     def _do(self, job: Job, deadline: float | None) -> Job:
         reason = self.refuse if job.kind is JobKind.STORE else None
+        if job.kind is JobKind.LOAD and not self.hidden.isdisjoint(job.run.keys):
+            reason = Reason.MISS
         if self.sick:
             reason = Reason.REJECTED if job.kind is JobKind.STORE else Reason.MISS
         if deadline is not None and time.monotonic() > deadline:
@@ -71,6 +85,7 @@ class SharedTier(MemoryEngine):
             return job
         if job.kind is JobKind.STORE:
             self.stored_runs.append(job.run)
+            self.hidden -= set(job.run.keys)
         return self._serve(job)
 
     def release(self) -> None:
@@ -83,6 +98,10 @@ class SharedTier(MemoryEngine):
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def health(self) -> Health:
+        return self.stats().health
 
     def stats(self) -> EngineStats:
         stats = super().stats()

@@ -1,4 +1,4 @@
-"""Whatever happens between two tiers in whatever order: a page that is served is the page that was
+"""Whatever happens between three tiers in whatever order: a page that is served is the one that was
 stored, a purged one never is, and the books balance."""
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from shared_tier import SharedTier
 
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.layered import LayeredEngine
-from sglang_tiered.storage.layered.tiers import LayeredSettings
+from sglang_tiered.storage.layered.tiers import FAR_TIERS, LayeredSettings
 from sglang_tiered.storage.region import RegionEngine
 
 TIMEOUT_S = 20.0
 TENANTS = (b"a" * 16, b"b" * 16)
 PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6
 OPERATIONS = (
-    "store", "store", "load", "load", "load", "purge", "sicken", "heal", "flush", "restart",
+    "store", "store", "share", "load", "load", "load", "purge", "told", "sicken", "heal", "lose",
+    "find", "turn", "flush", "restart",
 )  # fmt: skip
 
 
@@ -37,7 +38,8 @@ RUNS = [make_run(number) for number in range(NUM_RUNS)]
 class World:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.lower = SharedTier()
+        self.lower, self.peers = SharedTier(), SharedTier()
+        self.order = FAR_TIERS
         self.engine = self.open()
         self.stored: set[int] = set()
 
@@ -53,12 +55,17 @@ class World:
         bounds = LayeredSettings(
             staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001
         )
-        return LayeredEngine(upper, self.lower, bounds)
+        return LayeredEngine(upper, self.lower, bounds, peers=self.peers, order=lambda: self.order)
 
     def store(self, number: int) -> None:
         job = self.engine.submit_store(RUNS[number])
         assert job.wait(TIMEOUT_S)
         if all(job.ok):
+            self.stored.add(number)
+
+    def share(self, number: int) -> None:
+        """Another server holds it."""
+        if all(self.peers.submit_store(RUNS[number]).ok):
             self.stored.add(number)
 
     def load(self, number: int) -> None:
@@ -76,6 +83,21 @@ class World:
         assert self.engine.purge(TENANTS[number % 2], TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
+    def told(self, number: int) -> None:
+        """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
+        self.peers.begin_purge(TENANTS[number % 2])
+        assert self.engine.begin_purge(TENANTS[number % 2], was_told=True).wait(TIMEOUT_S)
+        self.stored -= {other for other in self.stored if other % 2 == number % 2}
+
+    def lose(self, _: int) -> None:
+        self.peers.sick = True
+
+    def find(self, _: int) -> None:
+        self.peers.sick = False
+
+    def turn(self, _: int) -> None:
+        self.order = self.order[::-1]
+
     def sicken(self, _: int) -> None:
         self.lower.sick = True
 
@@ -92,7 +114,7 @@ class World:
     def restart(self, _: int) -> None:
         self.engine.drain(TIMEOUT_S)
         self.engine._demoter.close()
-        self.engine.upper.close()  # the shared tier lives on
+        self.engine.upper.close()  # what others hold lives on
         self.engine._loader.close()
         self.engine = self.open()
 
@@ -114,5 +136,5 @@ def test_no_order_of_events_serves_a_wrong_page(events: list[tuple[str, int]]) -
             for name, number in events:
                 getattr(world, name)(number)
         finally:
-            world.lower.sick = False
+            world.lower.sick = world.peers.sick = False
             world.end()

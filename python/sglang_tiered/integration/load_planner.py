@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sglang_tiered.integration.tier_meter import Reading, TierMeter
-from sglang_tiered.policy.cost_model import LoadPlan
-from sglang_tiered.storage.layered.tiers import Tier
+from sglang_tiered.policy.cost_model import TYPICAL_TRANSFER_BYTES, LoadPlan, farthest_first
+from sglang_tiered.storage.layered.tiers import FAR_TIERS, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ __all__ = ["LoadDecision", "LoadPlanner"]
 
 Request = TypeVar("Request")
 
-STALE_AFTER_S = 3.0
+STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
 """A tier that no load has measured for this long is measured by a probe before it is declined for
-ever: disks recover."""
+ever: disks recover. A probe of another server takes of its time; one of a bucket is paid for."""
 
-OBJECT_STALE_AFTER_S = 60.0
-"""The same for the object store, where a probe is paid for."""
+MIN_FAR_DEADLINE_S = 0.05
 
-MIN_OBJECT_DEADLINE_S = 0.05
+TIERS = tuple(Tier)
+"""By the number that the cost model knows them by."""
 
 YIELD_SHARE = 0.05
 """Of its own prefill, what a request gives up so that a load that is nearly there gets into the
@@ -77,10 +77,10 @@ class LoadPlanner(Generic[Request]):
         self._always = always  # load everything, what it costs aside
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.meters = {
-            Tier.NVME: TierMeter(costs.transfer, clock, stale_after_s=STALE_AFTER_S),
-            Tier.OBJECT: TierMeter(costs.below, clock, stale_after_s=OBJECT_STALE_AFTER_S),
+            tier: TierMeter(cost, clock, stale_after_s=STALE_AFTER_S[tier])
+            for tier, cost in zip(TIERS, costs.transfers, strict=True)
         }
-        self.object_deadline_s = always_deadline_s if always else MIN_OBJECT_DEADLINE_S
+        self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
         self._clock = clock
         self._loads: dict[Request, _Load] = {}
         self._waiting: dict[Request, float] = {}
@@ -105,6 +105,11 @@ class LoadPlanner(Generic[Request]):
         """Whether nothing has measured the tier for long; asked when a load was declined."""
         self._learn()
         return self.meters[tier].wants_probe()
+
+    def far_order(self) -> list[Tier]:
+        """The tiers beyond NVMe, the one first that takes less for a typical load. Any thread."""
+        far = FAR_TIERS
+        return sorted(far, key=lambda tier: self.meters[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
 
     def _learn(self) -> None:
         for meter in self.meters.values():
@@ -137,16 +142,15 @@ class LoadPlanner(Generic[Request]):
         self._learn()
         is_new = not self.knows(request)
         self.leaves(request)
-        plan = LoadPlan(num_held, 0.0, 0.0)
+        plan = LoadPlan((num_held,), 0.0, 0.0)
         if not self._always:
             plan = self.costs.plan(
                 num_held=num_held,
                 num_new=num_new,
                 num_before=num_before,
-                num_ahead=num_ahead,
-                num_ahead_below=min(num_ahead, self._num_loading_below()),
+                ahead=farthest_first(num_ahead, self._loading()),
                 queue_wait_s=self._waiting_s,
-                spans=[(tier is Tier.OBJECT, num_tokens) for tier, num_tokens in spans],
+                spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
             )
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
@@ -176,19 +180,23 @@ class LoadPlanner(Generic[Request]):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        """A read of the object store, of whichever request, is of no use any more once the
-        longest prefill that a load replaces would have been computed."""
+        """A read of a far tier, of whichever request, is of no use any more once the longest
+        prefill that a load replaces would have been computed."""
         if not self._always:
-            saved = [load.plan.saved_s for load in self._begun() if load.plan.num_below]
+            saved = [load.plan.saved_s for load in self._begun() if load.plan.num_far]
             longest_s = max(saved, default=0.0) + self._waiting_s
-            self.object_deadline_s = max(MIN_OBJECT_DEADLINE_S, longest_s)
+            self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
 
     def _begun(self) -> list[_Load]:
         return [load for load in self._loads.values() if load.queued_at is not None]
 
-    def _num_loading_below(self) -> int:
-        """Tokens of loads under way that come from the object store."""
-        return sum(load.plan.num_below for load in self._begun())
+    def _loading(self, but: _Load | None = None) -> list[int]:
+        """Tokens of loads under way, by the tier that they come from."""
+        loading = [0] * len(TIERS)
+        for load in self._begun():
+            for tier, num_tokens in enumerate(load.plan.parts if load is not but else ()):
+                loading[tier] += num_tokens
+        return loading
 
     def left_s(self, request: Request) -> float:
         """Until its load is expected to have arrived; infinite if it is far too late, or none."""
@@ -215,13 +223,8 @@ class LoadPlanner(Generic[Request]):
             return load is not None
         self._learn()
         plan = load.plan
-        load_s = self.costs.load_seconds(
-            plan.num_tokens,
-            num_ahead=num_ahead,
-            num_below=plan.num_below,
-            num_ahead_below=min(num_ahead, self._num_loading_below()),
-        )
-        return load_s < plan.saved_s
+        ahead = farthest_first(num_ahead, self._loading())
+        return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
 
     def should_wait(
         self, request: Request, *, num_missing: int, num_before: int, num_ahead: int, is_read: bool
@@ -237,14 +240,9 @@ class LoadPlanner(Generic[Request]):
             return True
         now = self._clock()
         load = self._loads.get(request)
-        num_below = 0 if load is None else min(num_missing, load.plan.num_below)
-        others_below = self._num_loading_below() - (0 if load is None else load.plan.num_below)
-        left_s = self.costs.load_seconds(
-            num_missing,
-            num_ahead=num_ahead,
-            num_below=num_below,
-            num_ahead_below=min(num_ahead, max(0, others_below)),
-        )
+        missing = farthest_first(num_missing, (0,) if load is None else load.plan.parts)
+        ahead = farthest_first(num_ahead, self._loading(but=load))
+        left_s = self.costs.load_seconds(missing, ahead)
         if load is not None and is_read:
             if load.begun_at is None:
                 load.begun_at, load.left_to_begin_s = now, left_s

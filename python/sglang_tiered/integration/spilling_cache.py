@@ -129,7 +129,7 @@ class SpillingRadixCache(LoadingRadixCache):
             return 1.0
         costs = self._planner.costs
         prefill = costs.prefill.seconds(num_tokens, 0)
-        seconds = costs.load_seconds(num_tokens) if is_held else prefill
+        seconds = costs.load_seconds((num_tokens,)) if is_held else prefill
         return max(seconds, MIN_COST_S) / num_tokens
 
     def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:

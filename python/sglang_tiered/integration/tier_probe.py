@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "MAX_OBJECT_PROBE_BYTES",
-    "MAX_OBJECT_PROBE_S",
+    "MAX_FAR_PROBE_BYTES",
+    "MAX_FAR_PROBE_S",
     "MAX_PROBE_BYTES",
     "MAX_PROBE_PAGES",
     "read_in_steps",
 ]
 
 MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
-MAX_OBJECT_PROBE_BYTES, MAX_OBJECT_PROBE_S = 4 << 20, 10.0
+MAX_FAR_PROBE_BYTES, MAX_FAR_PROBE_S = 4 << 20, 10.0
 MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
 

@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.host_pages import engine_keys
 from sglang_tiered.integration.tier_probe import (
-    MAX_OBJECT_PROBE_BYTES,
-    MAX_OBJECT_PROBE_S,
+    MAX_FAR_PROBE_BYTES,
+    MAX_FAR_PROBE_S,
     MAX_PROBE_BYTES,
     MAX_PROBE_PAGES,
     read_in_steps,
@@ -58,8 +58,8 @@ class TierTransfers:
         self.probe([key.hex() for key in self._shard.some_keys(MAX_PROBE_PAGES)])
 
     def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
-        """Loads of these pages come next, and they are a tenant's: what the object tier serves of
-        them is kept on NVMe under its name. Scheduler thread."""
+        """Loads of these pages come next, and they are a tenant's: what a far tier serves of them
+        is kept on NVMe under its name. Scheduler thread."""
         if self._layered is None:
             return
         with self._lock:
@@ -86,7 +86,7 @@ class TierTransfers:
         layered, planner = self._layered, self._planner
         if layered is None:
             return self._read(self._shard.submit_load, run, Tier.NVME)
-        deadline_s = None if planner is None else planner.object_deadline_s
+        deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
             tenant = self._tenants.get(first_hash)
         submit = partial(layered.submit_load, deadline_s=deadline_s, tenant=tenant)
@@ -106,7 +106,7 @@ class TierTransfers:
 
     def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
         """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
-        max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_OBJECT_PROBE_BYTES
+        max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_FAR_PROBE_BYTES
         hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]
         if hashes:
             threading.Thread(
@@ -117,9 +117,9 @@ class TierTransfers:
         pages = tuple((memoryview(bytearray(self._page_bytes)),) for _ in hashes)
         keys = tuple(engine_keys(PoolName.KV, hashes))
         submit: Callable[[Run], Job] = self._shard.submit_load
-        if tier is Tier.OBJECT:
+        if tier is not Tier.NVME:
             assert self._layered is not None
-            submit = partial(self._layered.lower.submit_load, deadline_s=MAX_OBJECT_PROBE_S)
+            submit = partial(self._layered.far[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
 
         def read(num_pages: int, taught_after_s: float) -> None:
             run = Run(keys[:num_pages], pages[:num_pages])
@@ -128,4 +128,4 @@ class TierTransfers:
         if tier is Tier.NVME:
             read_in_steps(read, len(hashes))
         else:
-            read(len(hashes), 0.0)  # once: it is paid for
+            read(len(hashes), 0.0)  # once: somebody pays for it

@@ -8,8 +8,9 @@ prefill follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICM
 arXiv 2410.03065); what this runtime cannot do of it, meeting in the middle, is told in the README
 of this package.
 
-A prefix may lie in two tiers, the second below the first (an object store below NVMe), each with
-a cost of its own. They are read at the same time, so a load takes as long as the slower part.
+A prefix may lie in several tiers (this server's disk, other servers', an object store), each with
+a cost of its own. Tiers go by their number, nearest first. They are read at the same time, so a
+load takes as long as its slowest part.
 
 Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
 """
@@ -24,7 +25,14 @@ from sglang_tiered.policy.learnt_cost import LearntCost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CostModel", "LoadPlan", "PrefillCost", "TransferCost"]
+__all__ = [
+    "TYPICAL_TRANSFER_BYTES",
+    "CostModel",
+    "LoadPlan",
+    "PrefillCost",
+    "TransferCost",
+    "farthest_first",
+]
 
 PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 """Seconds per batch, per token, per pair, before any batch was seen: 20,000 tokens per second."""
@@ -38,8 +46,14 @@ all prices with it."""
 PRIOR_TRANSFER = (1e-3, 1e-9)
 """Seconds per load and per byte, before any: 1 GB/s."""
 
-PRIOR_BELOW = (5e-2, 5e-9)
-"""The same for the second tier: 50 ms, and 200 MB/s."""
+PRIOR_PEERS = (5e-3, 1e-9)
+"""The same for other servers: 5 ms, and 1 GB/s."""
+
+PRIOR_OBJECT = (5e-2, 5e-9)
+"""The same for an object store: 50 ms, and 200 MB/s."""
+
+PRIORS = (PRIOR_TRANSFER, PRIOR_PEERS, PRIOR_OBJECT)
+"""By tier, nearest first."""
 
 TYPICAL_TRANSFER_BYTES = 16 << 20
 
@@ -135,18 +149,26 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much of a prefix to load, ``num_below`` of it from the second tier. ``load_s`` is until
-    it has arrived, its queue included; ``saved_s`` the prefill it replaces."""
+    """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is
+    until it has arrived, its queue included; ``saved_s`` the prefill it replaces."""
 
-    num_tokens: int
+    parts: tuple[int, ...]
     load_s: float
     saved_s: float
-    num_below: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def num_far(self) -> int:
+        """Tokens that do not come from the nearest tier."""
+        return sum(self.parts[1:])
 
 
 class CostModel:
-    """Compares computing with loading, for the tiers of one scheduler. ``below`` is the cost of
-    loads from the second tier, if there is one."""
+    """Compares computing with loading, for the tiers of one scheduler. ``transfers`` are the costs
+    of loads by tier, nearest first; those left out start from ``PRIORS``."""
 
     def __init__(
         self,
@@ -154,8 +176,7 @@ class CostModel:
         page_tokens: int,
         bytes_per_token: int,
         prefill: PrefillCost | None = None,
-        transfer: TransferCost | None = None,
-        below: TransferCost | None = None,
+        transfers: Sequence[TransferCost] = (),
     ) -> None:
         if page_tokens <= 0 or bytes_per_token <= 0:
             raise ValueError(
@@ -164,26 +185,22 @@ class CostModel:
         self._page_tokens = page_tokens
         self._bytes_per_token = bytes_per_token
         self.prefill = PrefillCost() if prefill is None else prefill
-        self.transfer = TransferCost() if transfer is None else transfer
-        self.below = TransferCost(PRIOR_BELOW) if below is None else below
+        self.transfers = (*transfers, *map(TransferCost, PRIORS[len(transfers) :]))
 
-    def load_seconds(
-        self,
-        num_tokens: int,
-        *,
-        num_ahead: int = 0,
-        num_below: int = 0,
-        num_ahead_below: int = 0,
-    ) -> float:
-        """Until ``num_tokens`` have arrived, behind ``num_ahead`` tokens of other loads, so many
-        of both from the second tier. Loads follow each other; the parts of one run side by side."""
-        parts = self._part_seconds(num_tokens - num_below, num_below)
-        own_s = max(parts, default=self.transfer.seconds(0))
-        return own_s + sum(self._part_seconds(num_ahead - num_ahead_below, num_ahead_below))
+    @property
+    def transfer(self) -> TransferCost:
+        """Of the nearest tier."""
+        return self.transfers[0]
 
-    def _part_seconds(self, num_above: int, num_below: int) -> list[float]:
-        parts = ((self.transfer, num_above), (self.below, num_below))
-        return [cost.seconds(n * self._bytes_per_token) for cost, n in parts if n > 0]
+    def load_seconds(self, parts: Sequence[int], ahead: Sequence[int] = ()) -> float:
+        """Until so many tokens of each tier have arrived, behind the tokens of other loads. Loads
+        follow each other; the parts of one run side by side."""
+        own_s = max(self._part_seconds(parts), default=self.transfer.seconds(0))
+        return own_s + sum(self._part_seconds(ahead))
+
+    def _part_seconds(self, parts: Sequence[int]) -> list[float]:
+        costs = zip(self.transfers, parts, strict=False)
+        return [cost.seconds(n * self._bytes_per_token) for cost, n in costs if n > 0]
 
     def plan(
         self,
@@ -191,37 +208,32 @@ class CostModel:
         num_held: int,
         num_new: int,
         num_before: int,
-        num_ahead: int = 0,
-        num_ahead_below: int = 0,
+        ahead: Sequence[int] = (),
         queue_wait_s: float = 0.0,
-        spans: Sequence[tuple[bool, int]] = (),
+        spans: Sequence[tuple[int, int]] = (),
     ) -> LoadPlan:
         """The length to load of a prefix that the tiers hold ``num_held`` tokens of.
 
         ``num_new`` tokens, the held ones first among them, follow ``num_before`` that need no
-        prefill. ``spans`` say in order how many of the held tokens lie in which tier (true: the
-        second); without them all lie in the first. Whatever arrives while the request has to wait
-        anyway (``queue_wait_s``) costs nothing. Of lengths that are about as good the longest is
-        taken: it leaves more of the processor to others. Whole pages; 0 means compute everything.
+        prefill. ``spans`` are pairs of a tier and how many of the held tokens it holds, in order;
+        without them the nearest holds all. ``ahead`` are the tokens of other loads, by tier.
+        Whatever arrives while the request has to wait anyway (``queue_wait_s``) costs nothing. Of
+        lengths that are about as good the longest is taken: it leaves more of the processor to
+        others. Whole pages; 0 means compute everything.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         if num_held <= 0:
-            return LoadPlan(0, 0.0, 0.0)
+            return LoadPlan((), 0.0, 0.0)
         everything = self.prefill.seconds(num_new, num_before)
-        best, best_s = LoadPlan(0, 0.0, 0.0), everything
+        best, best_s = LoadPlan((), 0.0, 0.0), everything
         for num_tokens in self._cuts(num_held, spans):
-            num_below = _num_below(num_tokens, spans)
-            load_s = self.load_seconds(
-                num_tokens,
-                num_ahead=num_ahead,
-                num_below=num_below,
-                num_ahead_below=num_ahead_below,
-            )
+            parts = self._parts(num_tokens, spans)
+            load_s = self.load_seconds(parts, ahead)
             rest_s = self.prefill.seconds(num_new - num_tokens, num_before + num_tokens)
             saved_s = everything - rest_s
             total_s = max(0.0, load_s - queue_wait_s) + rest_s + MIN_GAIN * saved_s
             if total_s <= best_s:
-                best, best_s = LoadPlan(num_tokens, load_s, saved_s, num_below), total_s
+                best, best_s = LoadPlan(parts, load_s, saved_s), total_s
         return best
 
     def should_wait(self, *, num_missing: int, num_before: int, left_s: float) -> bool:
@@ -229,7 +241,7 @@ class CostModel:
         ``num_before`` ones that are there, expected in ``left_s``."""
         return left_s < self.prefill.seconds(num_missing, num_before)
 
-    def _cuts(self, num_held: int, spans: Sequence[tuple[bool, int]]) -> list[int]:
+    def _cuts(self, num_held: int, spans: Sequence[tuple[int, int]]) -> list[int]:
         """Lengths to compare: even parts, and where the tier changes."""
         num_pages = num_held // self._page_tokens
         cuts = min(NUM_CUTS, num_pages)
@@ -240,17 +252,28 @@ class CostModel:
             lengths.add(min(end, num_held) // self._page_tokens * self._page_tokens)
         return sorted(lengths - {0})
 
+    def _parts(self, num_tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """How many of the first tokens lie in which tier."""
+        parts = [0] * len(self.transfers)
+        for tier, length in spans:
+            taken = min(length, num_tokens)
+            parts[tier] += taken
+            num_tokens -= taken
+            if num_tokens <= 0:
+                break
+        parts[0] += num_tokens
+        return tuple(parts)
 
-def _num_below(num_tokens: int, spans: Sequence[tuple[bool, int]]) -> int:
-    """How many of the first tokens lie in the second tier."""
-    total = 0
-    for is_below, length in spans:
-        taken = min(length, num_tokens)
-        total += taken * is_below
-        num_tokens -= taken
-        if num_tokens <= 0:
-            break
-    return total
+
+def farthest_first(num_tokens: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """``num_tokens`` of loads that come to ``parts`` by tier, when it is not known which: the far
+    ones, as they arrive last. What is beyond all of them is the nearest tier's."""
+    taken = [0] * max(1, len(parts))
+    for tier in range(len(parts) - 1, 0, -1):
+        taken[tier] = min(num_tokens, parts[tier])
+        num_tokens -= taken[tier]
+    taken[0] = num_tokens
+    return tuple(taken)
 
 
 def _pairs(new: int, before: int) -> float:

@@ -38,7 +38,7 @@ def make_planner(*, load_token_s: float = LOAD_TOKEN_S) -> tuple[LoadPlanner[str
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
         prefill=PrefillCost((1e-3, TOKEN_S, 0.0)),
-        transfer=TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN)),
+        transfers=[TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN))],
     )
     now = Now()
     return LoadPlanner(costs, now), now
@@ -75,7 +75,7 @@ def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() ->
         load(planner, now, 1 << 20, 30.0)
     assert arrive(planner, "r", 6400, 6500) == 0
     assert not planner.wants_probe()  # just measured
-    now.seconds += STALE_AFTER_S
+    now.seconds += STALE_AFTER_S[Tier.NVME]
     assert planner.wants_probe()
     assert not planner.wants_probe()  # one at a time
     for _ in range(8):
@@ -180,7 +180,7 @@ def test_nothing_is_left_after_clear() -> None:
 def test_when_told_to_load_always_no_price_counts() -> None:
     now = Now()
     costs = CostModel(
-        page_tokens=64, bytes_per_token=BYTES_PER_TOKEN, transfer=TransferCost((1e9, 1.0))
+        page_tokens=64, bytes_per_token=BYTES_PER_TOKEN, transfers=[TransferCost((1e9, 1.0))]
     )
     planner: LoadPlanner[str] = LoadPlanner(costs, now, always=True)
     assert arrive(planner, "r", 6400, 6500) == 6400

@@ -205,7 +205,7 @@ def test_chain_costs_a_load_if_the_disk_has_it_or_is_about_to_and_else_a_prefill
 ) -> None:
     costs = CostModel(page_tokens=PAGE, bytes_per_token=1)
     made.cache._planner = SimpleNamespace(costs=costs)
-    load = costs.load_seconds(4096) / 4096
+    load = costs.load_seconds((4096,)) / 4096
     prefill = costs.prefill.seconds(4096, 0) / 4096
     assert load < prefill
     assert made.cache.cost_to_bring_back(1, "chain", 4096) == pytest.approx(prefill)

@@ -47,7 +47,7 @@ def model(slowdown: float = 1.0) -> CostModel:
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
         prefill=learnt_prefill(),
-        transfer=learnt_transfer(slowdown=slowdown),
+        transfers=[learnt_transfer(slowdown=slowdown)],
     )
 
 
@@ -131,14 +131,14 @@ def test_no_plan_is_dearer_than_computing_everything(
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
         prefill=PrefillCost((BATCH_S, TOKEN_S, PAIR_S)),
-        transfer=TransferCost((slowdown * LOAD_S, slowdown * BYTE_S)),
+        transfers=[TransferCost((slowdown * LOAD_S, slowdown * BYTE_S))],
     )
     num_new = num_held + num_rest
     plan = costs.plan(
         num_held=num_held,
         num_new=num_new,
         num_before=num_before,
-        num_ahead=num_ahead,
+        ahead=(num_ahead,),
         queue_wait_s=queue_wait_s,
     )
     assert plan.num_tokens % 64 == 0
@@ -155,7 +155,8 @@ def test_a_slow_load_is_taken_as_far_as_it_hides_behind_the_queue() -> None:
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
         prefill=PrefillCost((BATCH_S, TOKEN_S, 0.0)),
-        transfer=TransferCost((0.0, 2 * TOKEN_S / BYTES_PER_TOKEN)),  # twice as slow as computing
+        # Twice as slow as computing.
+        transfers=[TransferCost((0.0, 2 * TOKEN_S / BYTES_PER_TOKEN))],
     )
     held = {"num_held": 6400, "num_new": 6400, "num_before": 0}
     assert costs.plan(**held).num_tokens == 0
@@ -167,8 +168,8 @@ def test_a_slow_load_is_taken_as_far_as_it_hides_behind_the_queue() -> None:
 def test_loads_ahead_can_make_a_load_not_worth_its_wait() -> None:
     costs = model()
     held = {"num_held": 4000, "num_new": 4032, "num_before": 0}
-    assert costs.plan(**held, num_ahead=10_000).num_tokens == 3968
-    assert costs.plan(**held, num_ahead=10_000_000).num_tokens == 0
+    assert costs.plan(**held, ahead=(10_000,)).num_tokens == 3968
+    assert costs.plan(**held, ahead=(10_000_000,)).num_tokens == 0
 
 
 def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:

@@ -1,11 +1,12 @@
-"""``LayeredEngine``: one tier engine over two, NVMe (upper) and an object store (lower).
+"""``LayeredEngine``: one tier engine over NVMe (upper), other servers (peers), an object store
+(lower).
 
 Callers store into the upper tier only. From there pages go down in the background (``demotion``),
-and pages found below come up again when a load wants them (``loading``, ``promotion``). The upper
-tier's failures leave the lower one serving, and the reverse.
+and pages found in a far tier come up when a load wants them (``loading``, ``promotion``). A tier
+that fails leaves the others serving.
 
 Locks: ``_gate`` is held while something is submitted to a tier on our own account, and while a
-purge begins in both, so that nothing read before a purge is stored behind it. ``_lock`` guards our
+purge begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards our
 books, is a leaf, and may be taken under an engine's own lock.
 """
 
@@ -33,13 +34,26 @@ from sglang_tiered.storage.layered.demotion import Demoter
 from sglang_tiered.storage.layered.forgetting import LayeredForgetting
 from sglang_tiered.storage.layered.loading import Loader
 from sglang_tiered.storage.layered.promotion import Promoter
-from sglang_tiered.storage.layered.tiers import LayeredSettings, LayeredStats, Span, Tier
+from sglang_tiered.storage.layered.tiers import (
+    FAR_TIERS,
+    FarStats,
+    LayeredSettings,
+    LayeredStats,
+    Span,
+    Tier,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.base import Run, TenantUsage
-    from sglang_tiered.storage.layered.tiers import LowerTier, ReadObserver
+    from sglang_tiered.storage.layered.tiers import (
+        LowerTier,
+        PeerSource,
+        ReadObserver,
+        Source,
+        Unfinished,
+    )
     from sglang_tiered.storage.region.store import RegionEngine
 
 __all__ = ["LayeredEngine"]
@@ -51,21 +65,31 @@ _FLUSH_STEP_S = 1.0
 
 
 class LayeredEngine(TierEngine):
-    """Owns both engines, and closes them. ``may_promote`` is asked before pages are copied up; it
-    must not block (default: always)."""
+    """Owns all its tiers, and closes them. ``order`` says which far tier is asked first and
+    ``may_promote`` whether pages may be copied up (default: always); neither must block."""
 
     def __init__(
         self,
         upper: RegionEngine,
-        lower: LowerTier,
+        lower: LowerTier | None = None,
         settings: LayeredSettings | None = None,
         *,
+        peers: PeerSource | None = None,
+        order: Callable[[], Sequence[Tier]] = lambda: FAR_TIERS,
         may_promote: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or LayeredSettings()
         self.upper = upper
         self.lower = lower
+        self.peers = peers
+        self.far: dict[Tier, Source] = {}
+        if peers is not None:
+            self.far[Tier.PEER] = peers
+        if lower is not None:
+            self.far[Tier.OBJECT] = lower
+        self._tiers: list[RegionEngine | Source] = [upper, *self.far.values()]
+        self._order = order
         self._clock = clock
         self._gate = threading.Lock()
         self._lock = threading.Lock()
@@ -79,21 +103,24 @@ class LayeredEngine(TierEngine):
         self._promoter = Promoter(upper, self._gate, settings.promotion_bytes, may_promote)
         self._loader = Loader(
             upper,
-            lower,
+            self.far,
             self._promoter,
+            order=order,
             ended=self._ended,
             generation=lambda: self._generation,
             clock=clock,
         )
-        self._demoter = Demoter(
-            upper,
-            lower,
-            settings,
-            gate=self._gate,
-            generation=lambda: self._generation,
-            is_idle=lambda: self._num_loads == 0,
-            clock=clock,
-        )
+        self._demoter: Demoter | None = None  # without a lower tier nothing goes down
+        if lower is not None:
+            self._demoter = Demoter(
+                upper,
+                lower,
+                settings,
+                gate=self._gate,
+                generation=lambda: self._generation,
+                is_idle=lambda: self._num_loads == 0,
+                clock=clock,
+            )
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Tell somebody of every read of a tier from now on."""
@@ -105,7 +132,7 @@ class LayeredEngine(TierEngine):
         num_hits = sum(span.num_pages for span in self.lookup_spans(keys))
         if num_hits == len(keys) and not self._closed:
             return LookupResult(num_hits, Stop.END)
-        stops = [tier.lookup(keys[num_hits : num_hits + 1]).stop for tier in self._tiers()]
+        stops = [tier.lookup(keys[num_hits : num_hits + 1]).stop for tier in self._tiers]
         if self._closed or set(stops) == {Stop.UNHEALTHY}:
             return LookupResult(num_hits, Stop.UNHEALTHY)
         return LookupResult(num_hits, Stop.PENDING if Stop.PENDING in stops else Stop.MISS)
@@ -120,30 +147,45 @@ class LayeredEngine(TierEngine):
         if at:
             spans.append(Span(Tier.NVME, at))
         rest = keys[at:]
-        if not rest or not self.lower.lookup(rest[:1]).num_hits:
-            return spans
-        serving = [tier.stats().health is Health.RUNNING for tier in self._tiers()]
-        above = self.upper.view.contains(rest) if serving[0] else [False] * len(rest)
-        below = self.lower.contains(rest) if serving[1] else [False] * len(rest)
-        sources = [
-            Tier.NVME if up else Tier.OBJECT if down else None
-            for up, down in zip(above, below, strict=True)
-        ]
-        for source, pages in itertools.groupby(sources):
-            if source is None:
-                break
-            spans.append(Span(source, len(list(pages))))
+        if rest and any(far.lookup(rest[:1]).num_hits for far in self.far.values()):
+            spans += self._spans_anywhere(rest)
         return spans
+
+    def _spans_anywhere(self, keys: Sequence[bytes]) -> list[Span]:
+        """As ``lookup_spans``, for keys of which NVMe may hold some only."""
+        tiers: list[Tier | None] = [None] * len(keys)
+        lacking = list(range(len(keys)))
+        for tier in (Tier.NVME, *self._order()):
+            held = self._contains(tier, [keys[i] for i in lacking])
+            for i in itertools.compress(lacking, held):
+                tiers[i] = tier
+            lacking = [i for i, is_held in zip(lacking, held, strict=True) if not is_held]
+            if not lacking:
+                break
+        spans = []
+        for found, pages in itertools.groupby(tiers):
+            if found is None:
+                break
+            spans.append(Span(found, len(list(pages))))
+        return spans
+
+    def _contains(self, tier: Tier, keys: Sequence[bytes]) -> list[bool]:
+        """Whether a tier could serve each key now."""
+        if tier is Tier.NVME:
+            serves = self.upper.stats().health is Health.RUNNING
+            return self.upper.view.contains(keys) if serves else [False] * len(keys)
+        source = self.far.get(tier)
+        if source is None or source.health is not Health.RUNNING:
+            return [False] * len(keys)
+        return source.contains(keys)
 
     def contains_below(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether the lower tier holds each key. Memory only."""
-        return self.lower.contains(keys)
+        return [False] * len(keys) if self.lower is None else self.lower.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
-        return self.upper.some_keys(limit) or self.lower.some_keys(limit)
-
-    def _tiers(self) -> tuple[RegionEngine, LowerTier]:
-        return self.upper, self.lower
+        found = (tier.some_keys(limit) for tier in self._tiers)
+        return next(filter(None, found), [])
 
     # ---- Jobs ----
 
@@ -157,8 +199,8 @@ class LayeredEngine(TierEngine):
     def submit_load(
         self, run: Run, *, deadline_s: float | None = None, tenant: bytes | None = None
     ) -> Job:
-        """Reads of the lower tier fail after ``deadline_s``. Pages that came from there are stored
-        in the upper one too if ``tenant`` says whose they are."""
+        """Reads of far tiers fail after ``deadline_s``. Pages that came from there are stored in
+        the upper one too if ``tenant`` says whose they are."""
         job = self._loader.open(run)
         with self._lock:
             self._inflight[job] = None
@@ -168,7 +210,8 @@ class LayeredEngine(TierEngine):
             self._ended(job)
             job.finish()
         else:
-            self._demoter.queue.touch(run.keys)
+            if self._demoter is not None:
+                self._demoter.queue.touch(run.keys)
             self._loader.begin(job, deadline_s=deadline_s, tenant=tenant)
         return job
 
@@ -183,6 +226,8 @@ class LayeredEngine(TierEngine):
                     self._bytes[job.kind] += sum(segment.nbytes for segment in page)
             if job.kind is JobKind.LOAD:
                 self._num_loads -= 1
+        if self._demoter is None:
+            return
         if job.kind is JobKind.STORE:
             pages = zip(job.run.keys, job.reasons, strict=True)
             self._demoter.stored([k for k, r in pages if r is Reason.OK], job.run.tenant)
@@ -190,8 +235,8 @@ class LayeredEngine(TierEngine):
             self._demoter.wake()
 
     def poll(self) -> list[Job]:
-        self.upper.poll()  # of the parts; nobody waits for their reports
-        self.lower.poll()
+        for tier in self._tiers:
+            tier.poll()  # of the parts; nobody waits for their reports
         with self._lock:
             finished = list(self._unreported)
             self._unreported.clear()
@@ -202,6 +247,8 @@ class LayeredEngine(TierEngine):
     def flush(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Copy these pages of one chain to the lower tier now, ahead of everything: whether each is
         durable there. Blocks; never on the scheduler thread."""
+        if self.lower is None or self._demoter is None:
+            return [False] * len(keys)
         deadline = self._clock() + timeout_s
         pause_s = _LOOK_S
         while True:
@@ -222,18 +269,28 @@ class LayeredEngine(TierEngine):
 
     # ---- Forgetting ----
 
-    def begin_purge(self, tenant: bytes | None) -> LayeredForgetting:
-        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
+    def begin_purge(
+        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+    ) -> LayeredForgetting:
+        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only.
+        What a peer purged and told us of is not told again, and not purged again from the lower
+        tier, which we share with it: perhaps that was long ago, with much stored there since."""
         with self._gate:
             self._generation += 1
-            upper = self.upper.begin_purge(tenant)
-            return LayeredForgetting(upper, self.lower.begin_purge(tenant))
+            begun: list[Unfinished] = [self.upper.begin_purge(tenant)]
+            if self.lower is not None and was_told:
+                self.lower.hide(tenant)
+            elif self.lower is not None:
+                begun.append(self.lower.begin_purge(tenant))
+            if self.peers is not None and tells_peers and not was_told:
+                begun.append(self.peers.begin_purge(tenant))
+            return LayeredForgetting(*begun)
 
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
     def clear(self) -> bool:
-        """The lower tier is waited for a minute: its storage may be out of reach for longer."""
+        """Far tiers are waited for a minute: they may be out of reach for longer."""
         return self.begin_purge(None).wait(_CLEAR_TIMEOUT_S)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
@@ -241,22 +298,25 @@ class LayeredEngine(TierEngine):
         of it is copied down unless ``flush`` asks for it."""
         with self._gate:
             self._generation += 1
-            self._demoter.suspend()
-            self.lower.set_namespace(namespace)
+            if self._demoter is not None:
+                self._demoter.suspend()
+            for source in self.far.values():
+                source.set_namespace(namespace)
         self.upper.set_namespace(namespace, keep=keep)
 
     # ---- Books ----
 
     def stats(self) -> EngineStats:
-        """The callers' jobs, and the upper tier's space. Each tier's own: ``upper.stats()`` and
-        ``lower.stats()``; what moved between them: ``layered_stats()``."""
-        upper, lower = self.upper.stats(), self.lower.stats()
-        serving = lower if lower.health is Health.RUNNING else upper
+        """The callers' jobs, and the upper tier's space. Each tier's own: ``upper.stats()`` and so
+        on; what moved between them: ``far_stats()`` and ``layered_stats()``."""
+        upper = self.upper.stats()
+        serves = any(source.health is Health.RUNNING for source in self.far.values())
+        health = Health.RUNNING if serves else upper.health
         with self._lock:
             return dataclasses.replace(
                 upper,
-                health=Health.FAILED if self._closed else serving.health,
-                health_reason=serving.health_reason,
+                health=Health.FAILED if self._closed else health,
+                health_reason="" if serves else upper.health_reason,
                 num_inflight_jobs=len(self._inflight),
                 num_pages_loaded=self._outcomes[JobKind.LOAD, Reason.OK],
                 bytes_loaded=self._bytes[JobKind.LOAD],
@@ -265,17 +325,24 @@ class LayeredEngine(TierEngine):
                 reasons=dict(self._outcomes),
             )
 
+    def far_stats(self, tier: Tier) -> FarStats:
+        return FarStats(
+            num_promoted=self._promoter.num_promoted[tier],
+            num_promotions_dropped=self._promoter.num_dropped[tier],
+            num_recovered=self._loader.num_recovered[tier],
+        )
+
     def layered_stats(self) -> LayeredStats:
-        promoter, demoter = self._promoter, self._demoter
+        """Of the object store: what came from there, and what went there."""
+        demoter = self._demoter
+        assert demoter is not None, "there is no object store"
         return LayeredStats(
-            num_promoted=promoter.num_promoted,
-            num_promotions_dropped=promoter.num_dropped,
+            **dataclasses.asdict(self.far_stats(Tier.OBJECT)),
             num_demoted=demoter.num_demoted,
             bytes_demoted=demoter.bytes_demoted,
             num_demotions_dropped=demoter.num_dropped,
             num_demotions_gone=demoter.num_gone,
             demote_backlog=demoter.backlog,
-            num_recovered=self._loader.num_recovered,
         )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
@@ -292,17 +359,21 @@ class LayeredEngine(TierEngine):
             if self._closed:
                 return
             self._closed = True
-        self._demoter.close()
+        if self._demoter is not None:
+            self._demoter.close()
+        if self.peers is not None:
+            self.peers.close()  # which serves others from the upper tier
         self.upper.close()
-        self.lower.close()
+        if self.lower is not None:
+            self.lower.close()
         self._loader.close()
 
     def check_integrity(self) -> None:
-        self.upper.check_integrity()
-        self.lower.check_integrity()
+        for tier in self._tiers:
+            tier.check_integrity()
         with self._lock:
             assert self._num_loads >= 0, f"{self._num_loads} loads under way"
             loads = sum(job.kind is JobKind.LOAD for job in self._inflight)
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
-        staged, flying = self._demoter.take_stock()
+        staged, flying = (0, 0) if self._demoter is None else self._demoter.take_stock()
         assert staged >= 0 and flying >= 0, f"{staged} bytes of {flying} pages on their way"

@@ -1,9 +1,9 @@
-"""``Loader``: one load over two tiers.
+"""``Loader``: one load over several tiers.
 
-Each page is read from the upper tier if it is there, else from the lower one, at the same time. A
-page that the upper tier turns out not to have whole (damaged, unreadable, reclaimed meanwhile) is
-tried once more on the lower one, while the deadline allows. The caller's job ends when the last
-part has ended, so its buffers are touched by nobody afterwards.
+Each page is read from the first tier that holds it: NVMe, then the far ones in the order that the
+caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
+unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
+caller's job ends when the last part has ended, so its buffers are touched by nobody afterwards.
 
 Parts end on the engines' threads, at times under their locks. There only outcomes are noted; what
 calls an engine again, or copies, is done by one thread of this module.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,10 @@ from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 from sglang_tiered.storage.layered.tiers import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang_tiered.storage.layered.promotion import Promoter
-    from sglang_tiered.storage.layered.tiers import LowerTier, ReadObserver
+    from sglang_tiered.storage.layered.tiers import ReadObserver, Source
     from sglang_tiered.storage.region.store import RegionEngine
 
 __all__ = ["Loader"]
@@ -32,7 +33,7 @@ __all__ = ["Loader"]
 JOIN_S = 10.0
 logger = logging.getLogger(__name__)
 
-_MAY_BE_BELOW = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
+_MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 
 
 class _LoadJob(Job):
@@ -52,6 +53,7 @@ class _Load:
     tenant: bytes | None  # whose pages they are, where the caller knows
     deadline: float | None  # of the loader's clock
     generation: int
+    order: Sequence[Tier]  # of the far tiers
     num_left: int = 1  # parts under way, and the submission itself
 
 
@@ -60,34 +62,37 @@ class _Part:
     load: _Load
     tier: Tier
     positions: Sequence[int]
+    failed: frozenset[Tier]  # these tiers could not serve these pages
     reading: Any
-    is_second: bool  # the upper tier failed these pages
     job: Job | None = None
 
 
 class Loader:
-    """``ended`` is called with each finished job just before its caller may know, on any thread,
-    and must only note. ``generation`` counts purges: what was read before one is not promoted."""
+    """``far`` are the sources beyond the upper tier, and ``order`` says in which order to ask them.
+    ``ended`` is called with each finished job just before its caller may know, on any thread, and
+    must only note. ``generation`` counts purges: what was read before one is not promoted."""
 
     def __init__(
         self,
         upper: RegionEngine,
-        lower: LowerTier,
+        far: Mapping[Tier, Source],
         promoter: Promoter,
         *,
+        order: Callable[[], Sequence[Tier]],
         ended: Callable[[Job], None],
         generation: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self._upper = upper
-        self._lower = lower
+        self._far = far
+        self._order = order
         self._promoter = promoter
         self._ended = ended
         self._generation = generation
         self._clock = clock
         self._lock = threading.Lock()
         self.observer: ReadObserver | None = None
-        self.num_recovered = 0
+        self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
         self._events: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tier-layered", daemon=True)
         self._thread.start()
@@ -102,22 +107,35 @@ class Loader:
         """Submit the parts of a job. Memory only."""
         assert isinstance(job, _LoadJob)
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        load = _Load(job, tenant, deadline, self._generation())
-        run = job.run
-        job.reasons = [Reason.MISS] * run.num_pages
-        above = self._upper.view.contains(run.keys)
-        upper = [i for i, held in enumerate(above) if held]
-        rest = [i for i, held in enumerate(above) if not held]
-        below = self._lower.contains([run.keys[i] for i in rest]) if rest else []
-        lower = [i for i, held in zip(rest, below, strict=True) if held]
-        if upper:
-            self._submit(load, Tier.NVME, upper)
-        if lower:
-            self._submit(load, Tier.OBJECT, lower)
+        load = _Load(job, tenant, deadline, self._generation(), self._order())
+        job.reasons = [Reason.MISS] * job.run.num_pages
+        self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
         self._settle(load)
 
+    def _submit_from(
+        self,
+        tiers: Sequence[Tier],
+        load: _Load,
+        positions: Sequence[int],
+        failed: frozenset[Tier],
+    ) -> None:
+        """Ask the first tier that holds it for each page; what none holds stays as it is."""
+        parts: list[tuple[Tier, list[int]]] = []
+        keys = load.job.run.keys
+        for tier in tiers:
+            holder = self._upper.view if tier is Tier.NVME else self._far.get(tier)
+            if not positions or holder is None:
+                continue
+            held = holder.contains([keys[i] for i in positions])
+            chosen = [i for i, is_held in zip(positions, held, strict=True) if is_held]
+            positions = [i for i, is_held in zip(positions, held, strict=True) if not is_held]
+            if chosen:
+                parts.append((tier, chosen))
+        for tier, chosen in parts:
+            self._submit(load, tier, chosen, failed)
+
     def _submit(
-        self, load: _Load, tier: Tier, positions: Sequence[int], *, is_second: bool = False
+        self, load: _Load, tier: Tier, positions: Sequence[int], failed: frozenset[Tier]
     ) -> None:
         run = load.job.run
         if len(positions) < run.num_pages:
@@ -127,11 +145,11 @@ class Loader:
             load.num_left += 1
         observer = self.observer
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
-        part = _Part(load, tier, positions, reading, is_second)
+        part = _Part(load, tier, positions, failed, reading)
         if tier is Tier.NVME:
             job = self._upper.submit_load(run)
         else:
-            job = self._lower.submit_load(run, deadline_s=self._left_s(load))
+            job = self._far[tier].submit_load(run, deadline_s=self._left_s(load))
         part.job = job
         load.job.parts.append(job)
         job.call_at_end(lambda _: self._part_ended(part))
@@ -173,34 +191,32 @@ class Loader:
             try:
                 self._follow_up(part)
             except Exception:
-                logger.exception("a load over two tiers failed by our own fault")
+                logger.exception("a load over several tiers failed by our own fault")
             self._settle(part.load)
 
     def _follow_up(self, part: _Part) -> None:
         load = part.load
-        reasons = load.job.reasons
-        if part.tier is Tier.OBJECT:
+        if part.tier is not Tier.NVME:
             self._promote(part)
-            return
         expired = load.deadline is not None and self._clock() >= load.deadline
-        missing = [i for i in part.positions if reasons[i] in _MAY_BE_BELOW]
+        missing = [i for i in part.positions if load.job.reasons[i] in _MAY_BE_ELSEWHERE]
         if not missing or expired or load.job.cancelled:
             return
-        held = self._lower.contains([load.job.run.keys[i] for i in missing])
-        again = [i for i, is_held in zip(missing, held, strict=True) if is_held]
-        if again:
-            self._submit(load, Tier.OBJECT, again, is_second=True)
+        failed = part.failed | {part.tier}
+        others = [tier for tier in load.order if tier not in failed]
+        self._submit_from(others, load, missing, failed)
 
     def _promote(self, part: _Part) -> None:
         load, run = part.load, part.load.job.run
         good = [i for i in part.positions if load.job.reasons[i] is Reason.OK]
-        if part.is_second:
-            self.num_recovered += len(good)
+        if part.failed:
+            self.num_recovered[part.tier] += len(good)
         if good and load.tenant is not None:
             self._promoter.promote(
                 [run.keys[i] for i in good],
                 [run.pages[i] for i in good],
                 load.tenant,
+                part.tier,
                 lambda: self._generation() == load.generation,
             )
 

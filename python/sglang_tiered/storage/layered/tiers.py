@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import EngineStats, Job, LookupResult, Run
+    from sglang_tiered.storage.base import EngineStats, Health, Job, LookupResult, Run
 
 __all__ = [
+    "FAR_TIERS",
+    "FarStats",
     "LayeredSettings",
     "LayeredStats",
     "LowerTier",
+    "PeerSource",
     "ReadObserver",
+    "Source",
     "Span",
     "Tier",
     "Unfinished",
@@ -25,8 +29,13 @@ MiB = 1 << 20
 
 
 class Tier(enum.Enum):
-    NVME = "nvme"  # the upper one
+    NVME = "nvme"  # the upper one, this server's own
+    PEER = "peer"  # what other servers hold on theirs
     OBJECT = "object"  # the lower one
+
+
+FAR_TIERS = (Tier.PEER, Tier.OBJECT)
+"""Where pages that NVMe lacks may be, in the order in which they are asked by default."""
 
 
 class Span(NamedTuple):
@@ -45,13 +54,15 @@ class Unfinished(Protocol):
     def wait(self, timeout_s: float | None) -> bool: ...
 
 
-class LowerTier(Protocol):
-    """A tier engine that several servers share (``storage.object``): of ``TierEngine``, and more.
+class Source(Protocol):
+    """Where pages that NVMe lacks can be read from: of ``TierEngine``, and more.
 
-    ``lookup``, ``contains``, ``stats``, ``submit_store``, ``submit_load`` and ``begin_purge`` read
-    and write memory only. A load that has not begun to serve a page by its deadline fails it, and
-    touches no buffer afterwards.
+    All but ``refresh`` and ``close`` read and write memory only. A load that has not begun to serve
+    a page by its deadline fails it, and touches no buffer afterwards.
     """
+
+    @property
+    def health(self) -> Health: ...
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult: ...
 
@@ -59,27 +70,40 @@ class LowerTier(Protocol):
 
     def some_keys(self, limit: int) -> list[bytes]: ...
 
-    def submit_store(self, run: Run) -> Job: ...
-
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job: ...
 
     def poll(self) -> list[Job]: ...
-
-    def stats(self) -> EngineStats: ...
 
     def begin_purge(self, tenant: bytes | None) -> Unfinished: ...
 
     def set_namespace(self, namespace: bytes) -> None: ...
 
-    def flush(self, timeout_s: float) -> bool: ...
-
     def refresh(self, timeout_s: float) -> bool: ...
-
-    def object_stats(self) -> Any: ...
 
     def close(self) -> None: ...
 
     def check_integrity(self) -> None: ...
+
+
+class PeerSource(Source, Protocol):
+    """Other servers (``sharing.peer_tier``). ``begin_purge`` tells them."""
+
+    def stats(self) -> Any: ...
+
+
+class LowerTier(Source, Protocol):
+    """A tier engine that several servers share (``storage.object``)."""
+
+    def submit_store(self, run: Run) -> Job: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def flush(self, timeout_s: float) -> bool: ...
+
+    def hide(self, tenant: bytes | None) -> None:
+        """As ``begin_purge``, for this server alone."""
+
+    def object_stats(self) -> Any: ...
 
 
 class ReadObserver(Protocol):
@@ -110,14 +134,20 @@ class LayeredSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class LayeredStats:
-    """Pages that moved between the tiers since the engine was opened, and what waits now."""
+class FarStats:
+    """Pages that came from one far tier since the engine was opened."""
 
-    num_promoted: int  # copied to NVMe after a load found them in the object store
+    num_promoted: int  # copied to NVMe after a load found them there
     num_promotions_dropped: int  # NVMe was busy or refused, or memory for copies was short
+    num_recovered: int  # that a tier asked before could not serve
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredStats(FarStats):
+    """Pages that moved between NVMe and the object store, and what waits now."""
+
     num_demoted: int  # copied to the object store, durable
     bytes_demoted: int
     num_demotions_dropped: int  # refused for good, failed too often, or queue full
     num_demotions_gone: int  # NVMe gave them up before their turn
     demote_backlog: int  # pages that wait to be copied or are on their way
-    num_recovered: int  # pages that NVMe could not serve and the object store did

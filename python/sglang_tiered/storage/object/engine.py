@@ -31,7 +31,7 @@ from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
-from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores
+from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores, hide
 from sglang_tiered.storage.object.state import FlushMark, ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
@@ -103,6 +103,10 @@ class ObjectEngine(TierEngine):
     def namespace(self) -> bytes:
         """Of what is in the bucket: for the collector."""
         return self._state.namespace
+
+    @property
+    def health(self) -> Health:
+        return self.stats().health
 
     def _own(self, namespace: bytes) -> bytes:
         """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
@@ -231,6 +235,10 @@ class ObjectEngine(TierEngine):
     def begin_purge(self, tenant: bytes | None) -> Forgetting:
         """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
         return begin_purge(self._state, tenant)
+
+    def hide(self, tenant: bytes | None) -> None:
+        """As ``begin_purge``, for this engine alone: another server's purge makes it durable."""
+        hide(self._state, tenant)
 
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)

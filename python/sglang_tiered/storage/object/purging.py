@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["PurgeOrder", "Purger", "begin_purge", "obey"]
+__all__ = ["PurgeOrder", "Purger", "begin_purge", "hide", "obey"]
 
 _MAX_SKEW_MS = 60_000
 _SWEPT_ROWS = 1 << 16
@@ -54,12 +54,7 @@ def begin_purge(state: ObjectState, tenant: bytes | None) -> Forgetting:
     with state.lock:
         if state.closed:
             return Forgetting(None)
-        bound = max(state.now_ms(), state.bounds.of(tenant) + 1)
-        state.bounds.add(tenant, bound)
-        drop_stores(state, tenant, None)
-        state.num_pages_purged += (
-            state.index.clear() if tenant is None else state.index.purge(tenant)
-        )
+        bound = _hide(state, tenant)
         purge_id = state.next_id(NO_TENANT)._replace(
             unix_ms=bound, tenant_tag=0 if tenant is None else tenant_tag(tenant)
         )
@@ -72,6 +67,22 @@ def begin_purge(state: ObjectState, tenant: bytes | None) -> Forgetting:
             if job.kind is JobKind.LOAD or tenant is None or job.run.tenant == tenant
         ]
         return Forgetting(order, jobs)
+
+
+def hide(state: ObjectState, tenant: bytes | None) -> None:
+    """Forget a tenant, or everything, for this engine alone: another server makes it durable."""
+    with state.lock:
+        if not state.closed:
+            _hide(state, tenant)
+
+
+def _hide(state: ObjectState, tenant: bytes | None) -> int:
+    """Returns the time up to which its objects are dead. With the state's lock held."""
+    bound = max(state.now_ms(), state.bounds.of(tenant) + 1)
+    state.bounds.add(tenant, bound)
+    drop_stores(state, tenant, None)
+    state.num_pages_purged += state.index.clear() if tenant is None else state.index.purge(tenant)
+    return bound
 
 
 def obey(state: ObjectState, purge: Purge) -> None:

@@ -171,7 +171,7 @@ class TieredStack(RadixStack):
             num_held=num_held * unit_tokens,
             num_new=num_held * unit_tokens if is_whole else job.request.input_tokens - before,
             num_before=before,
-            num_ahead=self._num_ahead(now_s),
+            ahead=(self._num_ahead(now_s),),
             queue_wait_s=self._waiting_s,
         )
         num_units = plan.num_tokens // unit_tokens
@@ -226,7 +226,7 @@ class TieredStack(RadixStack):
             start = self._num_in_memory(job.request.units)
             missing = self._tokens_between(job, start, start + self._num_held_of(job, start))
             before = self._tokens_between(job, 0, start)
-            load_s = self._costs.load_seconds(missing, num_ahead=self._num_ahead(now_s))
+            load_s = self._costs.load_seconds((missing,), (self._num_ahead(now_s),))
             if missing and load_s < self._costs.prefill.seconds(missing, before):
                 return
             self._withdraw(job)

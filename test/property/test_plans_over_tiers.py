@@ -1,0 +1,231 @@
+"""Plans over several tiers: by their own costs never worse than computing or than the first tiers
+alone, and a tier that has become slow does not take the others' loads with it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.integration.load_planner import MIN_FAR_DEADLINE_S, TIERS, LoadPlanner
+from sglang_tiered.policy.cost_model import (
+    MIN_GAIN,
+    CostModel,
+    PrefillCost,
+    TransferCost,
+    farthest_first,
+)
+from sglang_tiered.storage.layered.tiers import Tier
+
+PAGE, BYTES = 64, 1000
+prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))
+lengths = st.integers(0, 40)
+
+
+DISK, PEERS, BUCKET = range(3)
+
+
+def make_costs(
+    first: tuple[float, float],
+    second: tuple[float, float],
+    peers: tuple[float, float] = (5e-3, 1e-9),
+) -> CostModel:
+    return CostModel(
+        page_tokens=PAGE,
+        bytes_per_token=BYTES,
+        prefill=PrefillCost((2e-3, 1e-4, 1e-9)),
+        transfers=[TransferCost(first), TransferCost(peers), TransferCost(second)],
+    )
+
+
+@given(
+    *(prices, prices, prices),
+    st.permutations([DISK, PEERS, BUCKET]),
+    *(lengths, lengths, lengths),
+    st.integers(1, 2000),
+    st.floats(0, 2),
+)
+def test_a_plan_is_never_worse_than_what_it_could_have_left_out(
+    disk: tuple[float, float],
+    peers: tuple[float, float],
+    bucket: tuple[float, float],
+    tiers: list[int],
+    num_first: int,
+    num_second: int,
+    num_third: int,
+    num_rest: int,
+    queue_wait_s: float,
+) -> None:
+    costs = make_costs(disk, bucket, peers)
+    held = [number * PAGE for number in (num_first, num_second, num_third)]
+    spans = [span for span in zip(tiers, held, strict=True) if span[1]]
+    num_new = sum(held) + num_rest
+    asked = {"num_new": num_new, "num_before": 0, "queue_wait_s": queue_wait_s}
+    plan = costs.plan(num_held=sum(held), spans=spans, **asked)
+
+    def parts(num_tokens: int) -> list[int]:
+        taken = [0, 0, 0]
+        for tier, length in spans:
+            taken[tier] = min(length, num_tokens)
+            num_tokens -= taken[tier]
+        return taken
+
+    def total_s(num_tokens: int) -> float:
+        rest = costs.prefill.seconds(num_new - num_tokens, num_tokens)
+        if not num_tokens:
+            return rest
+        saved = costs.prefill.seconds(num_new, 0) - rest
+        load_s = costs.load_seconds(parts(num_tokens))
+        return max(0.0, load_s - queue_wait_s) + rest + MIN_GAIN * saved
+
+    assert plan.num_tokens % PAGE == 0
+    assert list(plan.parts or (0, 0, 0)) == parts(plan.num_tokens)
+    assert plan.num_far == plan.num_tokens - parts(plan.num_tokens)[DISK]
+    best = total_s(plan.num_tokens)
+    assert best <= total_s(0) + 1e-12
+    for end in itertools.accumulate(length for _, length in spans):  # each is a length it compared
+        assert best <= total_s(end) + 1e-12
+
+
+@given(prices, prices, lengths, lengths, st.integers(1, 2000), st.floats(0, 2))
+def test_an_absent_tier_changes_no_plan(
+    first: tuple[float, float],
+    second: tuple[float, float],
+    num_above: int,
+    num_below: int,
+    num_rest: int,
+    queue_wait_s: float,
+) -> None:
+    """Whatever peers would cost, where none hold anything."""
+    above, below = num_above * PAGE, num_below * PAGE
+    asked = {
+        "num_held": above + below,
+        "num_new": above + below + num_rest,
+        "num_before": 0,
+        "queue_wait_s": queue_wait_s,
+        "spans": [(DISK, above), (BUCKET, below)],
+    }
+    plans = [make_costs(first, second, peers).plan(**asked) for peers in ((1e-6, 1e-12), (9, 1.0))]
+    assert plans[0] == plans[1]
+
+
+def test_a_plan_ends_where_the_fast_tier_ends_if_the_slow_one_does_not_pay() -> None:
+    costs = make_costs((1e-4, 1e-9), (30.0, 1e-9))
+    above, below = 37 * PAGE, 11 * PAGE
+    spans = [(DISK, above), (BUCKET, below)]
+    plan = costs.plan(num_held=above + below, num_new=4000, num_before=0, spans=spans)
+    assert (plan.num_tokens, plan.num_far) == (above, 0)
+    spans = [(DISK, above), (PEERS, below)]
+    plan = costs.plan(num_held=above + below, num_new=4000, num_before=0, spans=spans)
+    assert (plan.num_tokens, plan.num_far) == (above + below, below)
+
+
+def test_the_parts_of_a_load_are_read_at_the_same_time() -> None:
+    costs = make_costs((0.0, 1e-6), (0.0, 2e-6), (0.0, 4e-6))
+    assert costs.load_seconds((200, 0, 100)) == pytest.approx(200 * BYTES * 1e-6)
+    assert costs.load_seconds((100, 0, 200)) == pytest.approx(200 * BYTES * 2e-6)
+    assert costs.load_seconds((100, 150, 200)) == pytest.approx(150 * BYTES * 4e-6)
+    assert costs.load_seconds((0, 0, 100)) == pytest.approx(100 * BYTES * 2e-6)
+    behind = costs.load_seconds((100, 0, 0), (100, 25, 50))
+    assert behind == pytest.approx((100 + 100 + 4 * 25 + 2 * 50) * BYTES * 1e-6), (
+        "loads follow each other"
+    )
+
+
+@given(st.integers(0, 500), st.lists(st.integers(0, 200), min_size=0, max_size=3))
+def test_what_is_missing_is_what_comes_from_farthest(num_tokens: int, parts: list[int]) -> None:
+    taken = farthest_first(num_tokens, parts)
+    assert sum(taken) == num_tokens
+    assert all(took <= part for took, part in zip(taken[1:], parts[1:], strict=True))
+    for tier in range(1, len(parts)):
+        if taken[tier] < parts[tier]:
+            assert not any(taken[:tier])
+
+
+class Now:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def arrive(planner: LoadPlanner[str], request: str, above: int, below: int) -> int:
+    return planner.arrives(
+        request,
+        num_held=above + below,
+        num_new=above + below + 100,
+        num_before=0,
+        num_ahead=0,
+        spans=[(Tier.NVME, above), (Tier.OBJECT, below)],
+    )
+
+
+def test_a_bucket_that_turns_slow_is_declined_and_the_disk_is_not() -> None:
+    now = Now()
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+    assert arrive(planner, "r", 3200, 3200) == 6400
+    for _ in range(6):
+        reading = planner.begin_read(1 << 20, Tier.OBJECT)
+        now.seconds += 30.0
+        planner.end_read(reading, is_complete=True)
+    assert arrive(planner, "s", 3200, 3200) == 3200
+    assert planner.meters[Tier.OBJECT].num_loads == 6
+    assert planner.meters[Tier.NVME].num_loads == 0
+    assert not planner.wants_probe(Tier.OBJECT)  # just measured
+    now.seconds += 1000
+    assert planner.wants_probe(Tier.OBJECT)
+
+
+def test_reads_cut_short_by_their_deadline_teach_that_the_bucket_is_slow() -> None:
+    now = Now()
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+    num_tried = 0
+    for number in range(20):
+        if arrive(planner, f"r{number}", 0, 3200):
+            num_tried += 1
+            planner.begins(f"r{number}")
+            reading = planner.begin_read(3200 * BYTES, Tier.OBJECT)
+            now.seconds += planner.far_deadline_s
+            planner.end_read(reading, is_complete=False)
+        planner.leaves(f"r{number}")
+    assert 1 <= num_tried <= 3, "a bucket that hangs was believed again and again"
+
+
+def test_a_quick_failure_teaches_nothing_about_speed() -> None:
+    now = Now()
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+    for _ in range(10):
+        reading = planner.begin_read(1 << 20, Tier.OBJECT)
+        planner.end_read(reading, is_complete=False)
+    assert arrive(planner, "r", 0, 3200) == 3200
+
+
+def test_a_read_may_take_as_long_as_the_prefill_it_replaces() -> None:
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    assert planner.far_deadline_s == MIN_FAR_DEADLINE_S
+    arrive(planner, "r", 0, 6400)
+    planner.begins("r")
+    assert planner.far_deadline_s >= planner.costs.prefill.seconds(6400, 0)
+
+
+def test_far_tiers_are_asked_in_the_order_of_what_they_take() -> None:
+    now = Now()
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (5e-2, 5e-9)), now)
+    assert planner.far_order() == [Tier.PEER, Tier.OBJECT], "unmeasured, peers are nearer"
+    for _ in range(4):
+        reading = planner.begin_read(16 << 20, Tier.PEER)
+        now.seconds += 5.0
+        planner.end_read(reading, is_complete=True)
+    assert not planner.wants_probe(Tier.PEER)  # which learns
+    assert planner.far_order() == [Tier.OBJECT, Tier.PEER]
+
+
+def test_tiers_go_by_the_number_of_their_cost() -> None:
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (30.0, 1e-9)), Now())
+    assert TIERS == (Tier.NVME, Tier.PEER, Tier.OBJECT)
+    spans = [(Tier.NVME, 640), (Tier.PEER, 640), (Tier.OBJECT, 640)]
+    asked = {"num_held": 1920, "num_new": 2000, "num_before": 0, "num_ahead": 0}
+    assert planner.arrives("r", spans=spans, **asked) == 1280
