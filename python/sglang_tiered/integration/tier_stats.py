@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.storage.base import EngineStats, Health
-from sglang_tiered.storage.layered.tiers import LayeredStats, Tier
+from sglang_tiered.storage.layered.tiers import FarStats, LayeredStats, Tier
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.host_ledger import HostLedger
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.page_fates import Fate
     from sglang_tiered.storage.base import JobKind, Reason
     from sglang_tiered.storage.layered.engine import LayeredEngine
+    from sglang_tiered.storage.layered.tiers import LowerTier, PeerSource
 
-__all__ = ["ObjectTierStats", "TierStats", "tier_stats"]
+__all__ = ["ObjectTierStats", "PeerTierStats", "TierStats", "tier_stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,30 @@ class ObjectTierStats(LayeredStats):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PeerTierStats(FarStats):
+    """What this process fetched from other servers and served to them, and what it knows of
+    them."""
+
+    health: Health
+    health_reason: str
+    is_connected: bool  # to the index
+    num_peers: int
+    num_pages_mirrored: int
+    num_fetched: int
+    bytes_fetched: int
+    failures: dict[str, int]  # pages that were asked for and did not come, by reason
+    num_loads: int
+    load_s: float
+    load_bytes_per_s: float | None
+    num_served: int
+    bytes_served: int
+    num_refused: int
+    num_breaches: int
+    num_index_errors: int
+    purges: dict[str, int]  # told to others, and applied here because others told us
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TierStats(EngineStats):
     """What the engine counts, what admission made of the pages that were offered, what the
     planner decided and learnt, and what became of host pages."""
@@ -60,6 +85,7 @@ class TierStats(EngineStats):
     num_backups_skipped: int
     num_backups_recovered: int
     object: ObjectTierStats | None  # None without an object tier
+    peer: PeerTierStats | None  # None without an index of other servers
 
 
 def tier_stats(
@@ -70,26 +96,26 @@ def tier_stats(
     layered: LayeredEngine | None = None,
 ) -> TierStats:
     """A snapshot. Memory only, any thread."""
+    lower = None if layered is None else layered.lower
+    peers = None if layered is None else layered.peers
     prefill = None if planner is None else planner.costs.prefill
-    meter = None if planner is None else planner.meters[Tier.NVME]
     return TierStats(
         **_fields(engine, EngineStats),
         **ledger.stats(),
         admission=gate.outcomes,
         write_budget_bytes=gate.budget_bytes,
         load_decisions={} if planner is None else dict(planner.tokens),
-        num_loads=0 if meter is None else meter.num_loads,
-        load_s=0.0 if meter is None else meter.load_s,
+        **_measured(planner, Tier.NVME),
         prefill_tokens_per_s=prefill.tokens_per_s if prefill and prefill.num_observed else None,
-        load_bytes_per_s=None if meter is None else meter.bytes_per_s,
-        object=None if layered is None else _object_stats(layered, planner),
+        object=None if not layered or not lower else _object_stats(layered, lower, planner),
+        peer=None if not layered or not peers else _peer_stats(layered, peers, planner),
     )
 
 
-def _object_stats(layered: LayeredEngine, planner: LoadPlanner[Any] | None) -> ObjectTierStats:
-    lower = layered.lower.stats()
-    counts = layered.lower.object_stats()
-    meter = None if planner is None else planner.meters[Tier.OBJECT]
+def _object_stats(
+    layered: LayeredEngine, tier: LowerTier, planner: LoadPlanner[Any] | None
+) -> ObjectTierStats:
+    lower, counts = tier.stats(), tier.object_stats()
     return ObjectTierStats(
         **_fields(layered.layered_stats(), LayeredStats),
         health=lower.health,
@@ -102,12 +128,52 @@ def _object_stats(layered: LayeredEngine, planner: LoadPlanner[Any] | None) -> O
         bytes_written=lower.bytes_written,
         bytes_loaded=lower.bytes_loaded,
         reasons=lower.reasons,
-        num_loads=0 if meter is None else meter.num_loads,
-        load_s=0.0 if meter is None else meter.load_s,
-        load_bytes_per_s=None if meter is None else meter.bytes_per_s,
+        **_measured(planner, Tier.OBJECT),
         requests=dict(counts.requests),
         num_retries=counts.num_retries,
     )
+
+
+def _peer_stats(
+    layered: LayeredEngine, tier: PeerSource, planner: LoadPlanner[Any] | None
+) -> PeerTierStats:
+    stats = tier.stats()
+    return PeerTierStats(
+        **_fields(layered.far_stats(Tier.PEER), FarStats),
+        health=stats.health,
+        health_reason=stats.health_reason,
+        is_connected=stats.is_connected,
+        num_peers=stats.num_peers,
+        num_pages_mirrored=stats.num_pages_mirrored,
+        num_fetched=stats.num_fetched,
+        bytes_fetched=stats.bytes_fetched,
+        failures={
+            "missed": stats.num_missed,
+            "damaged": stats.num_damaged,
+            "late": stats.num_late,
+            "busy": stats.num_busy,
+            "lost": stats.num_lost,
+        },
+        **_measured(planner, Tier.PEER),
+        num_served=stats.num_served,
+        bytes_served=stats.bytes_served,
+        num_refused=stats.num_refused,
+        num_breaches=stats.num_breaches,
+        num_index_errors=stats.num_index_errors,
+        purges={"told": stats.num_purges_told, "applied": stats.num_purges_applied},
+    )
+
+
+def _measured(planner: LoadPlanner[Any] | None, tier: Tier) -> dict[str, Any]:
+    """What the planner learnt of a tier."""
+    if planner is None:
+        return {"num_loads": 0, "load_s": 0.0, "load_bytes_per_s": None}
+    meter = planner.meters[tier]
+    return {
+        "num_loads": meter.num_loads,
+        "load_s": meter.load_s,
+        "load_bytes_per_s": meter.bytes_per_s,
+    }
 
 
 def _fields(record: Any, of: type[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import prometheus_client
 
 from sglang_tiered.integration.load_planner import LoadDecision
 from sglang_tiered.integration.metrics_exporter import MetricsExporter, samples
-from sglang_tiered.integration.tier_stats import ObjectTierStats, TierStats
+from sglang_tiered.integration.tier_stats import ObjectTierStats, PeerTierStats, TierStats
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.page_fates import Fate
@@ -52,6 +52,7 @@ STATS = TierStats(
     num_backups_skipped=12,
     num_backups_recovered=13,
     object=None,
+    peer=None,
 )
 BELOW = ObjectTierStats(
     num_promoted=1,
@@ -78,13 +79,36 @@ BELOW = ObjectTierStats(
     requests={"get": 19},
     num_retries=20,
 )
+BESIDE = PeerTierStats(
+    num_promoted=1,
+    num_promotions_dropped=2,
+    num_recovered=3,
+    health=Health.RUNNING,
+    health_reason="",
+    is_connected=True,
+    num_peers=4,
+    num_pages_mirrored=5,
+    num_fetched=6,
+    bytes_fetched=7,
+    failures={"missed": 8, "late": 9},
+    num_loads=10,
+    load_s=11.0,
+    load_bytes_per_s=None,
+    num_served=12,
+    bytes_served=13,
+    num_refused=14,
+    num_breaches=15,
+    num_index_errors=16,
+    purges={"told": 17, "applied": 18},
+)
 
 
 def test_every_field_of_the_statistics_is_exported() -> None:
     fields = {field.name for field in dataclasses.fields(TierStats)}
     below = {f"object.{field.name}" for field in dataclasses.fields(ObjectTierStats)}
-    texts = {"health_reason", "object.health_reason"}
-    assert {metric.field for metric in METRICS} == (fields | below) - {"object"} - texts
+    beside = {f"peer.{field.name}" for field in dataclasses.fields(PeerTierStats)}
+    left_out = {"object", "peer", "health_reason", "object.health_reason", "peer.health_reason"}
+    assert {metric.field for metric in METRICS} == (fields | below | beside) - left_out
 
 
 def test_an_object_tier_is_exported_only_where_there_is_one() -> None:
@@ -97,6 +121,17 @@ def test_an_object_tier_is_exported_only_where_there_is_one() -> None:
     assert found["object_page_outcomes"] == [(("store", "ok"), 16.0)]
     assert found["object_load_bytes_per_s"] == []
     assert all(found[name] for name in found.keys() - {"object_load_bytes_per_s"})
+
+
+def test_peers_are_exported_only_where_there_is_an_index() -> None:
+    beside = [metric for metric in METRICS if metric.field.startswith("peer.")]
+    assert [sample for metric in beside for sample in samples(metric, STATS)] == []
+    stats = dataclasses.replace(STATS, peer=BESIDE)
+    found = {metric.name: list(samples(metric, stats)) for metric in beside}
+    assert found["peer_index_connected"] == [((), 1.0)]
+    assert found["peer_page_failures"] == [(("missed",), 8.0), (("late",), 9.0)]
+    assert found["peer_purges"] == [(("told",), 17.0), (("applied",), 18.0)]
+    assert all(found[name] for name in found.keys() - {"peer_load_bytes_per_s"})
 
 
 def test_write_budget_is_exported_only_where_there_is_one() -> None:
