@@ -13,7 +13,9 @@ import secrets
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-__all__ = ["UNKNOWN_TENANT", "Fence", "tenant_digest"]
+__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "Fence", "tenant_digest"]
+
+SECRET_BITS = 62
 
 UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
 """Of pages that reached the storage thread by a way that names no tenant; they go with every
@@ -42,9 +44,15 @@ class Fence:
 
     def __init__(self) -> None:
         self._purges: dict[bytes | None, str] = {}  # the mark of each tenant, of all under None
-        # Unguessable, so that no key of a user can be taken for one of ours.
-        self._token = secrets.token_hex(8)
+        self._token = ""
         self._num_purges = 0
+        self.use_secret(secrets.randbits(SECRET_BITS))
+
+    def use_secret(self, secret: int) -> None:
+        """What no user can guess, so that no key of theirs is taken for one of ours. The same on
+        every rank, as keys are compared by SGLang's checks of rank divergence. Before any purge."""
+        assert not self._purges, "keys with the old secret are in use"
+        self._token = f"{secret:016x}"
 
     def __bool__(self) -> bool:
         return bool(self._purges)

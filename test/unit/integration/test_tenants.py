@@ -97,3 +97,13 @@ def test_a_purge_that_does_not_say_what_it_means_is_refused(body: object) -> Non
 )
 def test_a_clear_purge_is_taken_as_it_is(body: dict[str, object]) -> None:
     assert parse_purge(body) == body
+
+
+def test_ranks_with_one_secret_use_the_same_keys() -> None:
+    """SGLang's check of rank divergence ends a server whose ranks match other keys."""
+    ranks = Fence(), Fence()
+    for rank in ranks:
+        rank.use_secret(1234)
+        rank.raise_against(tenant_digest("a", None))
+    first, second = (rank.key_of("a", None) for rank in ranks)
+    assert first == second != "a"
