@@ -103,7 +103,7 @@ class Tier:
     def holds(self, page_hash: str) -> bool:
         return self.engine.lookup([bytes.fromhex(page_hash)]).num_hits == 1
 
-    def lookup_leading(self, hashes: list[str]) -> int:
+    def num_kept(self, hashes: list[str]) -> int:
         return self.engine.lookup([bytes.fromhex(text) for text in hashes]).num_hits
 
     def new_node(self) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "MIN_REGIONS",
     "MIN_REGION_BYTES",
     "GiB",
+    "IndexConfig",
     "KiB",
     "MiB",
     "NvmeConfig",
@@ -170,6 +171,25 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
         return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
 
 
+class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The Redis in which servers tell each other what they hold, and where this one serves it:
+    rank 0 on ``port`` (None: any free one), the next on the next. ``url`` may carry a password."""
+
+    url: str
+    host: str = "127.0.0.1"
+    port: int | None = None
+    keys_directory: str | None = None
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without what may be secret, for messages."""
+        scheme, separator, rest = self.url.partition("://")
+        return scheme + separator + rest.rpartition("@")[2].partition("?")[0] if separator else "it"
+
+    def __repr__(self) -> str:
+        return f"IndexConfig({self.shown_url!r}, {self.host!r}, {self.port}, {self.keys_directory})"
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
     decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead."""
@@ -216,6 +236,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1  # ranks that share its layers
     transfer: TransferConfig | None = None  # None: the defaults
     object: ObjectConfig | None = None  # None: no object tier
+    index: IndexConfig | None = None  # None: nothing is fetched from other servers
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -290,9 +311,9 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, ConfigError) as error:
             raise ConfigError(
-                f"{ENVIRONMENT_VARIABLE} is set to {text!r}, which is not a tier configuration "
-                f"({error}); unset it and start through sglang_tiered.launch_server."
-            ) from error
+                f"{ENVIRONMENT_VARIABLE} is set, but not to a tier configuration ({error}); unset "
+                "it and start through sglang_tiered.launch_server."
+            ) from None  # what is in it may be secret
 
 
 def parse_mode(text: str) -> TierMode:

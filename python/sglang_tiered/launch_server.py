@@ -226,6 +226,8 @@ def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> st
         cap = config.object.capacity_bytes
         size = "" if cap is None else f"{format_bytes(cap)} in "
         lines.append(f"  object  {size}{config.object.shown_url}, shared")
+    if config.index is not None:
+        lines.append(f"  peers   those in the index at {config.index.shown_url}")
     if server_args.disaggregation_mode in ("prefill", "decode"):
         other = "decode" if server_args.disaggregation_mode == "prefill" else "prefill"
         return "\n".join([*lines, f"send requests to a router in front of it and of {other}", ""])

@@ -37,6 +37,8 @@ def test_every_flag_is_documented_and_no_other() -> None:
     assert [row[0].strip("`") for row in table_rows("flag")] == our_flags("TIER_FLAGS")
     below = [row[0].strip("`") for row in table_rows("object flag")]
     assert below == our_flags("OBJECT_FLAGS")
+    beside = [row[0].strip("`") for row in table_rows("peer flag")]
+    assert beside == our_flags("PEER_FLAGS")
     transfer = [row[0].strip("`") for row in table_rows("transfer flag")]
     assert transfer == our_flags("TRANSFER_FLAGS")
 

@@ -7,6 +7,7 @@ import pytest
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
     GiB,
+    IndexConfig,
     MiB,
     NvmeConfig,
     ObjectConfig,
@@ -76,7 +77,7 @@ def test_absent_environment_is_no_configuration() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"mode":"nvme"}', '{"mode":"tape"}'])
-def test_mangled_environment_names_variable_and_value(text: str) -> None:
+def test_mangled_environment_names_the_variable(text: str) -> None:
     with pytest.raises(ConfigError, match=ENVIRONMENT_VARIABLE):
         TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
 
@@ -166,6 +167,24 @@ def test_object_settings_survive_the_environment() -> None:
     read = TieredConfig.from_environment(environment)
     assert read is not None
     assert read.object == below
+
+
+def test_index_settings_survive_the_environment_and_are_shown_without_the_password() -> None:
+    index = IndexConfig(url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000)
+    environment: dict[str, str] = {}
+    config = make_config(index=index)
+    config.to_environment(environment)
+    assert TieredConfig.from_environment(environment) == config
+    assert index.shown_url == "redis://192.0.2.1:6379/2"
+    assert "word" not in f"{config!r} {config} {index!r} {[index]}"
+
+
+def test_a_mangled_configuration_is_not_shown_as_it_may_hold_a_password() -> None:
+    text = '{"mode":"tape","index":{"url":"redis://:s3cret@192.0.2.1"}}'
+    with pytest.raises(ConfigError) as caught:
+        TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 def test_an_object_tier_needs_nvme_above_it() -> None:

@@ -106,10 +106,8 @@ def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
     storage, page_size = cache.storage, int(cache.page_size)
     held = {"device": located.num_device_tokens, "host": _num_host_tokens(cache, located.path)}
     if storage is not None:
-        above, below = storage.pages_by_tier(located.hashes)
-        held["nvme"] = above * page_size
-        if below is not None:
-            held["object"] = below * page_size
+        for tier, num_pages in storage.pages_by_tier(located.hashes).items():
+            held[tier.value] = num_pages * page_size
     least = least_on_every_rank(cache, list(held.values()))
     answer = dict(zip(held, least, strict=True))
     return {"done": True, "num_tokens": len(selector.tokens), **answer}
@@ -126,9 +124,9 @@ def checkpoint(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> di
     if number not in begun:
         if not body.keys() & {"rid", "input_ids"}:
             return {"error": "too many checkpoints at once; ask again"}  # it was forgotten
-        lowest = Tier.NVME if storage.layered_engine is None else Tier.OBJECT
-        tier = Tier(body.get("tier") or lowest)
-        if tier is Tier.OBJECT and storage.layered_engine is None:
+        has_bucket = storage.has_object_tier
+        tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
+        if tier is Tier.OBJECT and not has_bucket:
             return {"error": "this server has no object tier; start it with --tier-object-url"}
         selector = _selector(cache, body)
         if selector is None:

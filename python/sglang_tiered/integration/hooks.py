@@ -7,6 +7,7 @@
 | Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
+| Scheduler.__init__ | AFTER | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
@@ -71,6 +72,7 @@ def register() -> None:
     HookRegistry.register(
         f"{scheduler}.handle_dumper_control", _around_dumper_control, HookType.AROUND
     )
+    HookRegistry.register(f"{scheduler}.__init__", _after_scheduler, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
     HookRegistry.register(
@@ -168,6 +170,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
             state["nvme_unhealthy_because"] = stats.health_reason
         if stats.object is not None and stats.object.health_reason:
             state["object_unhealthy_because"] = stats.object.health_reason
+        if stats.peer is not None and stats.peer.health_reason:
+            state["peer_unhealthy_because"] = stats.peer.health_reason
     result.internal_state["sglang_tiered"] = state
     return result
 
@@ -187,6 +191,12 @@ def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_re
         reply = DumperControlReqOutput(success=False, response=[], error=str(error))
     scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
     return None
+
+
+def _after_scheduler(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    from sglang_tiered.integration import purging
+
+    purging.attach(scheduler)
 
 
 def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:

@@ -28,6 +28,7 @@ from sglang_tiered.integration.load_planner import LoadPlanner
 from sglang_tiered.integration.rank_agreement import AgreeingRadixCache
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.told_purges import INITIAL, RULES
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -58,7 +59,7 @@ class LoadingRadixCache(AgreeingRadixCache):
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
         self._window = PrefetchWindow(window_tokens)
         self._planner = self._make_planner()
-        self.agree_on((), ())
+        self.agree_on(INITIAL, RULES)
         if self._decides_alone():
             answer_at_once(self.cache_controller)
 
@@ -104,7 +105,7 @@ class LoadingRadixCache(AgreeingRadixCache):
         cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> bool | None:
-        """Begin a load of what pays of what NVMe and object tier hold, now or in its turn.
+        """Begin a load of what pays of what the tiers hold, now or in its turn.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the

@@ -11,19 +11,28 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.conversations import checkpoint, least_on_every_rank, residency
 from sglang_tiered.integration.radix_cache import TieredRadixCache
-from sglang_tiered.integration.tenants import UNKNOWN_TENANT, tenant_digest
+from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.told_purges import with_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.storage.layered.tiers import Unfinished
 
-__all__ = ["PREFIX", "after_flush", "handle", "key_of_new_request", "on_idle"]
+__all__ = [
+    "PREFIX",
+    "after_flush",
+    "attach",
+    "handle",
+    "key_of_new_request",
+    "on_idle",
+]
 
 PREFIX = "sglang_tiered."
 _MAX_ANSWERS = 256
@@ -66,6 +75,7 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
         if not body.get("all"):
             tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
         _remember(_desk.purges, number, begin(scheduler, cache, tenant))
+        on_idle(scheduler)
     purges = _desk.purges[number]
     done = all(purge.done for purge in purges)
     durable = done and all(purge.wait(0.0) for purge in purges)
@@ -73,21 +83,33 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
     return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
 
 
-def begin(scheduler: Any, cache: TieredRadixCache, tenant: bytes | None) -> list[Unfinished]:
-    """Put the pages of a tenant, or all, out of reach in every tier."""
+def begin(
+    scheduler: Any, cache: TieredRadixCache, tenant: bytes | None, *, was_told: bool = False
+) -> list[Unfinished]:
+    """Put the pages of a tenant, or all, out of reach in every tier; and tell other servers to do
+    the same, unless one of them told us."""
     # Before the tree is reset, or it would be asked to store what is purged.
     cache.fence.raise_against(tenant)
     cache.purge_warm_list(tenant)
     purges = []
     if cache.storage is not None:
-        # A page that nobody knows the tenant of may be this one's.
-        tenants = [None] if tenant is None else [tenant, UNKNOWN_TENANT]
-        purges = [cache.storage.begin_purge(each) for each in tenants]
+        purges = [
+            # Who is told of the one thinks of the other too.
+            cache.storage.begin_purge(each, was_told=was_told, tells_peers=each == tenant)
+            for each in with_unknown(tenant)
+        ]
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
         request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
-    on_idle(scheduler)
-    logger.info("purged %s", "everything" if tenant is None else f"tenant {tenant.hex()}")
+    what = "everything" if tenant is None else f"tenant {tenant.hex()}"
+    logger.info("purged %s%s", what, ", as another server did" if was_told else "")
     return purges
+
+
+def attach(scheduler: Any) -> None:
+    """From now on, what other servers purge is put out of reach here too."""
+    cache = scheduler.tree_cache
+    if isinstance(cache, TieredRadixCache):
+        cache.purge_as_told = partial(begin, scheduler, cache, was_told=True)
 
 
 def on_idle(scheduler: Any) -> None:

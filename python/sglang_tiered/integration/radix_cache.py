@@ -15,6 +15,7 @@ keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs u
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,15 +34,22 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.conversations import RecentRequests, Selector
+from sglang_tiered.integration.conversations import (
+    RecentRequests,
+    Selector,
+    least_on_every_rank,
+)
 from sglang_tiered.integration.host_size import target_host_bytes
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+from sglang_tiered.integration.tenants import SECRET_BITS
 from sglang_tiered.integration.tier_events import TierEvents
 from sglang_tiered.integration.warm_host import WarmHost
 from sglang_tiered.policy.resident import ResidentSet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.mem_cache.base_prefix_cache import (
         BasePrefixCache,
         CacheInitParams,
@@ -97,6 +105,7 @@ class TieredRadixCache(SpillingRadixCache):
     _warm_host: WarmHost | None = None
     _exporter: MetricsExporter | None = None
     _tier_events: TierEvents | None = None
+    purge_as_told: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
     @cached_property
     def recent_requests(self) -> RecentRequests:
@@ -108,6 +117,7 @@ class TieredRadixCache(SpillingRadixCache):
         if config is not None and config.host_bytes_per_rank is not None:
             self._size_host_tier(config.host_bytes_per_rank, params)
         super().init_hicache(server_args, params)
+        self.fence.use_secret(least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0])
         if self.pp_size == 1 and self.storage is not None:
             own_tokens = self.own_host_tokens()
             self.begin_loading(int(own_tokens * LOADING_SHARE))
@@ -225,8 +235,18 @@ class TieredRadixCache(SpillingRadixCache):
         super().check_hicache_events()
         if self._warm_host is not None:
             self._warm_host.tick()
+        self._act_on_told_purges()
         if self._exporter is not None:
             self._exporter.export()
+
+    def _act_on_told_purges(self) -> None:
+        """Put out of reach what other servers purged: with several ranks, on all in one step."""
+        told = None if self.storage is None else self.storage.told_purges
+        if told is None or self.agreement is None or self.purge_as_told is None:
+            return
+        for tenant in told.next(self.agreement):
+            self.purge_as_told(tenant)
+            told.acted_on(tenant)
 
     def reset(self) -> None:
         super().reset()

@@ -71,6 +71,10 @@ class RankAgreement:
         return self._is_alone
 
     @property
+    def is_first(self) -> bool:
+        return self._is_first
+
+    @property
     def agreed(self) -> tuple[float, ...]:
         """The standing values as of the last exchange: the same on every rank."""
         return self._agreed

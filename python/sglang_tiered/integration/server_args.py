@@ -35,9 +35,11 @@ from sglang_tiered.config import (
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import pod_flags
 from sglang_tiered.integration.object_args import resolve_object
+from sglang_tiered.integration.peer_args import resolve_index
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
 from sglang_tiered.integration.tier_flags import (
     OBJECT_FLAGS,
+    PEER_FLAGS,
     TIER_FLAGS,
     without_our_flags,
 )
@@ -79,6 +81,7 @@ _NVME_FLAGS = (
     "--tier-tenant-share",
     "--tier-flush",
     *OBJECT_FLAGS,
+    *PEER_FLAGS,
 )
 
 # SGLang flags that select another cache below or instead of the radix cache.
@@ -131,7 +134,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         # An idle scheduler polls without a pause: a core that other servers could compute on.
         added["--sleep-on-idle"] = None
     if mode is TierMode.OFF:
-        ours = (*TIER_FLAGS, *OBJECT_FLAGS)
+        ours = (*TIER_FLAGS, *OBJECT_FLAGS, *PEER_FLAGS)
         _refuse_given(explicit, ours, except_for="--tier-mode", reason="--tier-mode off")
         rest = _completed(rest, added, explicit)
         return Resolved(TieredConfig(mode=mode, transfer=transfer), rest)
@@ -185,6 +188,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         pp_size=explicit.get("pp_size") or 1,
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
+        index=resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None,
     )
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
@@ -376,4 +380,5 @@ def _refuse_given(
     for flag in flags:
         value = explicit.get(_argument_name(flag))
         if flag != except_for and value is not None:
+            value = "URL" if flag == "--tier-index" else value  # with a password, perhaps
             raise ConfigError(f"{flag} {value} has no meaning with {reason}; drop one of them.")

@@ -221,7 +221,7 @@ class Spiller:
         chains = [core.get_last_hash_value(node.node_id) or "" for node in path]
         at = 0
         while len(missing) < MAX_ANCESTORS:
-            at += storage.lookup_leading(chains[at:])
+            at += storage.num_kept(chains[at:])
             if at >= len(path):
                 break
             node = path[at]

@@ -31,18 +31,19 @@ from sglang_tiered.integration.host_pages import engine_keys, page_segments, poo
 from sglang_tiered.integration.object_args import lossy_codec
 from sglang_tiered.integration.page_layout import check_codec
 from sglang_tiered.integration.store_gate import StoreGate
-from sglang_tiered.integration.tier_engines import open_object_tier, open_shard
+from sglang_tiered.integration.tier_engines import open_far_tiers, open_shard
 from sglang_tiered.integration.tier_stats import TierStats, tier_stats
 from sglang_tiered.integration.tier_transfers import TierTransfers
+from sglang_tiered.integration.told_purges import ToldPurges
 from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
-from sglang_tiered.storage.layered.tiers import Span, Tier
+from sglang_tiered.storage.layered.tiers import FAR_TIERS, Span, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.load_planner import LoadPlanner
-    from sglang_tiered.integration.tier_engines import ObjectTier
+    from sglang_tiered.integration.tier_engines import FarTiers
     from sglang_tiered.storage.base import TierEngine
     from sglang_tiered.storage.layered import LayeredEngine
     from sglang_tiered.storage.layered.tiers import Unfinished
@@ -74,7 +75,8 @@ class TieredStorage(ZeroCopyStorage):
         self._engine: TierEngine | None = None  # the whole: one of the next two
         self._region: RegionEngine | None = None
         self._layered: LayeredEngine | None = None
-        self._object_tier: ObjectTier | None = None
+        self._far_tiers: FarTiers | None = None
+        self.told_purges: ToldPurges | None = None  # of other servers, where there are any
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._stores_suspended = False
@@ -98,7 +100,8 @@ class TieredStorage(ZeroCopyStorage):
             identity,
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
-        self._region = open_shard(self._config, self._storage_config, self._namespace)
+        where = self._storage_config
+        self._region, replica = open_shard(self._config, where, self._namespace)
         self._engine = self._region
         self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
         writes_per_day = self._config.nvme_writes_per_day_per_rank
@@ -108,15 +111,20 @@ class TieredStorage(ZeroCopyStorage):
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        self._object_tier = open_object_tier(
+        if self._config.index is not None:
+            self.told_purges = ToldPurges(gate, self.begin_purge)
+        self._far_tiers = open_far_tiers(
             self._config,
             self._region,
             self._namespace,
             self.mem_pool_host,
-            lambda: gate.takes_everything,
+            rank=(where.dp_rank + replica) * where.tp_size + where.tp_rank,
+            may_promote=lambda: gate.takes_everything,
+            order=lambda: FAR_TIERS if self._planner is None else self._planner.far_order(),
+            purge=self.told_purges,
         )
-        if self._object_tier is not None:
-            self._engine = self._layered = self._object_tier.engine
+        if self._far_tiers is not None:
+            self._engine = self._layered = self._far_tiers.engine
         self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
         stats = self._region.stats()
         logger.info(
@@ -147,13 +155,13 @@ class TieredStorage(ZeroCopyStorage):
 
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
-        owner = self._object_tier or self._engine
+        owner = self._far_tiers or self._engine
         if owner is not None:
             owner.close()
 
     def clear(self) -> None:
-        """Forget every page of this shard, and all that servers share in the object tier. That
-        storage may be out of reach, so its part goes on in the background."""
+        """Forget every page of this shard, of other servers', and all that they share in the object
+        tier. Those may be out of reach, so their part goes on in the background."""
         if self._layered is None:
             self._require_engine().clear()
         else:
@@ -180,14 +188,23 @@ class TieredStorage(ZeroCopyStorage):
 
     @property
     def layered_engine(self) -> LayeredEngine | None:
-        """NVMe with the object tier below it; None without an object tier."""
+        """NVMe with other servers and the object tier; None where there is nothing but NVMe."""
         return self._layered
 
-    def begin_purge(self, tenant: bytes | None) -> Unfinished:
-        """Hide the pages of a tenant, or all, and let none on its way land. Memory only."""
+    @property
+    def has_object_tier(self) -> bool:
+        return self._layered is not None and self._layered.lower is not None
+
+    def begin_purge(
+        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+    ) -> Unfinished:
+        """Hide the pages of a tenant, or all, and let none on its way land; ``was_told``: another
+        server did so first. Memory only, any thread."""
         with self.gate.lock:
             self.gate.purge(tenant)
-            return (self._layered or self.region_engine).begin_purge(tenant)
+            if self._layered is None:
+                return self.region_engine.begin_purge(tenant)
+            return self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
 
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
@@ -204,9 +221,22 @@ class TieredStorage(ZeroCopyStorage):
     # ---- Queries (any thread, memory only) ----
 
     def holds(self, page_hash: str) -> bool:
-        """Whether a KV page is stored, or about to be."""
-        stop = self._require_engine().lookup(engine_keys(PoolName.KV, [page_hash])).stop
-        return stop in (Stop.END, Stop.PENDING)
+        """Whether a KV page is stored, or about to be. What other servers hold is theirs."""
+        keys = engine_keys(PoolName.KV, [page_hash])
+        if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
+            return True
+        return self._layered is not None and self._layered.contains_below(keys)[0]
+
+    def num_kept(self, hashes: Sequence[str]) -> int:
+        """Leading KV pages that are stored; for the scheduler thread."""
+        keys = engine_keys(PoolName.KV, hashes)
+        num_hits = self.region_engine.lookup(keys).num_hits
+        if self._layered is not None and num_hits < len(keys):
+            above = self.region_engine.view.contains(keys)
+            below = self._layered.contains_below(keys)
+            kept = [up or down for up, down in zip(above, below, strict=True)]
+            num_hits = [*kept, False].index(False)
+        return num_hits
 
     def lookup_leading(self, hashes: Sequence[str]) -> int:
         """Leading KV pages a load could serve now; for the scheduler thread."""
@@ -219,11 +249,13 @@ class TieredStorage(ZeroCopyStorage):
         num_pages = self.lookup_leading(hashes)
         return [Span(Tier.NVME, num_pages)] if num_pages else []
 
-    def pages_by_tier(self, hashes: Sequence[str]) -> tuple[int, int | None]:
-        """Leading KV pages on NVMe, and in the object tier where there is one. Memory only."""
+    def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
+        """Leading KV pages in each tier that there is. Memory only."""
         keys = engine_keys(PoolName.KV, hashes)
-        above = self.region_engine.lookup(keys).num_hits
-        return above, None if self._layered is None else self._layered.lower.lookup(keys).num_hits
+        found = {Tier.NVME: self.region_engine.lookup(keys).num_hits}
+        for tier, source in ({} if self._layered is None else self._layered.far).items():
+            found[tier] = source.lookup(keys).num_hits
+        return found
 
     def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
         """Engine keys of pages in every pool, those of KV first."""

@@ -65,6 +65,8 @@ class StoreGate:
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
         self.lock = threading.RLock()
+        # Tenants of which nothing is stored now, all under None. Whoever sets it purges them after.
+        self.blocked: frozenset[bytes | None] = frozenset()
         self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
 
@@ -144,6 +146,10 @@ class StoreGate:
                 self._decide(tuple(hashes), 0, None)
             else:  # nobody knows what will become of its KV
                 return len(hashes) if self._admission.level is Level.OPEN else 0
+        if self.blocked and (
+            self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
+        ):
+            self._num_admitted = 0
         num_left = max(0, self._num_admitted - self._positions[hashes[0]])
         if is_kv:
             # SGLang goes on with an operation only while all of it is stored.

@@ -1,4 +1,5 @@
-"""Opens the tiers of one scheduler process: its shard on NVMe, and its namespace in the bucket."""
+"""Opens the tiers of one scheduler process: its shard on NVMe, its namespace in the bucket, and
+what it has to do with other servers."""
 
 from __future__ import annotations
 
@@ -14,32 +15,39 @@ from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.store import RegionEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.bucket_collector import BucketCollector
+    from sglang_tiered.integration.told_purges import ToldPurges
+    from sglang_tiered.sharing.peer_tier import PeerTier
+    from sglang_tiered.storage.layered.tiers import Tier
+    from sglang_tiered.storage.object import ObjectEngine
 
-__all__ = ["ObjectTier", "open_object_tier", "open_shard"]
+__all__ = ["FarTiers", "open_far_tiers", "open_shard"]
 
 logger = logging.getLogger(__name__)
 
 
-class ObjectTier(NamedTuple):
-    """The whole with the object tier in it, and what keeps the bucket in bounds."""
+class FarTiers(NamedTuple):
+    """The whole with the far tiers in it, and what keeps the bucket in bounds."""
 
     engine: LayeredEngine
-    collector: BucketCollector
+    collector: BucketCollector | None
 
     def close(self) -> None:
-        self.collector.close()
+        if self.collector is not None:
+            self.collector.close()
         self.engine.close()
 
 
-def open_shard(config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes) -> RegionEngine:
-    """The first free shard of this rank's geometry.
+def open_shard(
+    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes
+) -> tuple[RegionEngine, int]:
+    """The first free shard of this rank's geometry, and its number among them.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -57,33 +65,59 @@ def open_shard(config: TieredConfig, where: HiCacheStorageConfig, namespace: byt
             replica=replica,
         )
         try:
-            return RegionEngine(
+            engine = RegionEngine(
                 shard_path(Path(nvme.directory), name),
                 namespace=namespace,
                 capacity_bytes=config.nvme_bytes_per_rank,
                 region_bytes=nvme.region_bytes,
                 max_tenant_bytes=config.max_tenant_bytes_per_rank,
             )
+            return engine, replica
         except StoreLockedError:
             if replica + 1 == config.num_ranks:
                 raise
     raise AssertionError("a server has at least one rank")
 
 
-def open_object_tier(
+def open_far_tiers(
     config: TieredConfig,
     shard: RegionEngine,
     namespace: bytes,
     host_pool: Any,
+    *,
+    rank: int,
     may_promote: Callable[[], bool],
-) -> ObjectTier | None:
-    """The shard with the object tier below it; None where none was asked for. Returns at once:
-    the bucket is looked at in the background, and until it answers the tier only misses."""
+    order: Callable[[], Sequence[Tier]],
+    purge: ToldPurges | None,
+) -> FarTiers | None:
+    """The shard with the tiers beyond it; None where none was asked for. Returns at once: they are
+    looked at in the background, and until they answer they only miss. ``rank`` is this process's
+    among those of the server."""
+    lower = _open_object_tier(config, namespace, host_pool)
+    peers = None
+    if config.index is not None:
+        assert purge is not None
+        peers = _open_peers(config, rank, shard, namespace, purge)
+    if lower is None and peers is None:
+        return None
+    collector = None
+    if lower is not None:
+        from sglang_tiered.integration.bucket_collector import BucketCollector
+
+        settings = object_settings(config)
+        assert settings is not None
+        collector = BucketCollector(settings, lower.namespace)
+    engine = LayeredEngine(shard, lower, peers=peers, order=order, may_promote=may_promote)
+    return FarTiers(engine, collector)
+
+
+def _open_object_tier(
+    config: TieredConfig, namespace: bytes, host_pool: Any
+) -> ObjectEngine | None:
     settings = object_settings(config)
     if settings is None or config.object is None:
         return None
     # Only here: who has no object tier needs none of its libraries.
-    from sglang_tiered.integration.bucket_collector import BucketCollector
     from sglang_tiered.integration.page_layout import page_layout
     from sglang_tiered.storage.codecs import NO_CODEC, make_codec
     from sglang_tiered.storage.object import ObjectEngine
@@ -93,5 +127,17 @@ def open_object_tier(
         codec = make_codec(settings.codec, page_layout(host_pool))
     engine = ObjectEngine(settings, namespace=namespace, page_codec=codec)
     logger.info("object tier at %s, namespace %s", config.object.shown_url, namespace.hex()[:16])
-    layered = LayeredEngine(shard, engine, may_promote=may_promote)
-    return ObjectTier(layered, BucketCollector(settings, engine.namespace))
+    return engine
+
+
+def _open_peers(
+    config: TieredConfig, rank: int, shard: RegionEngine, namespace: bytes, purge: ToldPurges
+) -> PeerTier:
+    # Only here: who shares with nobody needs no Redis client.
+    from sglang_tiered.integration.peer_args import peer_settings
+    from sglang_tiered.sharing.peer_tier import PeerTier
+
+    assert config.index is not None
+    return PeerTier(
+        peer_settings(config.index, rank), namespace=namespace, region=shard, purge=purge
+    )

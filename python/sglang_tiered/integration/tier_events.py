@@ -307,7 +307,8 @@ def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
     """The tiers that the storage has open."""
     tiers = {StorageMedium.DISK: engine_holds(storage.region_engine)}
     layered = getattr(storage, "layered_engine", None)
-    if layered is not None:
+    if layered is not None and layered.lower is not None:
+        # Not those of other servers: each announces its own.
         tiers[StorageMedium.EXTERNAL] = _bucket_holds(layered.lower)
     return tiers
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OBJECT_FLAGS",
+    "PEER_FLAGS",
     "TIER_FLAGS",
     "TRANSFER_FLAGS",
     "add_tier_arguments",
@@ -105,6 +106,28 @@ OBJECT_FLAGS = {
     ),
 }
 
+PEER_FLAGS = {
+    "--tier-index": (
+        "URL",
+        "Redis in which servers tell each other which pages they hold, so that each can fetch them "
+        "from the others: redis://host:6379, rediss:// (TLS) or unix://. With a password better in "
+        "SGLANG_TIERED_INDEX_URL. Default: that variable, or none.",
+    ),
+    "--tier-peer-host": (
+        "HOST",
+        "Where this server gives pages to others. Default: --host.",
+    ),
+    "--tier-peer-port": (
+        "PORT",
+        "Its port; each further rank takes the next one. Default: any free one.",
+    ),
+    "--tier-peer-keys": (
+        "DIR",
+        "Directory with peer.key, peer.key_secret and the *.key of those to serve (python -m "
+        "sglang_tiered.transfer keygen). With it pages travel encrypted. Default: none.",
+    ),
+}
+
 TRANSFER_FLAGS = {
     "--transfer-keys": (
         "DIR",
@@ -142,7 +165,7 @@ TRANSFER_FLAGS = {
     ),
 }
 
-_OURS = {**TIER_FLAGS, **OBJECT_FLAGS, **TRANSFER_FLAGS}
+_OURS = {**TIER_FLAGS, **OBJECT_FLAGS, **PEER_FLAGS, **TRANSFER_FLAGS}
 
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +179,7 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     for group, flags in (
         (tiering, TIER_FLAGS),
         (tiering, OBJECT_FLAGS),
+        (tiering, PEER_FLAGS),
         (transfer, TRANSFER_FLAGS),
     ):
         for flag, (metavar, text) in flags.items():

@@ -30,6 +30,7 @@ class Scheduler:
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
         self.purges: dict[bytes | None, Purge] = {}
+        self.told: list[bytes | None] = []  # to other servers
         self.num_flushes = 0
         self.waiting_queue = [request("a"), request("b")]
         self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
@@ -38,7 +39,11 @@ class Scheduler:
         storage = SimpleNamespace(begin_purge=self.begin_purge)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
 
-    def begin_purge(self, tenant: bytes | None) -> Purge:
+    def begin_purge(
+        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+    ) -> Purge:
+        if tells_peers and not was_told:
+            self.told.append(tenant)
         return self.purges.setdefault(tenant, Purge())
 
     def is_fully_idle(self) -> bool:
@@ -73,6 +78,7 @@ def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
     assert scheduler.num_flushes == 1
     assert not fence
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert scheduler.told == [A]
 
 
 def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> None:
@@ -115,6 +121,22 @@ def test_everything_is_one_purge_of_all() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "all", all=True)
     assert set(scheduler.purges) == {None}
+
+
+def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fence) -> None:
+    scheduler = Scheduler(idle=False)
+    purging.attach(scheduler)
+    assert scheduler.tree_cache.purge_as_told is not None
+    scheduler.tree_cache.purge_as_told(A)
+    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert scheduler.told == []
+    assert scheduler.waiting_queue[0].extra_key != "a"
+    assert fence.blocks(A)
+    assert scheduler.num_flushes == 0
+    scheduler.idle = True
+    hooks._after_on_idle(None, scheduler)
+    assert scheduler.num_flushes == 1
+    assert not fence
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -151,6 +151,8 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--tier-object-url s3://b/p --tier-object-sse-kms-key k", "needs --tier-object-sse"),
         ("--tier-mode host --tier-object-url s3://b/p", "no meaning with --tier-mode host"),
         ("--tier-mode off --tier-object-url s3://b/p", "no meaning with --tier-mode off"),
+        ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
+        ("--tier-mode off --tier-peer-port 4000", "--tier-peer-port 4000 has no meaning with"),
         (
             "--enable-unified-cache-external-linker",
             "--enable-unified-cache-external-linker cannot run with tiering",
@@ -210,6 +212,12 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-object-codec",
         "--tier-object-sse",
         "--tier-object-sse-kms-key",
+    ]
+    assert list(tier_flags.PEER_FLAGS) == [
+        "--tier-index",
+        "--tier-peer-host",
+        "--tier-peer-port",
+        "--tier-peer-keys",
     ]
 
 

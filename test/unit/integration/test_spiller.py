@@ -119,7 +119,7 @@ class Tier:
     def holds(self, page_hash: str) -> bool:
         return self.engine.lookup([bytes.fromhex(page_hash)]).stop in (Stop.END, Stop.PENDING)
 
-    def lookup_leading(self, hashes: Sequence[str]) -> int:
+    def num_kept(self, hashes: Sequence[str]) -> int:
         return self.engine.lookup([bytes.fromhex(text) for text in hashes]).num_hits
 
     # What happens to it.
@@ -176,7 +176,7 @@ class Tier:
 
     def stored_of(self, tokens: Sequence[int]) -> int:
         key = RadixKey(array("q", tokens), None)
-        return self.lookup_leading(get_storage_hash_str(key, None, page_size=PAGE))
+        return self.num_kept(get_storage_hash_str(key, None, page_size=PAGE))
 
 
 def chain(seed: int, num_pages: int, shared: int = 0) -> list[int]:

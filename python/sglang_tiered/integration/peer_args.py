@@ -1,0 +1,122 @@
+"""The flags of sharing between servers as a configuration, and that as settings of the tier."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import IndexConfig
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.tier_flags import PEER_FLAGS
+from sglang_tiered.transfer.security import PEER, load_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_tiered.sharing.settings import PeerSettings
+
+__all__ = ["URL_VARIABLE", "peer_settings", "resolve_index"]
+
+URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
+"""Takes the place of ``--tier-index``: a command line can be read by everybody on a machine."""
+
+DEFAULT_HOST = "127.0.0.1"  # of SGLang
+MAX_PORT = 65535
+
+
+def resolve_index(
+    explicit: Mapping[str, Any], num_ranks: int, environment: Mapping[str, str] = os.environ
+) -> IndexConfig | None:
+    """Judge the given flags; None without a URL. Raises ``ConfigError``, which never names a
+    password; reads keys, and tries the ports, but keeps nothing."""
+    given = {
+        flag: value
+        for flag in PEER_FLAGS
+        if (value := explicit.get(flag.lstrip("-").replace("-", "_"))) is not None
+    }
+    url = given.pop("--tier-index", None) or environment.get(URL_VARIABLE)
+    if not url:
+        for flag, value in given.items():
+            raise ConfigError(f"{flag} {value} needs --tier-index; pass it, or drop this.")
+        return None
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError("--tier-index needs the package redis; pip install redis.")
+    pp_size = explicit.get("pp_size") or 1
+    if pp_size > 1:
+        raise ConfigError(
+            f"--tier-index cannot run with --pp-size {pp_size}, whose stages cannot purge what "
+            "another server purged in the same step; drop one of them."
+        )
+    keys = given.get("--tier-peer-keys")
+    host = _address(given.get("--tier-peer-host") or explicit.get("host") or DEFAULT_HOST)
+    port = _port(given.get("--tier-peer-port"), host, num_ranks)
+    config = IndexConfig(
+        url=url,
+        host=host,
+        port=port,
+        keys_directory=None if keys is None else str(Path(keys).expanduser().absolute()),
+    )
+    peer_settings(config, 0)
+    if config.keys_directory is not None:
+        load_keys(Path(config.keys_directory), PEER)
+    return config
+
+
+def _address(host: str) -> str:
+    """A name as an address: ZeroMQ binds no names."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
+    try:
+        found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"--tier-peer-host {host} is no host that this machine knows ({error.strerror}); pass "
+            "an address of it."
+        ) from error
+    return str(found[0][4][0])
+
+
+def _port(text: str | None, host: str, num_ranks: int) -> int | None:
+    if text is None:
+        _try(host, 0)
+        return None
+    last = MAX_PORT - num_ranks + 1
+    if not text.isdecimal() or not 1 <= int(text) <= last:
+        raise ConfigError(f"--tier-peer-port {text} must be from 1 to {last}; drop it for any.")
+    for port in range(int(text), int(text) + num_ranks):
+        _try(host, port)
+    return int(text)
+
+
+def _try(host: str, port: int) -> None:
+    """Whether this machine can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--tier-peer-port {port} is in use on {host}; pass another, or drop it for "
+                    "any free one."
+                ) from error
+            raise ConfigError(
+                f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an "
+                "address of this machine."
+            ) from error
+
+
+def peer_settings(config: IndexConfig, rank: int) -> PeerSettings:
+    """Of one rank, which is a peer of its own."""
+    # Only here: who shares with nobody needs no Redis client.
+    from sglang_tiered.sharing.settings import PeerSettings
+
+    return PeerSettings(
+        index_url=config.url,
+        listen_host=config.host,
+        listen_port=0 if config.port is None else config.port + rank,
+        keys_directory=config.keys_directory,
+    )
