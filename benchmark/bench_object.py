@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,7 +39,6 @@ from storage_bench.figures import DifferentBytesError, Report, quotients, size_n
 if TYPE_CHECKING:
     from object_bench.places import Place
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZES = (256 << 10, 1 << 20)
 
 
@@ -135,18 +133,10 @@ def _add(
 
 
 def measure_resume(root: Path, num_rounds: int, report: Report) -> None:
-    model = root / "model"
-    command = [sys.executable, str(ROOT / "scripts/make_demo_model.py"), str(model)]
-    subprocess.run([*command, "--shape", "24m"], check=True, stdout=subprocess.DEVNULL)
-    found = resume.measure(model, root, num_rounds)
-    report.add(
-        "resume_ttft_over_recompute",
-        quotients(found.resumed_s, found.computed_s),
-        beside=f"resumed {statistics.median(found.resumed_s):.3f} s, "
-        f"computed {statistics.median(found.computed_s):.3f} s, "
-        f"{statistics.median(found.cached_share):.1%} of {resume.NUM_TOKENS:,} tokens cached",
-    )
-    report.raw["resume"] = vars(found)
+    model = resume.make_model(root / "model")
+    shared = ("--tier-object-url", str(root / "objects"))
+    found = resume.measure(model, root / "by-object", num_rounds, tier="object", shared=shared)
+    resume.add("resume_ttft_over_recompute", found, report)
 
 
 def main() -> int:

@@ -2,10 +2,12 @@
 
 Two processes on one machine: one holds pages in a region store, the other fetches them, by way of
 the page server and client, and the same bytes out of the holder's memory over a plain TCP socket,
-in turns; the holder also loads them for itself. No figure is printed when a byte differs.
+in turns; the holder also loads them for itself. No figure is printed when a byte differs. Then two
+servers, of which one resumes the conversations that the other one opened.
 ``README.md`` in this folder says what each figure means.
 
-    python benchmark/bench_peers.py [--quick] [--directory DIR] [--allow-tmpfs] [--json FILE]
+    python benchmark/bench_peers.py [--quick] [--no-pages] [--no-servers] [--directory DIR]
+        [--allow-tmpfs] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from machine import describe_machine, describe_versions
+from object_bench import resume
+from peer_bench.redis_process import find_redis, run_redis
 from peer_bench.sides import LOCAL, PEER_KEYS, PEER_MEMORY, PEER_PLAIN, RAW, measure
 from sglang_tiered.transfer.security import PEER, make_keys
 from storage_bench.figures import DifferentBytesError, Report, quotients, size_name
@@ -54,6 +58,18 @@ def measure_size(
         report.add(f"{figure}_{name}", ratio, beside=f"{shown[ours]}; {shown[other]}")
 
 
+def measure_resume(root: Path, num_rounds: int, report: Report) -> None:
+    program = find_redis()
+    if program is None:
+        report.note("Servers were left out: there is no redis-server.")
+        return
+    model = resume.make_model(root / "model")
+    with run_redis(program, root) as url:
+        shared = ("--tier-index", url)
+        found = resume.measure(model, root / "servers", num_rounds, tier="peer", shared=shared)
+    resume.add("peer_resume_ttft_over_recompute", found, report)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,6 +79,8 @@ def main() -> int:
         "--directory", type=Path, default=default_directory(), help="where the store goes"
     )
     parser.add_argument("--allow-tmpfs", action="store_true", help="even where that is memory")
+    parser.add_argument("--no-pages", action="store_true", help="the servers only")
+    parser.add_argument("--no-servers", action="store_true", help="the pages only")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     num_rounds = 5 if options.quick else 11
@@ -80,8 +98,10 @@ def main() -> int:
             }
             keys = workspace.root / "keys"
             make_keys(keys, [PEER])
-            for page_bytes in PAGE_SIZES:
+            for page_bytes in () if options.no_pages else PAGE_SIZES:
                 measure_size(workspace.root, keys, page_bytes, num_bytes, num_rounds, report)
+            if not options.no_servers:
+                measure_resume(workspace.root, 5 if options.quick else 9, report)
     except (DifferentBytesError, UnusableDirectoryError) as error:
         print(f"Nothing to compare: {error}", file=sys.stderr)
         return 1
@@ -89,9 +109,12 @@ def main() -> int:
     machine = describe_machine()
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores; {report.settings['filesystem']}, reads "
-        f"{report.settings['holder_reads']}; {num_bytes >> 20} MiB a round, {num_rounds} rounds"
+        f"{report.settings.get('holder_reads', 'none')}; {num_bytes >> 20} MiB a round, "
+        f"{num_rounds} rounds"
     )
     console.print(report.table())
+    for note in report.notes:
+        console.print(note)
     if options.json:
         result = {
             "machine": machine,

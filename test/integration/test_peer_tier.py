@@ -1,0 +1,332 @@
+"""Servers that fetch pages from each other: what one computed another goes on with; a server or an
+index that dies costs hits and nothing else; what is purged on one is gone on all. Real servers, a
+real Redis, no bucket."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from redis_server import RedisServer
+
+from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
+from server_process import Server
+from sglang_tiered.transfer.security import PEER, make_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+LENGTH, NUM_NEW = 700, 8
+WHOLE = LENGTH // PAGE * PAGE
+MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
+OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
+BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no index
+LOST = make_prompts(44, 6, LENGTH)  # while A is killed
+COLD = make_prompts(45, 3, LENGTH)
+TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
+PASSWORD = "not-a-secret"
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer(password=PASSWORD) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def start(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, redis: RedisServer
+) -> Iterator[Callable[..., list[Server]]]:
+    """Start servers side by side, each on a directory of its own, with one index."""
+    folder = tmp_path_factory.mktemp("servers")
+    servers: list[Server] = []
+
+    def start(number: int, *arguments: str) -> list[Server]:
+        started = []
+        for _ in range(number):
+            name = f"{len(servers)}"
+            server = Server.spawn(
+                model,
+                folder / f"{name}.log",
+                *("--tier-dir", str(folder / f"kv-{name}")),
+                *arguments,
+                environment={"SGLANG_TIERED_INDEX_URL": redis.url},
+            )
+            servers.append(server)
+            started.append(server)
+        for server in started:
+            server.wait_until_it_generates()
+        return started
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., list[Server]]) -> list[Server]:
+    return start(2, *SMALL)
+
+
+def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and answer."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status), json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def residency(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
+    code, report = ask(server, "/tier/residency", {"input_ids": prompt, **whose})
+    assert code == 200, report
+    return {tier: report[tier] for tier in ("device", "host", "nvme", "peer")}
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = 30.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def wait_for_peers(server: Server, prompts: list[list[int]], **whose: str) -> None:
+    for prompt in prompts:
+        until(lambda p=prompt: residency(server, p, **whose)["peer"] >= WHOLE, "not found at peers")
+
+
+def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list[int]]:
+    """Cold, so that what comes back later is compared with what was computed."""
+    answers = server.generate_all(prompts, concurrency=1, num_new=NUM_NEW, **whose)
+    assert sum(answer.num_cached for answer in answers) == 0
+    return [answer.output_ids for answer in answers]
+
+
+class TestLife:
+    """In this order: B goes on with what A computed, a tenant is purged, the index dies and comes
+    back, A is killed."""
+
+    opened: dict[str, list[list[int]]] = {}
+
+    def test_what_one_computed_the_other_goes_on_with(self, pair: list[Server]) -> None:
+        a, b = pair
+        for name, prompts in (("moved", MOVED), ("blind", BLIND), ("lost", LOST)):
+            self.opened[name] = compute(a, prompts)
+        uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
+        wait_for_peers(b, [*MOVED, *BLIND, *LOST])
+        assert residency(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
+        again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+        assert [answer.output_ids for answer in again] == self.opened["moved"]
+        wanted = len(MOVED) * aligned(LENGTH)
+        assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
+        fetched = b.tier_state()["peer_pages_loaded"]
+        assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
+        assert a.tier_state()["peer_pages_served"] >= fetched
+        for prompt, first, whole in zip(
+            MOVED[:2], self.opened["moved"], uninterrupted, strict=False
+        ):
+            resumed = b.generate(prompt + first, 2 * NUM_NEW)
+            assert first + resumed.output_ids == whole
+
+    def test_what_was_fetched_is_kept_and_served_in_turn(self, pair: list[Server]) -> None:
+        a, b = pair
+        for prompt in MOVED:
+            until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
+            until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
+        assert b.tier_state()["peer_pages_promoted"] > 0
+
+    def test_no_password_is_shown_anywhere(self, pair: list[Server]) -> None:
+        for server in pair:
+            shown = json.dumps(server.request("/server_info")) + server.log
+            assert PASSWORD not in shown
+            assert "  peers   those in the index at redis://" in server.log
+
+    def test_a_tenant_purged_on_one_is_gone_on_the_other(self, pair: list[Server]) -> None:
+        a, b = pair
+
+        def held(server: Server, prompt: list[int]) -> bool:
+            return any(residency(server, prompt, **TENANT).values())
+
+        expected = compute(a, OWNED, **TENANT)
+        wait_for_peers(b, OWNED, **TENANT)
+        assert residency(b, OWNED[0])["peer"] == 0, "another tenant's"
+        # One of them is kept by B, the other is known to it.
+        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
+        until(lambda: residency(b, OWNED[0], **TENANT)["nvme"] >= aligned(LENGTH), "not kept")
+        until(lambda: residency(a, OWNED[0], **TENANT)["peer"] >= aligned(LENGTH), "not told")
+        code, report = ask(a, "/tier/purge", TENANT)
+        assert (code, report["durable"]) == (200, True), report
+        assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
+        for prompt in OWNED[1:]:  # nobody computes that one again
+            for server in (a, b):
+                until(lambda s=server, p=prompt: not held(s, p), "it is still held")
+        assert b.tier_state()["peer_purges:applied"] >= 1
+        assert a.tier_state()["peer_purges:told"] >= 1
+        for server in (a, b):
+            assert not held(server, OWNED[1]), "it came back"
+        assert residency(b, MOVED[0])["nvme"] >= aligned(LENGTH), "others' pages went too"
+        assert compute(b, OWNED[1:], **TENANT) == expected[1:]
+        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
+
+    def test_an_index_that_dies_costs_hits_and_comes_back(
+        self, pair: list[Server], redis: RedisServer
+    ) -> None:
+        a, b = pair
+        redis.kill()
+        until(lambda: b.tier_state()["peer_index_connected"] == 0, "it was not noticed")
+        begun = time.monotonic()
+        answers = b.generate_all(BLIND, concurrency=1, num_new=NUM_NEW)
+        assert time.monotonic() - begun < 20.0
+        assert [answer.output_ids for answer in answers] == self.opened["blind"]
+        redis.start()  # empty
+        for server in (a, b):
+            until(
+                lambda s=server: (
+                    s.tier_state()["peer_index_connected"] == 1
+                    and s.tier_state()["peer_servers"] == 1
+                ),
+                "they did not find each other again",
+                60.0,
+            )
+        wait_for_peers(b, LOST)
+
+    def test_a_server_killed_meanwhile_costs_hits_and_nothing_else(
+        self, pair: list[Server]
+    ) -> None:
+        a, b = pair
+        before = b.tier_state()["peer_pages_loaded"]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(b.generate_all, LOST, concurrency=2, num_new=NUM_NEW)
+            until(lambda: b.tier_state()["peer_pages_loaded"] > before, "nothing was fetched")
+            a.kill()
+            begun = time.monotonic()
+            answers = asked.result(60)
+        assert time.monotonic() - begun < 20.0, "B waited for a dead server"
+        assert [answer.output_ids for answer in answers] == self.opened["lost"]
+        until(lambda: b.tier_state()["peer_servers"] == 0, "it counts as alive", 30.0)
+        assert compute(b, COLD[:1])
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_never_stalls_the_scheduler(
+    start: Callable[..., list[Server]],
+) -> None:
+    """Stopped, so that its connections stay open and nothing answers."""
+    a, b = start(2, *SMALL)
+    expected = compute(a, LOST)
+    wait_for_peers(b, LOST)
+    a.process.send_signal(signal.SIGSTOP)
+    stopped = [a.process.pid]
+    try:
+        for pid in children(a.process.pid):
+            stopped.append(pid)
+            stop(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(len(LOST)) as pool:
+            waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in LOST]
+            longest_s = 0.0
+            for prompt in COLD:
+                begun = time.monotonic()
+                b.generate(prompt, NUM_NEW)
+                longest_s = max(longest_s, time.monotonic() - begun)
+            assert longest_s < 5.0, "requests that want nothing of A waited for it"
+            assert [future.result(60).output_ids for future in waiting] == expected
+    finally:
+        for pid in stopped:
+            stop(pid, signal.SIGCONT)
+    a.kill()
+    b.kill()
+
+
+def children(pid: int) -> list[int]:
+    """Of a process and of theirs."""
+    from pathlib import Path
+
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return found + [below for child in found for below in children(child)]
+
+
+def stop(pid: int, number: signal.Signals) -> None:
+    import contextlib
+    import os
+
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@pytest.mark.slow
+def test_ranks_are_peers_of_their_own_and_purge_together(
+    start: Callable[..., list[Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks each, with keys; SGLang's checker ends a server whose ranks decide differently."""
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
+    make_keys(tmp_path / "keys", (PEER,))
+    a, b = start(
+        2,
+        *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS),
+        *("--tier-peer-keys", str(tmp_path / "keys")),
+    )
+    expected = {"moved": compute(a, MOVED), "owned": compute(a, OWNED, **TENANT)}
+    wait_for_peers(b, MOVED)
+    wait_for_peers(b, OWNED, **TENANT)
+    answers = b.generate_all(MOVED, concurrency=4, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in answers] == expected["moved"]
+    cached = sum(answer.cached["storage"] for answer in answers)
+    assert cached >= 0.97 * aligned(LENGTH) * len(MOVED)
+    assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]
+    with ThreadPoolExecutor(1) as pool:  # while B works
+        busy = pool.submit(b.generate_all, COLD, concurrency=2, num_new=64)
+        assert ask(a, "/tier/purge", TENANT)[1]["durable"]
+        for prompt in OWNED:
+            until(lambda p=prompt: not any(residency(b, p, **TENANT).values()), "B still holds it")
+        busy.result(120)
+    assert compute(b, OWNED, **TENANT) == expected["owned"]
+    a.kill()
+    again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in again] == expected["moved"]
+    b.kill()
+
+
+@pytest.mark.slow
+def test_peers_and_a_bucket_serve_together_and_measured_plans_use_them(
+    start: Callable[..., list[Server]], tmp_path: Path
+) -> None:
+    """Without ``--tier-load always``. What A made durable comes from either once A is gone."""
+    arguments = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
+    arguments += ("--tier-object-url", str(tmp_path / "shared"))
+    a, b = start(2, *arguments)
+    prompts = make_prompts(51, 6, 3000)
+    expected = []
+    for prompt in prompts:
+        expected.append(a.generate(prompt, NUM_NEW).output_ids)
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
+    for prompt in prompts:
+        until(lambda p=prompt: residency(b, p)["peer"] >= aligned(3000), "not found at peers")
+        until(
+            lambda p=prompt: (
+                ask(b, "/tier/residency", {"input_ids": p})[1]["object"] >= aligned(3000)
+            ),
+            "not found in the bucket",
+        )
+    first = b.generate_all(prompts[:3], concurrency=1, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in first] == expected[:3]
+    assert b.tier_state()["peer_pages_loaded"] > 0
+    a.kill()
+    rest = b.generate_all(prompts[3:], concurrency=1, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in rest] == expected[3:]
+    assert sum(answer.cached["storage"] for answer in rest) > 0
+    assert b.tier_state()["object_pages_loaded"] > 0
+    b.kill()
