@@ -264,7 +264,8 @@ class Demoter:
         for page in batch.pages:
             buffers.append((memory[start : start + page.length],))
             start += padded(page.length)
-        job = self._upper.submit_load(Run(tuple(p.key for p in batch.pages), tuple(buffers)))
+        run = Run(tuple(p.key for p in batch.pages), tuple(buffers))
+        job = self._upper.submit_load(run, is_use=False)  # reclaim would keep all that went down
         job.wait()  # the upper engine ends every job, whatever its device does
         self._upper.poll()
         good = [i for i, is_ok in enumerate(job.ok) if is_ok]

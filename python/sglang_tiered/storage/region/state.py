@@ -241,9 +241,9 @@ class StoreState:
 
     # ---- Loads ----
 
-    def find_pages(self, run: Run) -> list[Wanted]:
-        """The pages of a run that are held in the length asked for, with their places; counts a
-        hit for each, which is what reclaim goes by."""
+    def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
+        """The pages of a run that are held in the length asked for, with their places; ``is_use``
+        counts a hit for each, which is what reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
@@ -262,7 +262,8 @@ class StoreState:
                         page,
                     )
                 )
-        self.index.hit(rows[[item.position for item in wanted]])
+        if is_use:
+            self.index.hit(rows[[item.position for item in wanted]])
         return wanted
 
     def queue_load(self, job: Job, spans: Sequence[list[Wanted]]) -> None:

@@ -232,7 +232,8 @@ class RegionEngine(TierEngine):
                 state.queue_store(job, positions, num_bytes)
         return job
 
-    def submit_load(self, run: Run) -> Job:
+    def submit_load(self, run: Run, *, is_use: bool = True) -> Job:
+        """Reclaim keeps pages that were of use; ``is_use``: that these are."""
         health = self._check_health()
         state = self._state
         with state.lock:
@@ -241,7 +242,7 @@ class RegionEngine(TierEngine):
                 state.jobs.finish(job)
                 return job
             job.reasons = [Reason.MISS] * run.num_pages
-            wanted = state.find_pages(run) if health is Health.RUNNING else []
+            wanted = state.find_pages(run, is_use=is_use) if health is Health.RUNNING else []
             if wanted:
                 # The spans pin their regions from now on: a hit at submission is not evicted
                 # before it is read.

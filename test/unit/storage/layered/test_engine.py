@@ -251,6 +251,19 @@ def test_what_is_stored_goes_down_in_order_and_under_its_tenant(
         assert page_data(target) == page_data(run)
 
 
+def test_reclaim_does_not_take_a_copy_to_the_lower_tier_for_a_use(
+    engine: LayeredEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    copied, wanted = (of(TENANT, make_run(seed, PAGES)) for seed in range(2))
+    for run in (copied, wanted):
+        finished(engine.submit_store(run))
+    until(lambda: engine.layered_stats().num_demoted == 8, "not everything was demoted")
+    finished(engine.submit_load(blank(wanted)))
+    behind = engine.upper.view.pages_behind(-1)
+    assert behind is not None
+    assert {page.key for page in behind[1] if page.is_used} == set(wanted.keys)
+
+
 def test_a_restart_finds_what_was_never_copied(tiers: Tiers, make_run: MakeRun) -> None:
     tiers.lower.known = False
     first = tiers.open()
