@@ -33,8 +33,8 @@ def make_durable(
     storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, work_s: float = WORK_S
 ) -> int:
     """How many leading pages are durable in a tier in the end. Pages are waited for until they are
-    stored; for NVMe those that only the bucket holds are loaded and kept, under their tenant.
-    Never on the scheduler thread."""
+    stored; for NVMe those that only the bucket or other servers hold are loaded and kept, under
+    their tenant. Never on the scheduler thread."""
     deadline = time.monotonic() + work_s
     shard, layered = storage.region_engine, storage.layered_engine
     keys = storage.keys_of_pools(hashes)
@@ -69,14 +69,14 @@ def _bring_up(
     tenant: bytes,
     deadline: float,
 ) -> None:
-    """Load what only the bucket holds into memory of our own, so that it is kept on NVMe. Ends
-    early where NVMe does not take it, or the bucket does not serve."""
+    """Load what NVMe lacks and others hold into memory of our own, so that it is kept on NVMe. Ends
+    early where NVMe does not take it, or nobody serves it."""
     above = layered.upper.view
     keys, number = storage.keys_of_pools(hashes), len(hashes)
     for at, page_bytes in enumerate(_page_bytes(storage)):
         of_pool = keys[at * number : (at + 1) * number]
-        pages = zip(of_pool, above.contains(of_pool), layered.contains_below(of_pool), strict=True)
-        lacking = [key for key, up, down in pages if down and not up]
+        pages = zip(of_pool, above.contains(of_pool), layered.contains_far(of_pool), strict=True)
+        lacking = [key for key, is_here, is_far in pages if is_far and not is_here]
         size = max(1, _BATCH_BYTES // page_bytes)
         for start in range(0, len(lacking), size):
             batch = tuple(lacking[start : start + size])

@@ -179,6 +179,14 @@ class LayeredEngine(TierEngine):
             return [False] * len(keys)
         return source.contains(keys)
 
+    def contains_far(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether any tier beyond NVMe could serve each key now. Memory only."""
+        held = [False] * len(keys)
+        for tier in self.far:
+            there = self._contains(tier, keys)
+            held = [before or now for before, now in zip(held, there, strict=True)]
+        return held
+
     def contains_below(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether the lower tier holds each key. Memory only."""
         return [False] * len(keys) if self.lower is None else self.lower.contains(keys)

@@ -233,6 +233,7 @@ def test_without_a_bucket_nothing_goes_down_and_all_else_works(
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 4
     assert engine.flush(run.keys, TIMEOUT_S) == [False] * 4
     assert engine.contains_below(run.keys) == [False] * 4
+    assert engine.contains_far(run.keys) == [False, False, True, True]
     assert engine.some_keys(9)
     engine.poll()
     engine.set_namespace(b"\x22" * 32)
