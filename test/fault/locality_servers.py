@@ -47,6 +47,7 @@ class Server:
         **more: Any,
     ) -> None:
         namespace = more.pop("namespace", NAMESPACE)
+        notes = more.pop("notes", None)
         values = {
             "publish_s": 0.02,
             "heartbeat_s": 0.1,
@@ -61,7 +62,11 @@ class Server:
         self.purged: list[bytes | None] = []
         self.refuses_purges = False
         self.index = LocalityIndex(
-            self.settings, namespace=namespace, held=self._held, purge_wanted=self._purge
+            self.settings,
+            namespace=namespace,
+            held=self._held,
+            purge_wanted=self._purge,
+            notes=notes,
         )
         if announced:
             self.index.announce(f"tcp://192.0.2.1:{7000 + number}")

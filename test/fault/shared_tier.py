@@ -107,7 +107,7 @@ class SharedTier(MemoryEngine):
         stats = super().stats()
         return dataclasses.replace(stats, health=Health.MISS_ONLY) if self.sick else stats
 
-    def begin_purge(self, tenant: bytes | None) -> Done:
+    def begin_purge(self, tenant: bytes | None, local: object = None) -> Done:
         if tenant is None:
             self.clear()
         else:

@@ -8,7 +8,12 @@ import pytest
 from locality_servers import NAMES
 from redis_server import until
 
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.notes import Notes
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from locality_servers import Servers
     from redis_server import RedisServer
 
@@ -69,6 +74,21 @@ def test_a_server_that_starts_later_applies_what_was_purged_before(servers: Serv
     late = servers.open([2])
     until(lambda: late.purged == [TENANT])
     until(lambda: one.finds(2) == [True])
+
+
+def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_path: Path) -> None:
+    device = FileDevice(tmp_path, direct=False)
+    one, two = servers.open([1]), servers.open([2], notes=Notes(device))
+    servers.know_each_other()
+    assert one.index.begin_purge(TENANT).wait(20.0)
+    until(lambda: two.purged == [TENANT])
+    assert two.index.begin_purge(ANOTHER).wait(20.0)
+    two.close()
+    again = servers.open([2], notes=Notes(device))
+    until(lambda: one.finds(2) == again.finds(1) == [True])
+    assert again.purged == []
+    fresh = servers.open([3])
+    until(lambda: set(fresh.purged) == {TENANT, ANOTHER})
 
 
 def test_a_purge_that_redis_lost_is_told_again_and_applied_once(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.integration.rank_agreement import Rule
 from sglang_tiered.integration.tenants import UNKNOWN_TENANT
 from sglang_tiered.storage.base import TENANT_BYTES
+from sglang_tiered.storage.layered.forgetting import LayeredForgetting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,13 +58,14 @@ class ToldPurges:
         self._is_shared = False  # the one that waits longest, with the other ranks
         self._num_acted: int | None = None
 
-    def __call__(self, tenant: bytes | None) -> None:
-        """Another server purged a tenant, or everything."""
+    def __call__(self, tenant: bytes | None) -> LayeredForgetting:
+        """Another server purged a tenant, or everything. Returns what tells when the tiers here
+        have forgotten it for good."""
         with self._lock:
             if self._is_first:
                 self._wait_for(tenant)
-        for each in with_unknown(tenant):
-            self._begin_purge(each, was_told=True)
+        begun = [self._begin_purge(each, was_told=True) for each in with_unknown(tenant)]
+        return LayeredForgetting(*begun)
 
     def next(self, agreement: RankAgreement) -> list[bytes | None]:
         """Tenants that every rank puts out of reach in this step: one at most."""

@@ -31,6 +31,8 @@ from sglang_tiered.transfer.security import PEER, load_keys
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.locality.stats import LocalityStats
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
@@ -92,7 +94,7 @@ class PeerTier:
         *,
         namespace: bytes,
         region: RegionEngine,
-        purge: Callable[[bytes | None], None],
+        purge: PurgeWanted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         keys = None
@@ -128,6 +130,7 @@ class PeerTier:
                 namespace=namespace,
                 held=region.view.fingerprints,
                 purge_wanted=purge,
+                notes=region.notes,
                 clock=clock,
             )
             undo.pop_all()
@@ -221,10 +224,11 @@ class PeerTier:
         """What ``stats`` has no place for: the index by itself."""
         return self._index.stats()
 
-    def begin_purge(self, tenant: bytes | None) -> Unfinished:
-        """Tell every server to forget a tenant, or everything for None. Memory only; from now on
-        no page is found at a server that has not done so."""
-        return self._index.begin_purge(tenant)
+    def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> Unfinished:
+        """Tell every server to forget a tenant, or everything for None, as this one has begun to;
+        ``local`` tells when for good. Memory only; from now on no page is found at a server that
+        has not done so."""
+        return self._index.begin_purge(tenant, local)
 
     def set_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace: pages of the old one are neither found nor served.

@@ -15,6 +15,7 @@ from sglang_tiered.sharing.locality.connection import IndexConnection
 from sglang_tiered.sharing.locality.formats import is_address
 from sglang_tiered.sharing.locality.mirror import Peer
 from sglang_tiered.sharing.locality.publisher import Publisher
+from sglang_tiered.sharing.locality.purge_memory import PurgeMemory
 from sglang_tiered.sharing.locality.purges import ToldPurge
 from sglang_tiered.sharing.locality.reader import Reader
 from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from sglang_tiered.sharing.locality.purge_memory import NoteStore
+    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.settings import PeerSettings
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
@@ -46,9 +50,10 @@ class LocalityIndex:
     ``held(version)`` gives the pages that this server can serve now as (a version above 0,
     fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has
     it. ``purge_wanted(tenant)`` must forget what this server itself keeps of a tenant (None: of
-    everyone) before it returns; it must not begin a purge here, nor in a store that servers share.
-    It may be called again for a purge of long ago when a server starts. Both are called on threads
-    of the index and may take their time.
+    everyone) before it returns, and returns what tells when it has done so for good (None: it has);
+    it must not begin a purge here, nor in a store that servers share. Both are called on threads of
+    the index and may take their time. ``notes`` keep what was applied for good over a restart;
+    without them ``purge_wanted`` is called again for purges of days ago.
     """
 
     def __init__(
@@ -57,16 +62,20 @@ class LocalityIndex:
         *,
         namespace: bytes,
         held: Held,
-        purge_wanted: Callable[[bytes | None], None],
+        purge_wanted: PurgeWanted,
+        notes: NoteStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_namespace(namespace)
         self._pid = os.getpid()
         url = parse_index_url(settings.index_url)
         self._state = state = IndexState(settings, namespace, clock)
+        memory = None if notes is None else PurgeMemory(notes, state.book, clock)
+        if memory is not None:
+            memory.recall()
         self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
         bodies = (
-            ("locality-publisher", Publisher(state, self._connections[0], held).run),
+            ("locality-publisher", Publisher(state, self._connections[0], held, memory).run),
             ("locality-reader", Reader(state, self._connections[1], purge_wanted).run),
         )
         self._threads = [
@@ -111,11 +120,12 @@ class LocalityIndex:
         """It does not answer: nothing is found there for a while."""
         self._state.mirror.avoid(peer.server, seconds)
 
-    def begin_purge(self, tenant: bytes | None) -> ToldPurge:
-        """Tell every server to forget a tenant (None: everyone), which this one has forgotten.
-        Memory only. Until another server says that it has done so, nothing is found there."""
+    def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
+        """Tell every server to forget a tenant (None: everyone), which this one has forgotten;
+        ``local`` tells when for good. Memory only. Until another server says that it has done so,
+        nothing is found there."""
         state = self._state
-        purge = state.book.begin(tenant)
+        purge = state.book.begin(tenant, local)
         state.mirror.choose()
         with state.lock:
             if state.closed:

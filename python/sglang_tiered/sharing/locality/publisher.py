@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
+    from sglang_tiered.sharing.locality.purge_memory import PurgeMemory
     from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
@@ -43,8 +44,15 @@ _GONE_AT_ONCE = 256
 class Publisher:
     """Everything here is used by its thread only."""
 
-    def __init__(self, state: IndexState, connection: IndexConnection, held: Held) -> None:
+    def __init__(
+        self,
+        state: IndexState,
+        connection: IndexConnection,
+        held: Held,
+        memory: PurgeMemory | None = None,
+    ) -> None:
         self._state = state
+        self._memory = memory
         self._connection = connection
         self._expiry_ms = int(state.settings.expiry_s * 1000)
         self._retention_ms = int(state.settings.purge_retention_s * 1000)
@@ -61,6 +69,7 @@ class Publisher:
     def run(self) -> None:
         while (orders := self._await_work()) is not None:
             pause_s = 0.0
+            self._remember()
             try:
                 self._work(bool(orders))
                 self._state.trouble.answered("publisher")
@@ -82,7 +91,15 @@ class Publisher:
             if pause_s:
                 self._pause(pause_s)
         self._leave()
+        self._remember()
         self._connection.close()
+
+    def _remember(self) -> None:
+        if self._memory is not None:
+            try:
+                self._memory.remember()
+            except Exception:
+                logger.exception("remembering purges failed by our own fault")
 
     # ---- Waiting ----
 

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.formats import Purge
     from sglang_tiered.sharing.locality.names import Names
+    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.locality.state import IndexState
+
+    PurgeWanted = Callable[[bytes | None], LocalPurge | None]
 
 __all__ = ["PurgeReader"]
 
@@ -28,7 +30,7 @@ class PurgeReader:
         self,
         state: IndexState,
         connection: IndexConnection,
-        purge_wanted: Callable[[bytes | None], None],
+        purge_wanted: PurgeWanted,
     ) -> None:
         self._state = state
         self._connection = connection
@@ -48,16 +50,22 @@ class PurgeReader:
             member: min(max(now_s - float(score) / 1000, 0.0), state.settings.purge_retention_s)
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
-        applied: set[bytes | None] = set()  # once is enough for all that were told before now
+        # Once is enough for all that were told before now.
+        applied: dict[bytes | None, LocalPurge | None] = {}
         for member in book.unknown(ages):
             purge = unpack_purge(member)
-            if purge is None or (purge.tenant not in applied and not self._apply(member, purge)):
+            if purge is None:
                 continue
-            applied.add(purge.tenant)
+            if purge.tenant not in applied:
+                try:
+                    applied[purge.tenant] = self._purge_wanted(purge.tenant)
+                except Exception:
+                    self._log_once(member)
+                    continue
             with state.lock:
                 if state.epoch != epoch:
                     return
-                book.applied(member, ages[member])
+                book.applied(member, ages[member], applied[purge.tenant])
         with state.lock:
             if state.epoch != epoch:
                 return
@@ -68,12 +76,7 @@ class PurgeReader:
         state.mirror.choose()
         state.wake_publisher()
 
-    def _apply(self, member: bytes, purge: Purge) -> bool:
-        try:
-            self._purge_wanted(purge.tenant)
-        except Exception:
-            if self._last_failed != member:
-                logger.exception("a purge that another server told could not be applied")
-            self._last_failed = member
-            return False
-        return True
+    def _log_once(self, member: bytes) -> None:
+        if self._last_failed != member:
+            logger.exception("a purge that another server told could not be applied")
+        self._last_failed = member

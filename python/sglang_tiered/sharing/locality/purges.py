@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
@@ -19,12 +19,22 @@ from sglang_tiered.sharing.locality.formats import Purge, pack_purge
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["MAX_PURGES", "DuePurge", "PurgeBook", "ToldPurge"]
+__all__ = ["MAX_PURGES", "DuePurge", "LocalPurge", "PurgeBook", "ToldPurge"]
 
 MAX_PURGES = 16_384
 """Known in one namespace at most; beyond it the oldest are forgotten."""
 
 DIGEST_BYTES = 16
+
+
+class LocalPurge(Protocol):
+    """What this server's own store does of a purge. ``wait`` returns at once when it is ``done``:
+    whether it is durable."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None) -> bool: ...
 
 
 class ToldPurge:
@@ -68,6 +78,8 @@ class PurgeBook:
         self._known: dict[bytes, float] = {}  # when each may be forgotten, by member
         self._due: dict[tuple[bytes, bytes], float] = {}  # (namespace, member): when it began
         self._watched: dict[bytes, ToldPurge] = {}  # begun here and due
+        self._local: dict[bytes, LocalPurge] = {}  # not known to be durable here
+        self._recalled: dict[bytes, dict[bytes, float]] = {}  # of other namespaces
         self._sum = 0
         self.num_told = 0
         self.num_applied = 0
@@ -84,23 +96,43 @@ class PurgeBook:
     def num_due(self) -> int:
         return len(self._due)
 
-    def begin(self, tenant: bytes | None) -> ToldPurge:
-        """A purge that this server has applied by itself."""
+    def begin(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
+        """A purge that this server has applied by itself; ``local`` tells when for good."""
         told = ToldPurge()
         member = pack_purge(Purge(secrets.token_bytes(16), tenant))
         with self._lock:
-            self._learn(member, self._clock() + self._retention_s)
+            self._learn(member, self._clock() + self._retention_s, local)
             self._due[self._namespace, member] = self._clock()
             self._watched[member] = told
             while len(self._due) > MAX_PURGES:  # of namespaces before
                 self._drop_due(*next(iter(self._due)))
         return told
 
-    def applied(self, member: bytes, age_s: float) -> None:
-        """A purge that others told was applied here."""
+    def applied(self, member: bytes, age_s: float, local: LocalPurge | None = None) -> None:
+        """A purge that others told was applied here; ``local`` tells when for good."""
         with self._lock:
-            self._learn(member, self._clock() + self._retention_s - age_s)
+            self._learn(member, self._clock() + self._retention_s - age_s, local)
             self.num_applied += 1
+
+    def recall(self, namespace: bytes, member: bytes, forget_at: float) -> None:
+        """A purge that the store had applied for good when it was last open."""
+        now = self._clock()
+        if not now < forget_at <= now + self._retention_s:
+            return  # of long ago, or the machine's clock was wrong
+        with self._lock:
+            if namespace == self._namespace:
+                self._learn(member, forget_at, None)
+            else:
+                self._recalled.setdefault(namespace, {})[member] = forget_at
+
+    def settled(self) -> tuple[bytes, dict[bytes, float]]:
+        """The namespace, and its purges that are durable here: when each may be forgotten."""
+        with self._lock:
+            for member, local in list(self._local.items()):
+                if local.done and local.wait(0):
+                    del self._local[member]
+            durable = {m: at for m, at in self._known.items() if m not in self._local}
+            return self._namespace, durable
 
     def unknown(self, members: Iterable[bytes]) -> list[bytes]:
         with self._lock:
@@ -141,7 +173,10 @@ class PurgeBook:
             if namespace != self._namespace:
                 self._namespace = namespace
                 self._known.clear()
+                self._local.clear()
                 self._sum = 0
+                for member, forget_at in self._recalled.pop(namespace, {}).items():
+                    self._learn(member, forget_at, None)
 
     def close(self) -> None:
         """What is due will not be told."""
@@ -157,7 +192,9 @@ class PurgeBook:
             purge.end(told=True)
             self.num_told += 1
 
-    def _learn(self, member: bytes, forget_at: float) -> None:
+    def _learn(self, member: bytes, forget_at: float, local: LocalPurge | None) -> None:
+        if local is not None:
+            self._local[member] = local
         if member not in self._known:
             self._sum ^= xxhash.xxh3_128_intdigest(member)
         self._known[member] = forget_at
@@ -166,6 +203,7 @@ class PurgeBook:
 
     def _forget(self, member: bytes) -> None:
         del self._known[member]
+        self._local.pop(member, None)
         self._sum ^= xxhash.xxh3_128_intdigest(member)
         self._drop_due(self._namespace, member)
 
@@ -183,4 +221,5 @@ class PurgeBook:
                 total ^= xxhash.xxh3_128_intdigest(member)
             assert total == self._sum, f"the digest of {len(self._known)} purges is off"
             due = {member for _, member in self._due}
+            assert self._local.keys() <= self._known.keys(), "a purge under way is not known"
             assert self._watched.keys() <= due, "a purge is awaited and not due"

@@ -27,10 +27,9 @@ from sglang_tiered.sharing.locality.purge_reader import PurgeReader
 from sglang_tiered.sharing.locality.trouble import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.mirror import MirroredPeer
+    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 
 __all__ = ["Reader"]
@@ -52,7 +51,7 @@ class Reader:
         self,
         state: IndexState,
         connection: IndexConnection,
-        purge_wanted: Callable[[bytes | None], None],
+        purge_wanted: PurgeWanted,
     ) -> None:
         self._state = state
         self._connection = connection

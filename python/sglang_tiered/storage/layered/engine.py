@@ -291,7 +291,7 @@ class LayeredEngine(TierEngine):
             elif self.lower is not None:
                 begun.append(self.lower.begin_purge(tenant))
             if self.peers is not None and tells_peers and not was_told:
-                begun.append(self.peers.begin_purge(tenant))
+                begun.append(self.peers.begin_purge(tenant, begun[0]))
             return LayeredForgetting(*begun)
 
     def purge(self, tenant: bytes, timeout_s: float) -> bool:

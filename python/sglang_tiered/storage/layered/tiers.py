@@ -86,7 +86,10 @@ class Source(Protocol):
 
 
 class PeerSource(Source, Protocol):
-    """Other servers (``sharing.peer_tier``). ``begin_purge`` tells them."""
+    """Other servers (``sharing.peer_tier``)."""
+
+    def begin_purge(self, tenant: bytes | None, local: Unfinished | None = None) -> Unfinished:
+        """Tell them of a purge; ``local`` is what the upper tier does of it."""
 
     def stats(self) -> Any: ...
 

@@ -1,0 +1,123 @@
+"""``PurgeMemory``: which purges this server's store has applied for good, across restarts.
+
+Without it a server that starts would apply every purge again that Redis still knows, and lose what
+was stored since. A purge is remembered only once it is durable in the store: one that is not is
+applied again, which is never too little.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import xxhash
+
+from sglang_tiered.sharing.locality.formats import unpack_purge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.sharing.locality.purges import PurgeBook
+
+__all__ = ["NOTE", "NoteStore", "PurgeMemory"]
+
+NOTE = "APPLIED-PURGES"
+VERSION = 1
+MAX_ENTRIES = 32_768  # of all namespaces; a server has one, and one more for each change of weights
+_CHECKSUM_BYTES = 8
+
+logger = logging.getLogger(__name__)
+
+
+class NoteStore(Protocol):
+    """Small files beside the pages: ``storage.region.notes``. Both wait for the disk."""
+
+    def read(self, name: str) -> bytes: ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    namespace: bytes
+    member: bytes
+    forget_at: float  # seconds since 1970, of this machine's clock
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    entries: list[_Entry]
+
+
+class PurgeMemory:
+    """``recall`` before any thread runs, ``remember`` on one thread. ``clock`` is the book's."""
+
+    def __init__(
+        self,
+        notes: NoteStore,
+        book: PurgeBook,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._notes = notes
+        self._book = book
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._written: dict[tuple[bytes, bytes], float] = {}
+        self._failed = False
+
+    def recall(self) -> None:
+        """Tell the book what was remembered. What does not verify was never applied."""
+        entries = _decode(self._notes.read(NOTE))
+        offset_s = self._clock() - self._wall_clock()
+        for entry in entries:
+            if unpack_purge(entry.member) is not None:
+                self._written[entry.namespace, entry.member] = entry.forget_at
+        for (namespace, member), forget_at in self._written.items():
+            self._book.recall(namespace, member, forget_at + offset_s)
+
+    def remember(self) -> None:
+        """Write down what has become durable since. Waits for the disk; a note that cannot be
+        written is tried again the next time."""
+        namespace, settled = self._book.settled()
+        known = {member for of, member in self._written if of == namespace}
+        if settled.keys() == known:
+            return
+        now, offset_s = self._wall_clock(), self._wall_clock() - self._clock()
+        kept = {
+            (of, member): forget_at
+            for (of, member), forget_at in self._written.items()
+            if of != namespace and forget_at > now
+        }
+        kept |= {(namespace, member): at + offset_s for member, at in settled.items()}
+        newest = sorted(kept.items(), key=lambda entry: entry[1])[-MAX_ENTRIES:]
+        try:
+            self._notes.write(NOTE, _encode([_Entry(*key, at) for key, at in newest]))
+        except OSError as error:
+            if not self._failed:
+                logger.warning(
+                    "%s cannot be written (%s); until it can, a restart applies purges again",
+                    NOTE,
+                    error,
+                )
+            self._failed = True
+            return
+        self._written, self._failed = dict(newest), False
+
+
+def _encode(entries: list[_Entry]) -> bytes:
+    """A checksum, then MessagePack."""
+    body = msgspec.msgpack.encode(_File(VERSION, entries))
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def _decode(data: bytes) -> list[_Entry]:
+    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
+    if xxhash.xxh3_64_digest(body) != checksum:
+        return []
+    try:
+        file = msgspec.msgpack.decode(body, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    return file.entries if file.version == VERSION else []
