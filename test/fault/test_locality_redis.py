@@ -93,7 +93,7 @@ def test_an_emptied_redis_is_filled_again(servers: Servers, redis_server: RedisS
 def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
     servers: Servers, redis_server: RedisServer
 ) -> None:
-    one, two = servers.open(range(1, 100)), servers.open()
+    one, two = servers.open(range(1, 100), expiry_s=30.0), servers.open(expiry_s=30.0)
     servers.know_each_other()
     publisher = one.index._connections[0]
     answer = publisher._answer
