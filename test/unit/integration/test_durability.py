@@ -3,16 +3,15 @@ of objects."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
+from host_pools import PAGE_SIZE, hashes, make_pool, storage_config
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.integration import durability, namespace
@@ -26,47 +25,14 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.view import StoredPage
 
-PAGE_SIZE, NUM_PAGES = 4, 12
+NUM_PAGES = 12
 TENANT = b"t" * 16
 TIMEOUT_S = 20.0
 
 Open = Callable[..., TieredStorage]
 
 
-@dataclass
-class Pool:
-    """A host pool as SGLang's storage sees it: K and V halves, pages first."""
-
-    buffer: torch.Tensor  # [2, pages, bytes] uint8
-    page_size: int = PAGE_SIZE
-    dtype: torch.dtype = torch.uint8
-    logical_size: int = NUM_PAGES * PAGE_SIZE
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = (indices[:: self.page_size] // self.page_size).tolist()
-        pointers = [self.buffer[half, page].data_ptr() for page in pages for half in range(2)]
-        return pointers, [self.buffer.shape[2]] * len(pointers)
-
-
-def make_pool(page_bytes: int) -> Pool:
-    generator = torch.Generator().manual_seed(page_bytes)
-    shape = (2, NUM_PAGES, page_bytes)
-    return Pool(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
-
-
-HASHES = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(NUM_PAGES)]
-STORAGE_CONFIG = HiCacheStorageConfig(
-    tp_rank=0,
-    tp_size=1,
-    pp_rank=0,
-    pp_size=1,
-    attn_cp_rank=0,
-    attn_cp_size=1,
-    is_mla_model=False,
-    enable_storage_metrics=False,
-    is_page_first_layout=True,
-    model_name="m",
-)
+HASHES = hashes(*map(str, range(NUM_PAGES)))
 SLOTS = torch.arange(NUM_PAGES * PAGE_SIZE)
 
 
@@ -91,10 +57,10 @@ def open_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ope
         config.to_environment(environment)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        storage: Any = TieredStorage(STORAGE_CONFIG, {})
+        storage: Any = TieredStorage(storage_config(), {})
         opened.append(storage)
-        storage.register_mem_pool_host(make_pool(3000))
-        storage.register_mem_host_pool_v2(make_pool(1000), PoolName.SWA)
+        storage.register_mem_pool_host(make_pool(3000, 3000, NUM_PAGES))
+        storage.register_mem_host_pool_v2(make_pool(1000, 1000, NUM_PAGES), PoolName.SWA)
         storage.on_host_pools_registered()
         found: TieredStorage = storage
         return found

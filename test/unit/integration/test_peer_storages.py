@@ -3,16 +3,15 @@ one bit for bit, what it holds does not count as kept here, and purges cross ove
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from host_pools import Pool, hashes, make_pool, slots, storage_config
 from redis_server import RedisServer
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -29,38 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-PAGE_SIZE, TIMEOUT_S = 4, 20.0
+TIMEOUT_S = 20.0
 TENANT = b"a" * 16
-
-
-@dataclass
-class Pool:
-    """A host pool as SGLang's storage sees it: K and V halves, pages first."""
-
-    buffer: torch.Tensor  # [2, pages, bytes] uint8
-    page_size: int = PAGE_SIZE
-    dtype: torch.dtype = torch.uint8
-    logical_size: int = 16 * PAGE_SIZE
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = (indices[:: self.page_size] // self.page_size).tolist()
-        pointers = [self.buffer[half, page].data_ptr() for page in pages for half in range(2)]
-        return pointers, [self.buffer.shape[2]] * len(pointers)
-
-
-def make_pool(seed: int | None, page_bytes: int = 3000) -> Pool:
-    if seed is None:
-        return Pool(torch.zeros((2, 16, page_bytes), dtype=torch.uint8))
-    generator = torch.Generator().manual_seed(seed)
-    return Pool(torch.randint(0, 256, (2, 16, page_bytes), dtype=torch.uint8, generator=generator))
-
-
-def hashes(*names: str) -> list[str]:
-    return [hashlib.sha256(name.encode()).hexdigest() for name in names]
-
-
-def slots(*pages: int) -> torch.Tensor:
-    return torch.cat([torch.arange(p * PAGE_SIZE, (p + 1) * PAGE_SIZE) for p in pages])
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -102,19 +71,7 @@ def open_side(
         config.to_environment(environment)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        where = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="m",
-        )
-        storage = TieredStorage(where, {})
+        storage = TieredStorage(storage_config(), {})
         opened.append(storage)
         other = None if seed is None else seed + 1
         pools = {PoolName.KV: make_pool(seed), PoolName.SWA: make_pool(other, 500)}

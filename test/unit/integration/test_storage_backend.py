@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -24,52 +22,6 @@ from sglang_tiered.policy.admission import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-PAGE_SIZE = 4
-
-
-@dataclass
-class Pool:
-    """A host pool as SGLang's storage sees it: K and V halves, pages first."""
-
-    buffer: torch.Tensor  # [2, pages, bytes] uint8
-    page_size: int = PAGE_SIZE
-    dtype: torch.dtype = torch.uint8
-    logical_size: int = 16 * PAGE_SIZE
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = (indices[:: self.page_size] // self.page_size).tolist()
-        pointers = [self.buffer[half, page].data_ptr() for page in pages for half in range(2)]
-        return pointers, [self.buffer.shape[2]] * len(pointers)
-
-
-def make_pool(seed: int, page_bytes: int = 3000) -> Pool:
-    generator = torch.Generator().manual_seed(seed)
-    return Pool(torch.randint(0, 256, (2, 16, page_bytes), dtype=torch.uint8, generator=generator))
-
-
-def hashes(*names: str) -> list[str]:
-    return [hashlib.sha256(name.encode()).hexdigest() for name in names]
-
-
-def slots(*pages: int) -> torch.Tensor:
-    return torch.cat([torch.arange(p * PAGE_SIZE, (p + 1) * PAGE_SIZE) for p in pages])
-
-
-def storage_config(**changes: Any) -> HiCacheStorageConfig:
-    settings: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "model_name": "m",
-    }
-    return HiCacheStorageConfig(**{**settings, **changes})
 
 
 class Fixture:
