@@ -56,7 +56,10 @@ def parse_index_url(text: str) -> IndexUrl:
         host = parts.hostname or ""
         options = dict(urllib.parse.parse_qsl(parts.query, strict_parsing=bool(parts.query)))
     except ValueError:
-        raise _refusal("cannot be parsed") from None
+        raise _refusal(
+            "cannot be parsed; write redis://[[user]:password@]host[:port][/db], and %23 for a # "
+            "of the password"
+        ) from None
     if parts.scheme not in _SCHEMES:
         raise _refusal("does not begin with redis://, rediss:// or unix://")
     if parts.fragment:
