@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 MAX_DATA_MESSAGES = 16
 """Slabs handled before the control sockets are looked at again: some 16 MiB, a few ms."""
 
+MAX_REPEATS = 3
+"""Sessions in a row that are opened to tell an abort again, each lost at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -192,12 +195,23 @@ class DecodeEndpoint:
             if link in links and room is not None and not room.is_concluded:
                 failed.append(room)
                 self._conclude_failed(room, reason, told_by=link)
-        if failed and link.welcome is not None:
-            # It may live, and not know of a room that it was told of last.
-            again = self._links.to(link.address)
-            for room in failed:
-                again.tell(messages.Abort(room.number, room.generation, reason))
+        self._repeat_aborts(link, failed, reason)
         self._listener.prefill_lost(link.address, reason)
+
+    def _repeat_aborts(self, link: PrefillLink, failed: list[ReceiveRoom], reason: str) -> None:
+        """Prefill may live, and not know which rooms ended with the session or just before."""
+        settings = self._settings
+        recent = time.monotonic() - settings.peer_timeout_s - settings.ping_interval_s
+        num_repeats = link.num_repeats + 1 if link.opened_at >= recent else 1
+        if num_repeats > MAX_REPEATS or (link.welcome is None and not link.num_repeats):
+            return
+        aborts = [abort for told_at, abort in link.aborts if told_at >= recent]
+        aborts += [messages.Abort(room.number, room.generation, reason) for room in failed]
+        if aborts:
+            again = self._links.to(link.address)
+            again.num_repeats = max(again.num_repeats, num_repeats)
+            for abort in aborts:
+                again.tell(abort)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)

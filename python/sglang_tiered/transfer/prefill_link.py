@@ -11,6 +11,7 @@ is ever mixed with its successor behind the same address. The endpoint's thread 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.layout import Pair
     from sglang_tiered.transfer.same_host import PeerMemory
     from sglang_tiered.transfer.security import Keys
+
+MAX_ABORTS = 256
+"""That are told again if the session is lost right after them; prefill gives up others in time."""
 
 __all__ = ["Address", "PrefillLink", "connect_socket", "endpoint_of", "received"]
 
@@ -73,7 +77,8 @@ def received(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[zmq.Frame]]
 
 @dataclass(eq=False, slots=True)
 class PrefillLink:
-    """``waiting``: control messages to send once the session is open."""
+    """``waiting``: control messages to send once the session is open. ``aborts``: those told last,
+    with the time. ``num_repeats``: how many links before this one were lost with such aborts."""
 
     address: Address
     control: zmq.Socket[bytes]
@@ -89,6 +94,10 @@ class PrefillLink:
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
     peer_memory: PeerMemory | None = None
     waiting: deque[Any] = field(default_factory=deque)
+    aborts: deque[tuple[float, messages.Abort]] = field(
+        default_factory=lambda: deque(maxlen=MAX_ABORTS)
+    )
+    num_repeats: int = 0
     is_gone: bool = False
 
     @property
@@ -97,6 +106,11 @@ class PrefillLink:
 
     def tell(self, message: Any) -> None:
         """Send on the control channel, once there is a session."""
+        if isinstance(message, messages.Abort):
+            self.aborts.append((time.monotonic(), message))
+        self._pass_on(message)
+
+    def _pass_on(self, message: Any) -> None:
         if self.welcome is None and not isinstance(message, messages.Hello):
             self.waiting.append(message)
             return
@@ -110,7 +124,7 @@ class PrefillLink:
     def is_welcome(self) -> None:
         """Send what waited for the session."""
         while self.waiting:
-            self.tell(self.waiting.popleft())
+            self._pass_on(self.waiting.popleft())
 
     def lost_because(self) -> str | None:
         """What the monitor says of the connection, if it was lost."""

@@ -224,9 +224,10 @@ def test_shares_are_those_of_the_server() -> None:
     for name, value in (
         ("LOADING_SHARE", LOADING_SHARE),
         ("RESIDENT_SHARE", RESIDENT_SHARE),
-        ("STALE_AFTER_S", STALE_AFTER_S),
     ):
         found = re.findall(rf"^{name} = ([\d ./]+)$", text, re.MULTILINE)
         assert len(found) == 1, name
         top, _, bottom = found[0].partition("/")
         assert float(top) / float(bottom or 1) == value
+    staleness = re.findall(r"^STALE_AFTER_S = \{Tier.NVME: ([\d.]+),", text, re.MULTILINE)
+    assert [float(seconds) for seconds in staleness] == [STALE_AFTER_S]
