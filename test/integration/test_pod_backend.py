@@ -43,6 +43,7 @@ def together(server: Server) -> list[list[int]]:
     return tokens(server.generate_all(PROMPTS, concurrency=len(PROMPTS), num_new=NUM_NEW))
 
 
+@pytest.mark.slow
 def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
     launch: Launch, tmp_path: Path
 ) -> None:

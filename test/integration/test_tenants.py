@@ -62,6 +62,7 @@ def server(launch: Launch, tier_dir: Path) -> Server:
     return server
 
 
+@pytest.mark.slow
 class TestLife:
     """One store, in this order."""
 
