@@ -15,7 +15,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
-import xxhash
+
+from sglang_tiered.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["WarmChain", "WarmList", "decode", "encode"]
 
 VERSION = 1
-_CHECKSUM_BYTES = 8
 
 
 class WarmChain(msgspec.Struct, frozen=True):
@@ -89,19 +89,12 @@ class WarmList:
 
 def encode(chains: Sequence[WarmChain]) -> bytes:
     """A checksum, then MessagePack."""
-    body = msgspec.msgpack.encode(_File(VERSION, list(chains)))
-    return xxhash.xxh3_64_digest(body) + body
+    return seal(_File(VERSION, list(chains)))
 
 
 def decode(data: bytes) -> list[WarmChain]:
     """What was encoded; nothing if a byte of it is not what was written."""
-    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
-    if xxhash.xxh3_64_digest(body) != checksum:
+    file = unseal(data, _File)
+    if file is None or file.version != VERSION:
         return []
-    try:
-        file = msgspec.msgpack.decode(body, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return []
-    if file.version != VERSION or any(len(chain.tokens) % 8 for chain in file.chains):
-        return []
-    return file.chains
+    return [] if any(len(chain.tokens) % 8 for chain in file.chains) else file.chains

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import xxhash
 
+from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.sharing.locality.formats import unpack_purge
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ __all__ = ["NOTE", "NoteStore", "PurgeMemory"]
 NOTE = "APPLIED-PURGES"
 VERSION = 1
 MAX_ENTRIES = 32_768  # of all namespaces; a server has one, and one more for each change of weights
-_CHECKSUM_BYTES = 8
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +68,9 @@ class PurgeMemory:
 
     def recall(self) -> None:
         """Tell the book what was remembered. What does not verify was never applied."""
-        entries = _decode(self._notes.read(NOTE))
+        file = unseal(self._notes.read(NOTE), _File)
         offset_s = self._clock() - self._wall_clock()
-        for entry in entries:
+        for entry in file.entries if file is not None and file.version == VERSION else ():
             if unpack_purge(entry.member) is not None:
                 self._written[entry.namespace, entry.member] = entry.forget_at
         for (namespace, member), forget_at in self._written.items():
@@ -93,7 +92,7 @@ class PurgeMemory:
         kept |= {(namespace, member): at + offset_s for member, at in settled.items()}
         newest = sorted(kept.items(), key=lambda entry: entry[1])[-MAX_ENTRIES:]
         try:
-            self._notes.write(NOTE, _encode([_Entry(*key, at) for key, at in newest]))
+            self._notes.write(NOTE, seal(_File(VERSION, [_Entry(*key, at) for key, at in newest])))
         except OSError as error:
             if not self._failed:
                 logger.warning(
@@ -104,20 +103,3 @@ class PurgeMemory:
             self._failed = True
             return
         self._written, self._failed = dict(newest), False
-
-
-def _encode(entries: list[_Entry]) -> bytes:
-    """A checksum, then MessagePack."""
-    body = msgspec.msgpack.encode(_File(VERSION, entries))
-    return xxhash.xxh3_64_digest(body) + body
-
-
-def _decode(data: bytes) -> list[_Entry]:
-    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
-    if xxhash.xxh3_64_digest(body) != checksum:
-        return []
-    try:
-        file = msgspec.msgpack.decode(body, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return []
-    return file.entries if file.version == VERSION else []
