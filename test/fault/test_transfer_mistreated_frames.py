@@ -21,6 +21,7 @@ from transfer_pair import (
 )
 from transfer_relay import (
     Fault,
+    Frames,
     Passing,
     delay,
     drop,
@@ -35,6 +36,7 @@ from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.security import Keys, load_keys, make_keys
 
 if TYPE_CHECKING:
+    import random
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
@@ -147,6 +149,26 @@ def test_a_room_ends_right_or_with_a_reason_on_both_sides(name: str, seed: int) 
         # The network heals, and nothing that it did is left.
         between.fault = passes
         eventually(lambda: recovers(sender, receiver, between.address))
+
+
+def test_an_abort_that_is_lost_with_its_session_is_told_again_and_over_the_next_one_too() -> None:
+    mangled: list[Passing] = []
+
+    def mangle(source: random.Random, passing: Passing) -> list[tuple[float, Frames]]:
+        if passing.is_data or passing.kind != "abort" or len(mangled) == 2:
+            return passes(source, passing)
+        mangled.append(passing)
+        return [(0.0, [passing.frames[0], b"\xc1"])]
+
+    with (
+        prefill(SHAPE, settings=TCP) as sender,
+        decode(SHAPE, settings=TCP) as receiver,
+        relay(sender.address, mangle) as between,
+    ):
+        sender.endpoint.expect(7)
+        receiver.endpoint.abort(7, [Target(between.address)], "the client left")
+        eventually(lambda: "failed" in sender.events.kinds(7))
+        assert len(mangled) == 2
 
 
 @pytest.mark.parametrize("name", ["payloads_changed", "data_overtaken", "data_doubled"])

@@ -89,10 +89,12 @@ class PurgeMemory:
             for (of, member), forget_at in self._written.items()
             if of != namespace and forget_at > now
         }
+        newest = sorted(kept.items(), key=lambda entry: -entry[1])
+        kept = dict(newest[: max(0, MAX_ENTRIES - len(settled))])
         kept |= {(namespace, member): at + offset_s for member, at in settled.items()}
-        newest = sorted(kept.items(), key=lambda entry: entry[1])[-MAX_ENTRIES:]
         try:
-            self._notes.write(NOTE, seal(_File(VERSION, [_Entry(*key, at) for key, at in newest])))
+            entries = [_Entry(*key, at) for key, at in kept.items()]
+            self._notes.write(NOTE, seal(_File(VERSION, entries)))
         except OSError as error:
             if not self._failed:
                 logger.warning(
@@ -102,4 +104,4 @@ class PurgeMemory:
                 )
             self._failed = True
             return
-        self._written, self._failed = dict(newest), False
+        self._written, self._failed = kept, False
