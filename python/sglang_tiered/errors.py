@@ -2,6 +2,7 @@
 
     TieredError
     +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
+    |   +-- SchedulerRefused    one that a scheduler has told already
     +-- TraceError              a recorded workload that cannot be read
     +-- CodecError              an encoded page that does not decode
     +-- TransferError           a KV handoff that cannot work, or a peer that breaks the protocol
@@ -19,6 +20,7 @@ from __future__ import annotations
 __all__ = [
     "CodecError",
     "ConfigError",
+    "SchedulerRefused",
     "StoreError",
     "StoreForeignError",
     "StoreFormatError",
@@ -36,6 +38,10 @@ class TieredError(Exception):
 
 class ConfigError(TieredError, ValueError):
     """A flag or setting that cannot work."""
+
+
+class SchedulerRefused(ConfigError):
+    """A scheduler process refused its configuration and said so on standard error."""
 
 
 class TraceError(TieredError, ValueError):

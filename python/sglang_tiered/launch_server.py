@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_tiered.config import TieredConfig, TierMode, format_bytes
-from sglang_tiered.errors import ConfigError, TieredError
+from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import compat
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang_tiered.integration.server_args import Resolved
 
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _claim_directory(resolved.config, held)
             resolved.config.to_environment()
             return _serve(resolved)
+    except SchedulerRefused:
+        return 2
     except TieredError as error:
         print(f"sglang-tiered: {error}", file=sys.stderr)
         return 2
@@ -61,7 +63,7 @@ def _resolve(arguments: list[str]) -> Resolved:
     import torch
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration import server_args, tier_flags
+    from sglang_tiered.integration import accelerator, server_args, tier_flags
 
     compat.check_signatures()
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
@@ -75,6 +77,9 @@ def _resolve(arguments: list[str]) -> Resolved:
     explicit = server_args.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
         _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
+    problem = accelerator.problem()
+    if problem is not None:
+        raise ConfigError(problem)
     on_cpu = not torch.cuda.is_available()
     resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
     if resolved.config.mode is TierMode.NVME:
@@ -164,6 +169,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
 
+    from sglang_tiered.integration import cpu_memory
     from sglang_tiered.integration.model_support import check_model
     from sglang_tiered.integration.tier_api import add_routes
 
@@ -171,10 +177,11 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     _complete(server_args)
     resolved = resolving_view(server_args)
     check_model(resolved, config)
+    if resolved.device == "cpu":
+        cpu_memory.check_memory(cpu_memory.working_set(resolved), cpu_memory.allocatable_bytes())
 
     def announce() -> None:
-        num_tokens = get_global_state().scheduler_info["max_total_num_tokens"]
-        print(banner(resolved, config, num_tokens), flush=True)
+        print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
     launch_server(server_args, launch_callback=announce)
 
@@ -208,15 +215,21 @@ def _page_hash_problem() -> str | None:
     return None
 
 
-def banner(server_args: Any, config: TieredConfig, num_device_tokens: int) -> str:
+def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, Any]) -> str:
     """Address, tiers with their capacities, and a first request to try (one half of prefill and
-    decode serves none by itself)."""
+    decode serves none by itself). ``scheduler_info``: what the first scheduler said at its start
+    (``Scheduler.get_init_info`` and our hook on it)."""
     host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
     address = f"http://{host}:{server_args.port}"
-    lines = ["", f"sglang-tiered is ready at {address}", f"  device  {num_device_tokens:,} tokens"]
-    if config.mode is not TierMode.OFF:
-        size = "sized by SGLang" if config.host_bytes is None else format_bytes(config.host_bytes)
-        lines.append(f"  host    {size}")
+    lines = [
+        "",
+        f"sglang-tiered is ready at {address}",
+        f"  device  {scheduler_info['max_total_num_tokens']:,} tokens",
+    ]
+    host = scheduler_info.get("sglang_tiered_host")
+    if host is not None:
+        size = format_bytes(host["num_bytes"] * config.num_ranks)
+        lines.append(f"  host    {host['num_tokens']:,} tokens in {size}")
     if config.nvme is not None:
         size = format_bytes(config.nvme.capacity_bytes)
         limit = config.nvme.writes_per_day

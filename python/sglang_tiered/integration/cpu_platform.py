@@ -26,6 +26,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cpu_memory import HOST_MEMORY_RESERVE_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
 
-HOST_MEMORY_RESERVE_BYTES = 1 << 30
 # Below it, picking rows one by one costs more than the rows; above, less than a gathered copy.
 LARGE_ROW_BYTES = 4096
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"

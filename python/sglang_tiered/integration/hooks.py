@@ -7,7 +7,11 @@
 | Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
-| Scheduler.__init__ | AFTER | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant |
+| Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
+| entrypoints.engine._scheduler_died_error | AFTER | the launcher is told that the scheduler refused, and says nothing more |
+| Scheduler.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
+| kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
+| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu_memory``) |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
@@ -21,9 +25,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from sglang_tiered.errors import SchedulerRefused, TieredError
+from sglang_tiered.integration import cpu_memory, host_size
 from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
@@ -42,6 +51,9 @@ _WEIGHT_UPDATES = (
     "end_weight_update",
 )
 TRANSFER_BACKEND = "zmq"
+REFUSED = 2
+"""Exit code of a scheduler that said what it refuses."""
+
 LOOKUP_LOOK_S = 0.01
 LOOKUP_DEADLINE_S = 5.0
 
@@ -72,7 +84,25 @@ def register() -> None:
     HookRegistry.register(
         f"{scheduler}.handle_dumper_control", _around_dumper_control, HookType.AROUND
     )
-    HookRegistry.register(f"{scheduler}.__init__", _after_scheduler, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", _around_scheduler, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.get_init_info", _after_init_info, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._scheduler_died_error",
+        _after_scheduler_died,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.kv_cache_builder.auto_size_hicache",
+        host_size.around_auto_size,
+        HookType.AROUND,
+    )
+    if not torch.accelerator.is_available():
+        HookRegistry.register(
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+            "._profile_available_bytes",
+            cpu_memory.around_profile,
+            HookType.AROUND,
+        )
     HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
     HookRegistry.register(
@@ -193,10 +223,37 @@ def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_re
     return None
 
 
-def _after_scheduler(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+def _around_scheduler(
+    original: Callable[..., None], scheduler: Any, *arguments: Any, **named: Any
+) -> None:
     from sglang_tiered.integration import purging
 
+    try:
+        original(scheduler, *arguments, **named)
+    except TieredError as error:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            print(f"sglang-tiered: {error}", file=sys.stderr, flush=True)
+        # SGLang passes SystemExit on; its handler of exceptions would print a traceback and
+        # signal the launcher.
+        raise SystemExit(REFUSED) from error
     purging.attach(scheduler)
+
+
+def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
+    return SchedulerRefused(str(result)) if process.exitcode == REFUSED else result
+
+
+def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    cache = scheduler.tree_cache
+    if isinstance(cache, TieredRadixCache):
+        pool = cache.cache_controller.mem_pool_host
+        result["sglang_tiered_host"] = {
+            "num_tokens": int(pool.logical_size),
+            "num_bytes": int(pool.size * pool.size_per_token),
+        }
+    return result
 
 
 def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
@@ -206,8 +263,6 @@ def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _after_on_idle(_: Any, scheduler: Any) -> None:
-    import torch
-
     from sglang_tiered.integration import purging
     from sglang_tiered.integration.transfer_stats import manager_of
 

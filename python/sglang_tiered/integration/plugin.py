@@ -8,16 +8,27 @@ first (``compat.check``) and again here, where a failure leaves the ``tiered`` n
 
 from __future__ import annotations
 
+import logging
 import os
 
 __all__ = ["activate_platform", "register"]
 
+logger = logging.getLogger(__name__)
+
 
 def activate_platform() -> str | None:
-    """The platform class for this machine: ours without an accelerator, else SGLang's choice."""
-    if _has_accelerator():
+    """The platform class for this machine: ours without an accelerator, else SGLang's choice.
+
+    Where there is a GPU that torch cannot use, SGLang goes on as it does without us, and ends.
+    """
+    from sglang_tiered.integration import accelerator, torchvision_operators
+
+    if accelerator.is_available():
         return None
-    from sglang_tiered.integration import torchvision_operators
+    problem = accelerator.problem()
+    if problem is not None:
+        logger.error("sglang-tiered: %s", problem)
+        return None
 
     torchvision_operators.declare()
     return "sglang_tiered.integration.cpu_platform.ReferenceCpuPlatform"
@@ -26,6 +37,7 @@ def activate_platform() -> str | None:
 def register() -> None:
     """Register the ``tiered`` cache, the attention backends and the hooks."""
     from sglang_tiered.integration import (
+        accelerator,
         compat,
         hooks,
         pod_backend,
@@ -36,7 +48,7 @@ def register() -> None:
     compat.check_version()
     reference_backend.register()
     pod_backend.register()
-    if not _has_accelerator():
+    if not accelerator.is_available():
         from sglang_tiered.integration import cpu_platform, malloc, short_conv
 
         # It asks torch for a CUDA event, and ends the scheduler where there is none.
@@ -47,9 +59,3 @@ def register() -> None:
     compat.check_signatures()
     radix_cache.register()
     hooks.register()
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()

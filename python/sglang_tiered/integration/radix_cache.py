@@ -39,7 +39,7 @@ from sglang_tiered.integration.conversations import (
     Selector,
     least_on_every_rank,
 )
-from sglang_tiered.integration.host_size import target_host_bytes
+from sglang_tiered.integration.host_size import check_asked_size, target_host_bytes
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.tenants import SECRET_BITS
@@ -116,6 +116,9 @@ class TieredRadixCache(SpillingRadixCache):
         config = TieredConfig.from_environment()
         if config is not None and config.host_bytes_per_rank is not None:
             self._size_host_tier(config.host_bytes_per_rank, params)
+        check_asked_size(
+            self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
+        )
         super().init_hicache(server_args, params)
         self.fence.use_secret(least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0])
         if self.pp_size == 1 and self.storage is not None:

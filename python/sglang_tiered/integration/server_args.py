@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from sglang_tiered.config import (
     MIN_REGION_BYTES,
     MIN_REGIONS,
     GiB,
-    MiB,
     NvmeConfig,
     TieredConfig,
     TierMode,
@@ -34,6 +31,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import pod_flags
+from sglang_tiered.integration.cpu_memory import allocatable_bytes
 from sglang_tiered.integration.object_args import resolve_object
 from sglang_tiered.integration.peer_args import resolve_index
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
@@ -56,9 +54,6 @@ __all__ = [
 ]
 
 DEFAULT_PAGE_SIZE = 64
-DEFAULT_HOST_FRACTION = 0.25
-DEFAULT_HOST_MAX_BYTES = 64 * GiB
-DEFAULT_HOST_MIN_BYTES = 64 * MiB
 DEFAULT_DISK_FRACTION = 0.25
 DEFAULT_DISK_MAX_BYTES = 256 * GiB
 
@@ -238,15 +233,14 @@ def _resolve_host(explicit: Mapping[str, Any], num_ranks: int) -> int | None:
         raise ConfigError(
             f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
         )
-    available = psutil.virtual_memory().available
     if text is None:
-        quarter = int(available * DEFAULT_HOST_FRACTION)
-        return max(DEFAULT_HOST_MIN_BYTES * num_ranks, min(DEFAULT_HOST_MAX_BYTES, quarter))
+        return None  # SGLang decides, once it knows the device pool
     host_bytes = parse_bytes("--tier-host-bytes", text)
+    available = allocatable_bytes()
     if host_bytes > available:
         raise ConfigError(
             f"--tier-host-bytes {text} is more than the {format_bytes(available)} of memory that "
-            "is free; lower it."
+            "can be allocated here (free memory less SGLang's reserve); lower it."
         )
     return host_bytes
 

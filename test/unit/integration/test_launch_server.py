@@ -190,8 +190,12 @@ def test_banner_quotes_a_request_that_parses() -> None:
         served_model_name='odd "name"',
         disaggregation_mode="null",
     )
-    text = launch_server.banner(args, config, 8192)
+    info = {
+        "max_total_num_tokens": 8192,
+        "sglang_tiered_host": {"num_tokens": 16448, "num_bytes": 48 * MiB},
+    }
+    text = launch_server.banner(args, config, info)
     assert "http://127.0.0.1:30000" in text and "64MiB in /kv" in text
-    assert "8,192 tokens" in text
+    assert "8,192 tokens" in text and "16,448 tokens in 48MiB" in text
     body = text.split("-d '", 1)[1].split("'\n", 1)[0]
     assert json.loads(body)["model"] == 'odd "name"'

@@ -1,0 +1,43 @@
+"""Whether this machine has a device that torch can use, and whether it has one that torch cannot.
+
+A GPU whose driver is too old for the installed torch looks to torch like no GPU at all. Serving on
+the CPU then would be thousands of times slower than asked for, and nobody would be told why.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["is_available", "problem"]
+
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
+"""There wherever an NVIDIA driver is loaded, in containers too."""
+
+
+def is_available() -> bool:
+    """Whether torch sees an accelerator. Our CPU platform steps aside for any."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def problem() -> str | None:
+    """One sentence where the machine has an NVIDIA driver and torch no device to use; None where
+    the device works, where there is none, and where ``CUDA_VISIBLE_DEVICES`` is set to nothing."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not NVIDIA_CONTROL.exists():
+        return None
+    if is_available():
+        return None
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it reports no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(". ")
+    return (
+        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU "
+        f"({reason}); update the driver, install a torch that fits it, or set "
+        "CUDA_VISIBLE_DEVICES= to serve on the CPU."
+    )
