@@ -1,7 +1,7 @@
 """Every metric this package exports, in one table, beside SGLang's own on ``/metrics``.
 
 Names carry the prefix ``sglang_tiered:``; counters end in ``_total`` as prometheus-client adds it.
-The README's table is generated from this one (``test/meta/test_documentation.py`` compares them).
+``docs/metrics.md`` says the same (``test/meta/test_documentation.py`` compares them).
 """
 
 from __future__ import annotations

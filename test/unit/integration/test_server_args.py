@@ -189,7 +189,7 @@ def test_parser_keeps_its_defaults_after_it_was_asked_for_explicit_ones(
 
 
 def test_tier_flags_are_frozen() -> None:
-    """A flag is a promise; adding or dropping one is a decision, made here and in the README."""
+    """A flag is a promise; adding or dropping one is a decision, made here and in docs/flags.md."""
     assert list(tier_flags.TIER_FLAGS) == [
         "--tier-mode",
         "--tier-dir",
