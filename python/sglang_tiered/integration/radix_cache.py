@@ -1,9 +1,9 @@
 """``TieredRadixCache``: SGLang's radix cache with the tiers below it.
 
-A subclass of ``UnifiedRadixCache``, so that sessions, hybrid models, speculative decoding and
-disaggregation keep working. The tree, the host tier and the device copies are SGLang's; this class
-decides which storage loads begin, when a request waits for one, how large the host tier is, and
-tells admission what each store belongs to.
+A subclass of ``UnifiedRadixCache``: SGLang offers sessions, hybrid models, speculative decoding and
+disaggregation to no other class. The tree, the host tier and the device copies are SGLang's; this
+class decides which storage loads begin, when a request waits for one, how large the host tier is,
+and tells admission what each store belongs to.
 Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own

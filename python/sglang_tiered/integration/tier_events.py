@@ -1,7 +1,7 @@
 """KV events of the tiers below host memory, in SGLang's own format.
 
 SGLang publishes what enters and leaves device memory (medium ``GPU``) and host memory
-(``CPU_PINNED``) with ``--kv-events-config``; routers and indexers route prompts by it. This adds
+(``CPU_PINNED``) with ``--kv-events-config``, for whoever routes prompts by it. This adds
 ``DISK`` for the NVMe tier and ``EXTERNAL`` for the object tier, in the same stream: a
 ``BlockStored`` when a page can be read from the tier, a ``BlockRemoved`` when it no longer can. The
 blocks, hashes and fields are made by SGLang's own recorder from the tokens and hashes of the radix

@@ -50,7 +50,7 @@ PROFILES = {
         nvme_write_bytes_per_s=12e9,
         nvme_fixed_s=5e-4,
     ),
-    # The demo model (3 layers, 2 KV heads of 64, float32) on two cores: from the README's figures,
+    # The demo model (3 layers, 2 KV heads of 64, float32) on two cores: from measured figures,
     # 205 ms for a cold prompt of 1,500 tokens and 22 ms for one with 1,472 of them in host memory.
     "demo-cpu": Hardware(
         kv_bytes_per_token=2 * 3 * 2 * 64 * 4,
