@@ -1,0 +1,157 @@
+"""Figures in documents are those of the result files they name; pictures are drawn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+import draw_results
+from draw_results import DRAWN, RESULTS, NothingToDrawError, draw_all
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "docs/measurements.md")
+# The columns of a table whose figures are compared.
+MEASURED, SOURCE = "measured", "in its result file"
+NUMBER = r"-?[\d,]+(?:\.\d+)?"
+FIGURE = re.compile(rf"({NUMBER})(%?)(?: \(({NUMBER}) to ({NUMBER})\))?")
+
+
+@cache
+def ratios(path: Path) -> dict[str, dict[str, float]]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))["ratios"])
+
+
+def rows(text: str) -> list[dict[str, Token]]:
+    """Every row of every table, its cells by the head of their column."""
+    found: list[dict[str, Token]] = []
+    heads: list[str] = []
+    cells: list[Token] = []
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for token, following in zip(tokens, tokens[1:], strict=False):
+        if token.type in ("th_open", "td_open"):
+            cells.append(following)
+        elif token.type == "tr_open":
+            cells = []
+        elif token.type == "thead_close":
+            heads = [cell.content for cell in cells]
+        elif token.type == "tr_close" and following.type != "thead_close":
+            found.append(dict(zip(heads, cells, strict=True)))
+    return found
+
+
+def wrong_figures(document: Path, text: str) -> tuple[int, list[str]]:
+    """How many figures were compared, and which are not those of their file."""
+    compared, wrong = 0, []
+    for row in rows(text):
+        if SOURCE not in row:
+            continue
+        figures = [FIGURE.fullmatch(part) for part in row[MEASURED].content.split("; ")]
+        children = row[SOURCE].children or []
+        names = [
+            (document.parent / str(opening.attrGet("href")), inside.content)
+            for opening, inside in zip(children, children[1:], strict=False)
+            if opening.type == "link_open"
+        ]
+        if not names or len(names) != len(figures):
+            wrong.append(f"{row[MEASURED].content!r}: as many names as figures are wanted")
+            continue
+        for figure, (path, name) in zip(figures, names, strict=True):
+            compared += 1
+            known = ratios(path.resolve()).get(name)
+            if figure is None or known is None or not _agree(figure, known):
+                wrong.append(f"{row[MEASURED].content!r}: {name} is {known}")
+    return compared, wrong
+
+
+def _agree(figure: re.Match[str], known: dict[str, float]) -> bool:
+    middle, percent, low, high = figure.groups()
+    pairs = [(middle, known["value"])]
+    if low is not None:
+        pairs += [(low, known["min"]), (high, known["max"])]
+    factor = 100 if percent else 1
+    return all(_is_rounded(text, value * factor) for text, value in pairs)
+
+
+def _is_rounded(text: str, value: float) -> bool:
+    digits = len(text.partition(".")[2])
+    return abs(float(text.replace(",", "")) - value) <= 0.5 * 10**-digits + 1e-9
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_figure_differs_from_the_result_file_it_names(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    compared, wrong = wrong_figures(ROOT / name, text)
+    assert not wrong, "\n".join(wrong)
+    assert compared >= 3
+
+
+TABLE = """\
+| figure | measured | aim | in its result file |
+|---|---|---|---|
+| returns | {} | | {} |
+"""
+SOURCE_OF_IT = "[returning_ttft_over_stock](benchmark/results/rounds_2core_epyc_202611.json)"
+
+
+@pytest.mark.parametrize(
+    ("measured", "source"),
+    [
+        ("9.3 (8.9 to 9.2)", SOURCE_OF_IT),
+        ("9.2 (8.8 to 9.2)", SOURCE_OF_IT),
+        ("9.2 (8.9 to 9.3)", SOURCE_OF_IT),
+        ("about 9.2", SOURCE_OF_IT),
+        ("9.2; 8.8", SOURCE_OF_IT),
+        ("9.2", ""),
+        ("9.2", SOURCE_OF_IT.replace("stock]", "stuck]")),
+    ],
+)
+def test_a_wrong_figure_is_caught(measured: str, source: str) -> None:
+    text = TABLE.format(measured, source)
+    assert len(wrong_figures(ROOT / "README.md", text)[1]) == 1
+    right = TABLE.format("9.2 (8.9 to 9.2)", SOURCE_OF_IT)
+    assert wrong_figures(ROOT / "README.md", right) == (1, [])
+
+
+def test_no_picture_is_older_than_its_results(tmp_path: Path) -> None:
+    drawn = {path.name: path.read_bytes() for path in draw_all(RESULTS, tmp_path)}
+    committed = {path.name: path.read_bytes() for path in DRAWN.glob("*.svg")}
+    assert drawn.keys() == committed.keys()
+    old = [name for name in drawn if drawn[name] != committed[name]]
+    assert not old, f"run benchmark/draw_results.py: {old}"
+
+
+@pytest.fixture
+def demo() -> dict[str, Any]:
+    """In the form of ``scripts/demo --json``; no figure of it was measured."""
+    row = {"ttft_s": {"median": 0.123, "min": 0.045, "max": 1.678}, "num_prompts": 7}
+    tokens = {"device": 1111, "host": 2222, "nvme": 3333, "computed": 4444}
+    machine = {"cpu": "A CPU", "cores": 3, "memory_gib": 5, "date": "2000-01-02"}
+    names = draw_results.DEMO_COLOURS
+    rows = [{"from": name, "tokens": tokens, **row} for name in names]
+    return {"date": "2000-01-02", "machine": machine, "rows": rows, "answers_equal": True}
+
+
+def test_every_figure_of_the_demo_is_in_its_picture(tmp_path: Path, demo: dict[str, Any]) -> None:
+    (tmp_path / "demo_x.json").write_text(json.dumps(demo))
+    (path,) = draw_all(tmp_path, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    shown = ["123 ms (45 to 1,678)", "1,111", "2,222", "3,333", "4,444", *draw_results.DEMO_COLOURS]
+    missing = [part for part in shown if f">{part}<" not in text]
+    assert not missing
+    assert "3 cores, A CPU, 5 GiB; 2000-01-02" in text
+
+
+def test_a_demo_whose_answers_differ_is_not_drawn(tmp_path: Path, demo: dict[str, Any]) -> None:
+    (tmp_path / "demo_x.json").write_text(json.dumps(demo | {"answers_equal": False}))
+    with pytest.raises(NothingToDrawError):
+        draw_all(tmp_path, tmp_path)
+    assert not list(tmp_path.glob("*.svg"))

@@ -1,0 +1,114 @@
+"""Every relative link of a document leads somewhere, its anchor too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[2]
+PARSER = MarkdownIt("commonmark").enable("table")
+
+
+@cache
+def kept_files() -> frozenset[Path]:
+    """Tracked files, and those that the next `git add` would track: what a reader will find."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    paths = [ROOT / name for name in listed.decode().split("\0") if name]
+    return frozenset(path for path in paths if path.exists())
+
+
+def links(text: str) -> list[str]:
+    """Targets of links and pictures, also of those inside a cell or of a reference."""
+    inline = [child for token in PARSER.parse(text) for child in token.children or ()]
+    targets = [token.attrGet("href") or token.attrGet("src") for token in inline]
+    return [str(target) for target in targets if target]
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a document as GitHub makes anchors of them."""
+    tokens = PARSER.parse(text)
+    seen: Counter[str] = Counter()
+    found = set()
+    for opening, inline in zip(tokens, tokens[1:], strict=False):
+        if opening.type == "heading_open":
+            shown = "".join(child.content for child in inline.children or ())
+            slug = re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+            found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+            seen[slug] += 1
+    return found
+
+
+def dead_links(document: Path, text: str, kept: frozenset[Path]) -> list[str]:
+    dead = []
+    for link in links(text):
+        target = urlsplit(link)
+        if target.scheme or target.netloc:
+            continue
+        path = (document.parent / unquote(target.path)).resolve() if target.path else document
+        if path not in kept and not any(path in one.parents for one in kept):
+            dead.append(f"{link}: nothing is there")
+        elif target.fragment:
+            there = text if path == document else path.read_text(encoding="utf-8")
+            if path.suffix != ".md" or unquote(target.fragment) not in anchors(there):
+                dead.append(f"{link}: no such heading")
+    return dead
+
+
+def test_no_document_links_to_what_is_not_there() -> None:
+    kept = kept_files()
+    documents = sorted(path for path in kept if path.suffix == ".md")
+    assert ROOT / "README.md" in documents
+    found = [
+        f"{document.relative_to(ROOT)}: {line}"
+        for document in documents
+        for line in dead_links(document, document.read_text(encoding="utf-8"), kept)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a file](docs/gone.md)",
+        "![a picture](gone.svg)",
+        "[a heading](CONTRIBUTING.md#gone)",
+        "[a heading of its own](#gone)",
+        "[an anchor in what has none](LICENSE#gone)",
+        "[a reference][a]\n\n[a]: gone.json",
+        "| a |\n|---|\n| [a cell](gone.md) |",
+        "[outside the repository](../elsewhere.md)",
+        "[ignored by git](.venv/bin/python)",
+    ],
+)
+def test_a_dead_link_is_caught(text: str) -> None:
+    assert len(dead_links(ROOT / "README.md", text, kept_files())) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a file](LICENSE)",
+        "[a folder](benchmark/results)",
+        "[a folder](benchmark/results/)",
+        "[a heading](CONTRIBUTING.md#rules)",
+        "# A `bench_x.py`, it's called\n\n[above](#a-bench_xpy-its-called)",
+        "# Twice\n\n# Twice\n\n[the second](#twice-1)",
+        "`[no link](gone.md)`",
+        "```\n[no link](gone.md)\n```",
+        "[elsewhere](https://example.org/gone.md)",
+        "[a mail](mailto:someone@example.org)",
+    ],
+)
+def test_a_link_that_leads_somewhere_passes(text: str) -> None:
+    assert dead_links(ROOT / "README.md", text, kept_files()) == []
