@@ -93,8 +93,8 @@ def by_tier(document: dict[str, Any]) -> Picture:
     notes = [
         "Time to first token of 15 conversations of 1,024 to 2,048 tokens, one at a time; median "
         "(least to most).",
-        "Returns compute about 100 new tokens; nothing of theirs is in device memory or the page "
-        "cache.",
+        "Returns have 100 new tokens, which are computed; nothing else is in device memory or the "
+        "page cache.",
         _machine(document),
     ]
     return Picture("Where a conversation comes back from", rows, notes)
