@@ -163,6 +163,11 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
 
     nvme = None
     notes: list[str] = []
+    if on_cpu and "mem_fraction_static" in explicit:
+        notes.append(
+            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
+            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
+        )
     if mode is TierMode.NVME:
         dcp_size = explicit.get("dcp_size") or 1
         if dcp_size > 1:

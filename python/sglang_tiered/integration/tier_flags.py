@@ -31,8 +31,8 @@ TIER_FLAGS = {
     ),
     "--tier-host-bytes": (
         "SIZE",
-        "Host memory tier of all ranks together, e.g. 64GiB. Default: a quarter of the memory "
-        "that is free, at most 64GiB.",
+        "Host memory tier of all ranks together, e.g. 64GiB. Default: twice the device pool, at "
+        "most four fifths of the memory that can be had (SGLang's --hicache-host-memory-fraction).",
     ),
     "--tier-nvme-bytes": (
         "SIZE",
@@ -138,7 +138,7 @@ TRANSFER_FLAGS = {
     "--transfer-encrypt": (
         "{control,all}",
         "What the keys encrypt: the control channel, with headers of KV authenticated, or KV too, "
-        "at about a gigabyte per second. Default: control.",
+        "at about half a gigabyte per second. Default: control.",
     ),
     "--transfer-same-host": (
         "{auto,off}",
