@@ -59,11 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _resolve(arguments: list[str]) -> Resolved:
     """Parse with SGLang's parser and ours at once, so that ``--help`` and errors know both."""
+    from sglang_tiered.integration import accelerator
+
+    problem = accelerator.problem()
+    if problem is not None:
+        raise ConfigError(problem)
     _prepare_sglang()
     import torch
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration import accelerator, server_args, tier_flags
+    from sglang_tiered.integration import server_args, tier_flags
 
     compat.check_signatures()
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
@@ -77,9 +82,6 @@ def _resolve(arguments: list[str]) -> Resolved:
     explicit = server_args.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
         _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
-    problem = accelerator.problem()
-    if problem is not None:
-        raise ConfigError(problem)
     on_cpu = not torch.cuda.is_available()
     resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
     if resolved.config.mode is TierMode.NVME:

@@ -8,18 +8,16 @@ first (``compat.check``) and again here, where a failure leaves the ``tiered`` n
 
 from __future__ import annotations
 
-import logging
 import os
 
 __all__ = ["activate_platform", "register"]
-
-logger = logging.getLogger(__name__)
 
 
 def activate_platform() -> str | None:
     """The platform class for this machine: ours without an accelerator, else SGLang's choice.
 
-    Where there is a GPU that torch cannot use, SGLang goes on as it does without us, and ends.
+    Where there is a GPU that torch cannot use the process ends with one sentence: SGLang without a
+    platform ends too, somewhere else in each version.
     """
     from sglang_tiered.integration import accelerator, torchvision_operators
 
@@ -27,8 +25,7 @@ def activate_platform() -> str | None:
         return None
     problem = accelerator.problem()
     if problem is not None:
-        logger.error("sglang-tiered: %s", problem)
-        return None
+        raise SystemExit(f"sglang-tiered: {problem}")
 
     torchvision_operators.declare()
     return "sglang_tiered.integration.cpu_platform.ReferenceCpuPlatform"
