@@ -33,6 +33,7 @@ __all__ = [
     "TierMode",
     "TieredConfig",
     "TransferConfig",
+    "cache_directory",
     "default_region_bytes",
     "default_tier_directory",
     "format_bytes",
@@ -386,10 +387,15 @@ def default_region_bytes(capacity_bytes_per_rank: int) -> int:
     return region
 
 
-def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/sglang-tiered/kv``, by default under ``~/.cache``."""
+def cache_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME``, by default ``~/.cache``."""
     base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sglang-tiered" / "kv"
+    return Path(base) if base else Path.home() / ".cache"
+
+
+def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
+    """``sglang-tiered/kv`` in the user's cache."""
+    return cache_directory(environment) / "sglang-tiered" / "kv"
 
 
 def _require_positive(flag: str, value: int) -> None:

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sglang_tiered.config import TieredConfig, TierMode, format_bytes
+from sglang_tiered.config import TieredConfig, TierMode, cache_directory, format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import compat
 from sglang_tiered.storage.region import directory as store_directory
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         compat.check_version()
+        _prepare_caches()
         resolved = _resolve(arguments)
         for note in resolved.notes:
             print(f"sglang-tiered: {note}", file=sys.stderr)
@@ -55,6 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TieredError as error:
         print(f"sglang-tiered: {error}", file=sys.stderr)
         return 2
+
+
+def _prepare_caches() -> None:
+    """SGLang compiles into its cache while it is imported, and looks for it under the home
+    directory only; a service's home may not be writable."""
+    place = Path(os.environ.setdefault("SGLANG_CACHE_DIR", str(cache_directory() / "sglang")))
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"{place} cannot be written ({error.strerror}), and SGLang keeps there what it "
+            "compiles; set XDG_CACHE_HOME or SGLANG_CACHE_DIR to a folder that can."
+        ) from error
 
 
 def _resolve(arguments: list[str]) -> Resolved:

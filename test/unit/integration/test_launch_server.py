@@ -55,6 +55,18 @@ def test_unusable_command_line_is_one_sentence_without_usage(
     assert captured.out == ""
 
 
+def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("SGLANG_CACHE_DIR", "restored with the rest")  # what main sets too
+    monkeypatch.delenv("SGLANG_CACHE_DIR")
+    assert launch_server.main(["--model-path", "m"]) == 2
+    line = capsys.readouterr().err
+    assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
+
+
 def test_port_in_use_is_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
