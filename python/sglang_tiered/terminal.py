@@ -13,10 +13,6 @@ import sys
 from io import StringIO
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from sglang_tiered.errors import ConfigError, TieredError
 
 if TYPE_CHECKING:
@@ -111,6 +107,11 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
     """The first ``left`` columns are names, the others figures."""
+    # Imported late: a list of commands is instant.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     # Rendered first and printed then, as rich would end the process at a closed pipe.
     shown = Console().is_terminal
     width = shutil.get_terminal_size().columns if shown else _PIPE_WIDTH
