@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import zstandard
 
 from sglang_tiered.errors import CodecError
 
 if TYPE_CHECKING:
+    import zstandard
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -28,9 +29,8 @@ _IS_COMPRESSED = 1 << 31
 # The exponents of a page have no long repeats to look for, only uneven frequencies, which zstd's
 # Huffman stage takes. A search with a small table and long minimum matches finds what little there
 # is at twice the speed of level 1, and does not hide the frequencies behind short matches.
-_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
-    1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17
-)
+_LEVEL = 1
+_PARAMETERS = {"min_match": 7, "hash_log": 6, "window_log": 17}
 _MAX_WINDOW_BYTES = 1 << 17
 
 MIN_SAVED_SHARE = 1 / 32
@@ -39,11 +39,22 @@ bytes are worth."""
 
 
 class _Contexts(threading.local):
-    """A zstd context serves one thread at a time."""
+    """A zstd context serves one thread at a time. Only who uses one needs the library."""
 
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+    @cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        import zstandard
+
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            _LEVEL, strategy=zstandard.STRATEGY_FAST, **_PARAMETERS
+        )
+        return zstandard.ZstdCompressor(compression_params=parameters)
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        import zstandard
+
+        return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
 
 _contexts = _Contexts()
@@ -73,6 +84,8 @@ class ChunkReader:
             if length != num_bytes:
                 raise CodecError(f"a chunk has {length} bytes, expected {num_bytes}")
             return np.frombuffer(self.take(length), np.uint8)
+        import zstandard
+
         stored = self.take(length & ~_IS_COMPRESSED)
         try:
             content_bytes = zstandard.frame_content_size(stored)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 
 import sglang_tiered
+from sglang_tiered.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
+NOT_YET_IMPORTED = {"aiofiles"}  # for the router, which reads and writes files beside requests
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +69,42 @@ def test_the_pinned_environment_has_the_sglang_the_project_asks_for(
 
 def test_the_pinned_environment_holds_every_dependency(project: dict[str, Any]) -> None:
     serving = pins("cpu.txt") | pins("cpu-nodeps.txt")
-    assert {required(line) for line in project["dependencies"]} <= serving.keys()
-    developing = project["optional-dependencies"]["dev"]
+    extras = project["optional-dependencies"]
+    used = [line for name in ("index", "object", "zstd") for line in extras[name]]
+    assert {required(line) for line in project["dependencies"] + used} <= serving.keys()
+    developing = extras["dev"] + extras["plot"]
     assert {required(line) for line in developing} <= pins("dev.txt").keys()
+
+
+def third_party() -> set[str]:
+    """Distributions that our modules import, anywhere in them."""
+    providers = importlib.metadata.packages_distributions()
+    found = set()
+    for path in [path for root in ("python", "kernels") for path in (ROOT / root).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            else:
+                continue
+            found |= {name.split(".")[0] for name in names}
+    theirs = found - sys.stdlib_module_names - {"sglang_tiered", "sglang_tiered_kernels"}
+    return {normal(providers[name][0]) for name in theirs}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported(
+    project: dict[str, Any],
+) -> None:
+    """An undeclared import works until another package drops its own need of it."""
+    extras = {name: list(lines) for name, lines in project["optional-dependencies"].items()}
+    del extras["dev"]
+    everything = extras.pop("all")
+    declared = {required(line) for line in sum(extras.values(), project["dependencies"])}
+    assert declared - NOT_YET_IMPORTED == third_party()
+    assert everything == [f"sglang-tiered[{','.join(sorted(extras))}]"]
+    asked_for = {extra: package for package, extra in EXTRAS.items()}
+    assert asked_for == {name: required(*lines) for name, lines in extras.items()}
 
 
 def test_no_package_is_pinned_twice_with_different_versions() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import ObjectConfig, parse_bytes, parse_duration
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 from sglang_tiered.integration.tier_flags import OBJECT_FLAGS
-from sglang_tiered.storage.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES
+from sglang_tiered.storage.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES, NO_CODEC
 from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         text = given.get(flag)
         return None if text is None else parse_bytes(flag, text, otherwise="drop it for no limit")
 
-    if importlib.util.find_spec("obstore") is None:
-        raise ConfigError("--tier-object-url needs the package obstore; pip install obstore.")
+    require("--tier-object-url", "obstore")
     ttl = given.get("--tier-object-ttl")
     config = ObjectConfig(
         url=_url(given["--tier-object-url"]),
@@ -47,7 +46,7 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         ttl_s=None if ttl is None else parse_duration("--tier-object-ttl", ttl),
         writes_per_day=size("--tier-object-writes-per-day"),
         requests_per_day=_count(given.get("--tier-object-requests-per-day")),
-        codec=_codec(given.get("--tier-object-codec", "none")),
+        codec=_codec(given.get("--tier-object-codec", NO_CODEC)),
         sse=given.get("--tier-object-sse"),
         sse_kms_key=given.get("--tier-object-sse-kms-key"),
     )
@@ -77,6 +76,8 @@ def _codec(name: str) -> str:
     if name not in CODEC_NAMES:
         names = ", ".join(CODEC_NAMES)
         raise ConfigError(f"--tier-object-codec {name} is unknown; choose one of {names}.")
+    if name != NO_CODEC:  # the lossy ones compress too
+        require(f"--tier-object-codec {name}", "zstandard")
     return name
 
 

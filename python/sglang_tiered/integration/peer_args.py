@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import socket
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import IndexConfig
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 from sglang_tiered.integration.tier_flags import PEER_FLAGS
 from sglang_tiered.transfer.security import PEER, load_keys
 
@@ -43,8 +43,7 @@ def resolve_index(
         for flag, value in given.items():
             raise ConfigError(f"{flag} {value} needs --tier-index; pass it, or drop this.")
         return None
-    if importlib.util.find_spec("redis") is None:
-        raise ConfigError("--tier-index needs the package redis; pip install redis.")
+    require("--tier-index", "redis")
     pp_size = explicit.get("pp_size") or 1
     if pp_size > 1:
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TransferConfig, parse_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 from sglang_tiered.integration.hooks import TRANSFER_BACKEND
 from sglang_tiered.integration.tier_flags import TRANSFER_FLAGS
 from sglang_tiered.transfer.security import load_keys
@@ -56,6 +57,8 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         codec=_choice(explicit, "transfer_codec", CODECS),
         peer_timeout_s=_number(explicit, "transfer_peer_timeout", 4.0),
     )
+    if config.codec == "zstd":
+        require("--transfer-codec zstd", "zstandard")
     if directory is not None:
         load_keys(Path(directory), role)
     return config

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 from sglang_tiered.trace.writing import new_file
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ __all__ = ["check_plot", "draw"]
 
 def check_plot(path: Path) -> None:
     """Raises ``ConfigError`` where nothing could be drawn, before a long trace is read."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install sglang-tiered[plot], or leave it out.")
+    require("--plot", "matplotlib")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"{path} is no .png, .svg or .pdf; name one.")
 

@@ -3,7 +3,6 @@ touched, and never a password in it."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -130,12 +129,3 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
 def test_the_last_rank_needs_a_port_too() -> None:
     with pytest.raises(ConfigError, match="must be from 1 to 65534"):
         resolve(tier_index=URL, tier_peer_port="65535", num_ranks=2)
-
-
-def test_a_missing_client_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "redis" else found(name)
-    )
-    with pytest.raises(ConfigError, match="--tier-index needs the package redis; pip install"):
-        resolve(tier_index=URL)

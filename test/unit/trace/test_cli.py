@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from sglang_tiered.trace import plot
 from sglang_tiered.trace.cli import main
 from sglang_tiered.trace.reader import read_trace
 
@@ -251,15 +250,6 @@ def test_a_plot_is_drawn(cli: Cli, trace: Path, tmp_path: Path) -> None:
     assert cli("stat", trace, "--plot", tmp_path / "lru.png").code == 0
     assert (tmp_path / "lru.png").read_bytes().startswith(b"\x89PNG")
     assert "is no .png" in cli("stat", trace, "--plot", tmp_path / "lru.txt").err
-
-
-def test_a_plot_without_matplotlib_is_one_sentence(
-    cli: Cli, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    outcome = cli("stat", trace, "--plot", tmp_path / "lru.png")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "install sglang-tiered[plot]" in outcome.err
 
 
 def test_a_tokenizer_counts_instead_of_bytes(cli: Cli, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 
 try:
     import obstore
@@ -52,8 +53,7 @@ class FoundStore(NamedTuple):
 def find_store(settings: ObjectSettings) -> FoundStore:
     """Touches nothing. Raises ``ConfigError`` for a URL that cannot be one of ours, or without
     obstore."""
-    if obstore is None:
-        raise ConfigError("the object tier needs the package obstore: pip install obstore")
+    require("the object tier", "obstore")
     try:
         parts = urlsplit(settings.url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
+from sglang_tiered import extras
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ def require(path: Path) -> None:
     """Raise ``ConfigError`` unless a picture can be drawn into that file."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--plot {path} must end in {', '.join(_SUFFIXES)}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed; pip install 'sglang-tiered[plot]'."
-        )
+    extras.require("--plot", "matplotlib")
 
 
 def draw(path: Path, plan: Replay, runs: Sequence[Run]) -> None:

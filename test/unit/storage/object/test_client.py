@@ -11,7 +11,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.object import stores
 from sglang_tiered.storage.object.client import ObjectClient, open_client
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.settings import ObjectSettings
@@ -86,12 +85,6 @@ def test_a_url_that_is_no_place_is_refused_before_anything_is_touched(url: str) 
 def test_encryption_is_of_s3_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sse is of S3 only"):
         opened(tmp_path.as_uri(), sse="AES256")
-
-
-def test_without_the_library_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "obstore", None)
-    with pytest.raises(ConfigError, match="pip install obstore"):
-        opened("s3://bucket")
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory", "s3"])

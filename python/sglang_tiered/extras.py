@@ -1,0 +1,22 @@
+"""Packages that only some features need: what the extras of this package install."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from sglang_tiered.errors import ConfigError
+
+__all__ = ["EXTRAS", "require"]
+
+EXTRAS = {"matplotlib": "plot", "obstore": "object", "redis": "index", "zstandard": "zstd"}
+"""Names of extras in ``pyproject.toml``, by the package that each is for."""
+
+
+def require(feature: str, package: str) -> None:
+    """Raises ``ConfigError`` without the package. Imports nothing, so that it can be asked before
+    anything else is done."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{feature} needs the package {package}; "
+            f"pip install 'sglang-tiered[{EXTRAS[package]}]'."
+        )

@@ -1,0 +1,110 @@
+"""Without the packages of the extras everything else works, and what needs one says so at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.object_args import resolve_object
+from sglang_tiered.storage.codecs import CODEC_NAMES, NO_CODEC
+
+WITHOUT_THEM = """
+import contextlib, importlib, importlib.machinery, io, json, pkgutil, sys
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname.split(".")[0] in {"matplotlib", "obstore", "redis", "zstandard"}:
+            return None
+        return super().find_spec(fullname, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+
+import sglang_tiered
+
+failed = {}
+for found in pkgutil.walk_packages(sglang_tiered.__path__, "sglang_tiered."):
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        failed[found.name] = error.name
+
+ended = []
+for module, arguments in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = importlib.import_module(module).main(arguments)
+    ended.append((code, said.getvalue()))
+json.dump([failed, ended], sys.stdout)
+"""
+SERVER = ("sglang_tiered.launch_server", "--model-path", "no/model")
+BUCKET = ("--tier-object-url", "s3://bucket/kv")
+CASES = (
+    ("--tier-object-url", "obstore", "object", (*SERVER, *BUCKET)),
+    ("the object tier", "obstore", "object", ("sglang_tiered.store.cli", "stat", BUCKET[1])),
+    ("--tier-index", "redis", "index", (*SERVER, "--tier-index", "redis://localhost")),
+    (
+        "--transfer-codec zstd",
+        "zstandard",
+        "zstd",
+        (*SERVER, "--disaggregation-mode", "decode", "--transfer-codec", "zstd"),
+    ),
+    ("--plot", "matplotlib", "plot", ("sglang_tiered.trace.cli", "stat", "no", "--plot", "a.png")),
+)
+
+
+@pytest.fixture(scope="module")
+def without_them() -> tuple[dict[str, str], list[tuple[int, str]]]:
+    """What did not import, by what it missed; and exit code and stderr of each case. One process
+    for all, as SGLang takes seconds to import."""
+    runs = [(module, arguments) for _, _, _, (module, *arguments) in CASES]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_THEM],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    failed, outcomes = json.loads(ended.stdout.splitlines()[-1])
+    return failed, outcomes
+
+
+def test_only_the_rooms_that_speak_to_redis_need_an_extra_to_import(without_them: Any) -> None:
+    failed, _ = without_them
+    assert "sglang_tiered.sharing.locality.connection" in failed
+    assert {name.split(".")[1] for name in failed} == {"sharing"}
+    assert set(failed.values()) == {"redis"}
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(case[3][-2:]) for case in CASES])
+def test_what_needs_an_extra_is_refused_in_one_sentence_before_anything_is_done(
+    without_them: Any, case: int
+) -> None:
+    feature, package, extra, _ = CASES[case]
+    code, said = without_them[1][case]
+    assert code == 2
+    assert said == (
+        f"sglang-tiered: {feature} needs the package {package}; "
+        f"pip install 'sglang-tiered[{extra}]'.\n"
+    )
+
+
+@pytest.mark.parametrize("codec", sorted({*CODEC_NAMES} - {NO_CODEC}))
+def test_every_codec_of_the_object_tier_needs_the_compressor(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lossy ones compress what they quantized."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "zstandard" else found(name)
+    )
+    explicit = {"tier_object_url": "s3://bucket/kv", "tier_object_codec": codec}
+    with pytest.raises(ConfigError, match=rf"--tier-object-codec {codec} needs .*tiered\[zstd\]"):
+        resolve_object(explicit)
