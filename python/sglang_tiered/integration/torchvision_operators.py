@@ -1,12 +1,16 @@
 """Lets ``import torchvision`` succeed where its compiled operators do not load.
 
-They do not beside a CPU build of torch. SGLang needs only ``torchvision.transforms``, so declaring
-the operators that torchvision looks up at its import is enough. Imports nothing of SGLang, because
-``import sglang`` is what this must come before.
+They do not beside a CPU build of torch; they do beside its CUDA build, on a machine without CUDA
+too. SGLang needs only ``torchvision.transforms``, so declaring the operators that torchvision looks
+up at its import is enough. Imports nothing of SGLang, because ``import sglang`` is what this must
+come before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,15 @@ _libraries: list[Any] = []
 
 def declare() -> None:
     """Declare ``torchvision::nms`` and ``torchvision::qnms`` unless they exist. Idempotent."""
-    if _libraries or hasattr(torch.ops.torchvision, "nms"):
+    if _libraries:
+        return
+    # Loaded first: where torchvision's own definitions come second, they end the process.
+    found = importlib.util.find_spec("torchvision")
+    for folder in (found and found.submodule_search_locations) or ():
+        for path in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(ImportError, OSError):
+                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops.torchvision, "nms"):
         return
     library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):
