@@ -73,6 +73,7 @@ def test_every_module_defers_its_annotations() -> None:
     [
         "scripts/env",
         "scripts/serve",
+        "scripts/demo",
         "scripts/test",
         "scripts/test_gpu",
         "scripts/lint",

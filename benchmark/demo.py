@@ -1,0 +1,25 @@
+"""What the tiers do, seen in about a minute: ``scripts/demo`` runs this.
+
+Starts the demo server, asks more prompts than device and host memory hold, asks them again, kills
+the server with ``kill -9``, starts it on the same directory and asks again. Then one table: how
+soon the first token came, and from which tier the prompt's tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tier_demo.interruption import Interruption
+
+
+def main() -> int:
+    interruption = Interruption()
+    interruption.install()  # before the imports that take time
+    from sglang_tiered.terminal import run_program
+    from tier_demo.command import run
+
+    return run_program(lambda: run(sys.argv[1:], interruption))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""``scripts/demo [--url URL] [--json FILE] [--max-tokens N]``: the command line and its phases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from server_process import Server, free_port
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.terminal import Parser, note
+from tier_demo.phases import Phases
+from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
+from tier_demo.questions import AskingError, Client, Target, make_prompt, read_target
+from tier_demo.report import Row, document, make_table, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tier_demo.interruption import Interruption
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).parents[2]
+DEMO_SIZES = (
+    *("--max-total-tokens", "8192", "--tier-host-bytes", "48MiB"),
+    *("--tier-nvme-bytes", "1GiB"),
+)
+_MOST_S = 60
+_WARM_UP = 1 << 20  # numbers of prompts that no plan reaches
+_WHERE = {
+    DEVICE: "on the device",
+    HOST: "in host memory only",
+    NVME: "on NVMe only",
+}
+
+
+def run(arguments: Sequence[str], interruption: Interruption) -> int:
+    options = _parse(arguments)
+    if options.json is not None:
+        _check_writable(options.json)
+    demo = _Demo(interruption, Phases(Console()))
+    try:
+        if options.url is None:
+            target, plan = _ask_our_own(demo, options.max_tokens)
+        else:
+            target, plan = _ask_another(demo, options.url.rstrip("/"), options.max_tokens)
+    except AskingError as error:
+        note(str(error))
+        return 1
+    interruption.check()
+    rows = demo.rows
+    console = Console()
+    console.print(make_table(rows, plan))
+    for row, why in plan.missing.items():
+        note(f"the row {row!r} is missing: {why}")
+    problem = verdict(rows)
+    if problem is None:
+        console.print("All answers were equal, token by token.", highlight=False)
+    else:
+        note(problem)
+    if options.json is not None:
+        settings = {
+            "server": "scripts/serve" if options.url is None else "one that was up (--url)",
+            "model": target.model,
+            "device_tokens": target.pools.device_tokens,
+            "host_tokens": target.pools.host_tokens,
+            "page_size": target.pools.page_size,
+            "prompt_tokens": plan.prompt_tokens,
+            "new_tokens": NUM_NEW,
+            "missing": plan.missing,
+        }
+        host = "localhost" if options.url is None else urlsplit(options.url).hostname
+        is_here = host in ("localhost", "127.0.0.1", "::1")
+        report = document(rows, settings, is_here=is_here)
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if problem is None else 1
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    parser = Parser(
+        prog="scripts/demo",
+        description="Asks a small server more than its device and host memory hold, asks again, "
+        "kills it with kill -9, starts it and asks again; shows where prompts came from, and how "
+        "soon.",
+    )
+    parser.add_argument(
+        "--url",
+        help="ask the server that is up there instead, which fills its device and host memory and "
+        "ends nothing",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of new prompts at most; default with --url: what the server computes in about "
+        "a minute",
+    )
+    return parser.parse_args(arguments)
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written; name a file in a writable directory")
+
+
+@dataclass
+class _Demo:
+    interruption: Interruption
+    phases: Phases
+    rows: list[Row] = field(default_factory=list)
+
+    def warm_up(self, client: Client, plan: Plan, number: int) -> float:
+        """Two prompts of no row: the first one of a server's life takes seconds. Returns how long
+        the second took."""
+        taken = [
+            client.ask(make_prompt(_WARM_UP + number + offset, plan.prompt_tokens)).ttft_s
+            for offset in range(2)
+        ]
+        return taken[-1]
+
+    def ask_row(
+        self, client: Client, plan: Plan, source: str, numbers: Sequence[int], title: str
+    ) -> None:
+        answers = {}
+        with self.phases.phase(title, len(numbers)) as step:
+            for number in numbers:
+                answers[number] = client.ask(make_prompt(number, plan.prompt_tokens))
+                step()
+        self.rows.append(Row(source, answers))
+
+    def ask_rows(self, client: Client, plan: Plan) -> None:
+        everything = range(plan.num_prompts)
+        title = f"Asking {plan.num_prompts} new prompts of {plan.prompt_tokens:,} tokens"
+        self.ask_row(client, plan, FIRST, everything, title)
+        for source, numbers in plan.returns.items():
+            title = f"Asking {len(numbers)} again that are {_WHERE[source]}"
+            self.ask_row(client, plan, source, numbers, title)
+
+
+def _ask_another(demo: _Demo, url: str, max_tokens: int | None) -> tuple[Target, Plan]:
+    with demo.interruption.allowed():
+        target = read_target(url)
+        note(
+            "this fills device and host memory of that server: what others have there moves to "
+            "NVMe, and the prompts stay until they are evicted"
+        )
+        client = Client(url, f"sglang-tiered-demo-{uuid.uuid4()}")
+        with demo.phases.shown():
+            with demo.phases.phase("Warming up"):
+                whole = make_plan(target.pools)
+                warm_up_s = demo.warm_up(client, whole, 0)
+            in_time = max(int(_MOST_S / warm_up_s), 1) * whole.prompt_tokens
+            plan = make_plan(target.pools, in_time if max_tokens is None else max_tokens)
+            demo.ask_rows(client, plan)
+    return target, plan
+
+
+def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
+    """Whatever happens, nothing of the server is left."""
+    allowed, phase = demo.interruption.allowed, demo.phases.phase
+    # Not in /tmp, which is memory on many systems, unless TMPDIR says so.
+    place = None if "TMPDIR" in os.environ or not os.access("/var/tmp", os.W_OK) else "/var/tmp"
+    with tempfile.TemporaryDirectory(prefix="sglang-tiered-demo-", dir=place) as name:
+        folder, port = Path(name), free_port()
+        client = Client(f"http://127.0.0.1:{port}", "demo")
+        server = _spawn(folder, port)
+        try:
+            with demo.phases.shown():
+                with allowed(), phase("Starting the demo server (scripts/serve)"):
+                    _wait(server)
+                    target = read_target(client.url)
+                    plan = make_plan(target.pools, max_tokens)
+                    demo.warm_up(client, plan, 0)
+                with allowed():
+                    demo.ask_rows(client, plan)
+                    with phase("Waiting until all pages are durable", plan.num_prompts) as step:
+                        for number in range(plan.num_prompts):
+                            client.wait_until_durable(make_prompt(number, plan.prompt_tokens))
+                            step()
+                with phase("Killing the server (kill -9) and starting it again"):
+                    server.kill()
+                    server = _spawn(folder, port)
+                    with allowed():
+                        _wait(server)
+                        demo.warm_up(client, plan, 2)
+                with allowed():
+                    everything = range(plan.num_prompts)
+                    title = f"Asking all {plan.num_prompts} again"
+                    demo.ask_row(client, plan, KILLED, everything, title)
+        finally:
+            server.kill()
+    return target, plan
+
+
+def _spawn(folder: Path, port: int) -> Server:
+    """As users start it, but with a place of its own and without the index of their servers."""
+    command = [
+        str(ROOT / "scripts" / "serve"),
+        *DEMO_SIZES,
+        *("--tier-dir", str(folder / "kv"), "--port", str(port)),
+    ]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    environment.pop("SGLANG_TIERED_INDEX_URL", None)
+    log_path = folder / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+        )
+    return Server(port, process, log_path)
+
+
+def _wait(server: Server) -> None:
+    try:
+        server.wait_until_it_generates()
+    except AssertionError as error:
+        lines = server.log.strip().splitlines() or ["nothing in its log"]
+        raise AskingError(f"the demo server did not start: {lines[-1]}") from error

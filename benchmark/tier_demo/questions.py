@@ -1,0 +1,152 @@
+"""One client of one server: what it asks, how soon the answer began, and where the prompt was."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_tiered.errors import ConfigError
+from tier_demo.plan import NUM_NEW, Pools
+
+__all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "make_prompt", "read_target"]
+
+TIERS = ("device", "host", "nvme", "computed")
+_DEADLINE_S = 300.0
+_DURABLE_DEADLINE_S = 60.0
+_FAILURES = (OSError, ValueError, http.client.HTTPException)
+
+
+class AskingError(Exception):
+    """A server stopped answering as it should. One sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the demo must know of a server."""
+
+    model: str
+    pools: Pools
+
+
+@dataclass(frozen=True)
+class Answer:
+    ttft_s: float
+    output_ids: tuple[int, ...]
+    tokens: dict[str, int]  # of the prompt, by where they came from
+
+
+def make_prompt(number: int, length: int) -> list[int]:
+    """Printable bytes, which are tokens of any vocabulary. No two numbers share a first page."""
+    source = random.Random(number)
+    return [source.randrange(32, 127) for _ in range(length)]
+
+
+def read_target(url: str) -> Target:
+    """Raises ``ConfigError`` where the demo cannot run."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url!r} is no address of a server; pass http://HOST:PORT")
+    try:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+            info = json.load(response)
+    except urllib.error.HTTPError as error:
+        why = (
+            "asks for a key, which the demo has not" if error.code == 401 else "is no SGLang server"
+        )
+        raise ConfigError(f"what answers at {url} {why} (HTTP {error.code})") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(f"nothing answers at {url} ({reason}); is the server up?") from error
+    except (ValueError, http.client.HTTPException) as error:
+        raise ConfigError(f"what answers at {url} is no SGLang server") from error
+    try:
+        states, page_size = info["internal_states"], int(info["page_size"])
+        device_tokens = int(info["max_total_num_tokens"])
+        model = str(info["served_model_name"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"what answers at {url} is no SGLang server") from error
+    if len(states) != 1:
+        raise ConfigError(
+            f"{url} has {len(states)} replicas, and a prompt may return to another; the demo needs "
+            "a server without data parallelism"
+        )
+    tiers = states[0].get("sglang_tiered")
+    if tiers is None or "host_tokens" not in tiers:
+        raise ConfigError(f"{url} is an SGLang server without tiers; start it with scripts/serve")
+    pools = Pools(device_tokens, int(tiers["host_tokens"]), page_size, "nvme_pages" in tiers)
+    return Target(model, pools)
+
+
+@dataclass(frozen=True)
+class Client:
+    """``salt`` keeps the demo's pages apart from everybody else's, and from its own last run's."""
+
+    url: str
+    salt: str
+
+    def ask(self, prompt: list[int]) -> Answer:
+        """Greedy, streamed: the first chunk is the first token."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True},
+            "cache_salt": self.salt,
+            "stream": True,
+        }
+        chunks: list[dict[str, Any]] = []
+        ttft_s = 0.0
+        started = time.perf_counter()
+        try:
+            with self._post("/generate", body) as response:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        ttft_s = ttft_s or time.perf_counter() - started
+                        chunks.append(json.loads(line[len(b"data: ") :]))
+            return _read_answer(len(prompt), ttft_s, chunks)
+        except _FAILURES as error:
+            raise AskingError(f"the server broke off a request ({error})") from error
+
+    def wait_until_durable(self, prompt: list[int]) -> None:
+        """Until every whole page of the prompt is on NVMe for good."""
+        body = {"input_ids": prompt, "cache_salt": self.salt, "tier": "nvme"}
+        deadline = time.monotonic() + _DURABLE_DEADLINE_S
+        while True:
+            try:
+                with self._post("/tier/checkpoint", body):
+                    return
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() >= deadline:
+                    raise AskingError(
+                        f"what was asked did not become durable on NVMe ({error})"
+                    ) from error
+                time.sleep(0.1)
+            except _FAILURES as error:
+                raise AskingError(f"the server broke off a request ({error})") from error
+
+    def _post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_DEADLINE_S)
+        return response
+
+
+def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]]) -> Answer:
+    """Raises ``ValueError`` where the stream is not that of a complete answer."""
+    refused = next((chunk["error"] for chunk in chunks if "error" in chunk), None)
+    if refused is not None or not chunks:
+        raise ValueError(refused or "nothing was streamed")
+    output_ids = chunks[-1]["output_ids"]
+    if len(output_ids) < NUM_NEW:  # with --incremental-streaming-output a chunk has its own only
+        output_ids = [token for chunk in chunks for token in chunk["output_ids"]]
+    if len(output_ids) != NUM_NEW:
+        raise ValueError(f"{NUM_NEW} tokens were asked, {len(output_ids)} came")
+    details = chunks[-1]["meta_info"].get("cached_tokens_details") or {}
+    device, host, nvme = (int(details.get(tier) or 0) for tier in ("device", "host", "storage"))
+    tokens = (device, host, nvme, num_prompt - device - host - nvme)
+    return Answer(ttft_s, tuple(output_ids), dict(zip(TIERS, tokens, strict=True)))

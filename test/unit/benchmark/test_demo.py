@@ -1,0 +1,347 @@
+"""The demo's plan, table and document: each row asks what lies where the row says, or says why not,
+and what was not as expected is never called a success."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.terminal import run_program
+from tier_demo.command import run
+from tier_demo.interruption import Interruption
+from tier_demo.phases import Phases
+from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, Pools, make_plan
+from tier_demo.questions import Answer, make_prompt
+from tier_demo.report import Row, document, make_table, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DEMO = Pools(device_tokens=8192, host_tokens=16_320, page_size=64, has_nvme=True)
+TIER_OF = {FIRST: "computed", DEVICE: "device", HOST: "host", NVME: "nvme", KILLED: "nvme"}
+
+POOLS = [
+    DEMO,
+    Pools(4096, 8192, 64, has_nvme=True),
+    Pools(8192, 16_384, 1, has_nvme=True),
+    Pools(65_536, 700_000, 64, has_nvme=True),
+    Pools(1000, 5000, 128, has_nvme=True),
+]
+
+
+def where_they_lie(plan: Plan, pools: Pools) -> dict[int, str]:
+    """Least recently used first out: prompts by tier, after all of them were asked once."""
+    held = (plan.prompt_tokens + NUM_NEW) // pools.page_size * pools.page_size
+    lie = {}
+    for age, number in enumerate(reversed(range(plan.num_prompts))):
+        behind = (age + 1) * held
+        fits = [(DEVICE, pools.device_tokens), (HOST, pools.host_tokens)]
+        lie[number] = next((tier for tier, tokens in fits if behind <= tokens), NVME)
+    return lie
+
+
+@pytest.mark.parametrize("pools", POOLS)
+def test_every_row_asks_prompts_that_lie_where_it_says(pools: Pools) -> None:
+    plan = make_plan(pools)
+    lie = where_they_lie(plan, pools)
+    assert not plan.missing
+    assert list(plan.returns) == [DEVICE, HOST, NVME]
+    for row, numbers in plan.returns.items():
+        assert numbers
+        assert {lie[number] for number in numbers} == {row}
+
+
+@pytest.mark.parametrize("pools", POOLS)
+def test_no_prompt_is_asked_again_twice(pools: Pools) -> None:
+    asked = [number for numbers in make_plan(pools).returns.values() for number in numbers]
+    assert len(set(asked)) == len(asked)
+
+
+def test_the_demo_itself_takes_few_prompts_and_each_row_several() -> None:
+    plan = make_plan(DEMO)
+    assert plan.prompt_tokens == 1537
+    assert plan.num_prompts == 17
+    assert {row: len(numbers) for row, numbers in plan.returns.items()} == {
+        DEVICE: 4,
+        HOST: 4,
+        NVME: 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reached"),
+    [
+        (1537, {DEVICE: 1}),
+        (8192, {DEVICE: 4}),
+        (8 * 1537, {DEVICE: 4, HOST: 2}),
+        (13 * 1537, {DEVICE: 4, HOST: 4, NVME: 1}),
+        (10**9, {DEVICE: 4, HOST: 4, NVME: 5}),
+    ],
+)
+def test_a_bound_is_kept_and_what_it_cuts_off_is_said(
+    max_tokens: int, reached: dict[str, int]
+) -> None:
+    plan = make_plan(DEMO, max_tokens)
+    assert {row: len(numbers) for row, numbers in plan.returns.items()} == reached
+    assert plan.num_prompts * plan.prompt_tokens <= max_tokens
+    assert plan.missing.keys() == {DEVICE, HOST, NVME} - reached.keys()
+    for row, why in plan.missing.items():
+        needed = int(why.removeprefix("would take ").removesuffix(" tokens").replace(",", ""))
+        assert row in make_plan(DEMO, needed).returns
+        assert row not in make_plan(DEMO, needed - 1).returns
+
+
+def test_a_server_without_nvme_has_no_such_row() -> None:
+    plan = make_plan(Pools(8192, 16_320, 64, has_nvme=False))
+    assert list(plan.returns) == [DEVICE, HOST]
+    assert plan.missing == {NVME: "this server has no NVMe tier"}
+
+
+def test_host_memory_no_larger_than_the_device_has_no_row_of_its_own() -> None:
+    plan = make_plan(Pools(8192, 8192, 64, has_nvme=True))
+    assert list(plan.returns) == [DEVICE, NVME]
+    assert "no more than the device" in plan.missing[HOST]
+
+
+@pytest.mark.parametrize(
+    ("pools", "max_tokens", "sentence"),
+    [(Pools(100, 5000, 64, has_nvme=True), None, "max-total-tokens"), (DEMO, 99, "max-tokens 99")],
+)
+def test_what_is_too_small_is_refused(pools: Pools, max_tokens: int | None, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_plan(pools, max_tokens)
+
+
+def test_no_two_prompts_share_a_first_page() -> None:
+    assert len({tuple(make_prompt(number, 64)) for number in range(1000)}) == 1000
+
+
+def row_of(source: str, numbers: tuple[int, ...], tier: str | None = None, token: int = 7) -> Row:
+    """All of a row's prompts from one tier, but for the last token of each."""
+    tokens = {"device": 0, "host": 0, "nvme": 0, "computed": 0, tier or TIER_OF[source]: 1536}
+    tokens["computed"] += 1
+    seconds = 0.2 if source == FIRST else 0.025
+    return Row(source, {number: Answer(seconds, (token,), tokens) for number in numbers})
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(DEMO)
+
+
+@pytest.fixture
+def rows(plan: Plan) -> list[Row]:
+    everything = tuple(range(plan.num_prompts))
+    returns = [row_of(source, numbers) for source, numbers in plan.returns.items()]
+    return [row_of(FIRST, everything), *returns, row_of(KILLED, everything)]
+
+
+def shown(rows: list[Row], plan: Plan) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(make_table(rows, plan))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: Plan) -> None:
+    text = shown(rows, plan)
+    assert "…" not in text, "something was cut off"
+    lines = {line.strip()[:14].strip(): line for line in text.splitlines()}
+    assert lines["first time"].split()[-1] == "26,129"
+    assert lines["from device"].split()[-5:] == ["6,144", "-", "-", "4", "8.0x"]
+    assert lines["from host"].split()[-5:] == ["-", "6,144", "-", "4", "8.0x"]
+    assert lines["from NVMe"].split()[-5:] == ["-", "-", "7,680", "5", "8.0x"]
+    assert lines["after kill -9"].split()[-5:] == ["-", "-", "26,112", "17", "8.0x"]
+
+
+def test_a_row_that_was_not_reached_is_not_made_up(rows: list[Row]) -> None:
+    short = make_plan(DEMO, 8192)
+    text = shown(rows[:2], short)
+    assert text.count("not asked") == 2
+    assert "kill -9" not in text
+
+
+def test_all_as_expected_is_a_success(rows: list[Row]) -> None:
+    assert verdict(rows) is None
+
+
+def test_one_other_token_in_one_answer_is_no_success(rows: list[Row]) -> None:
+    rows[2] = row_of(HOST, tuple(rows[2].answers), token=8)
+    assert "expected to be the same" in (verdict(rows) or "")
+    assert document(rows, {}, is_here=True)["answers_equal"] is False
+
+
+@pytest.mark.parametrize("source", [DEVICE, HOST, NVME, KILLED])
+def test_a_row_that_was_computed_again_is_no_success(rows: list[Row], source: str) -> None:
+    changed = [
+        row_of(source, tuple(row.answers), "computed") if row.source == source else row
+        for row in rows
+    ]
+    assert f"row {source!r} were expected from {TIER_OF[source]}" in (verdict(changed) or "")
+
+
+def test_the_document_has_the_promised_shape(rows: list[Row]) -> None:
+    report = json.loads(json.dumps(document(rows, {"model": "m"}, is_here=True)))
+    assert report.keys() == {"date", "machine", "settings", "rows", "answers_equal"}
+    assert [row["from"] for row in report["rows"]] == [FIRST, DEVICE, HOST, NVME, KILLED]
+    assert report["rows"][3] == {
+        "from": "NVMe",
+        "num_prompts": 5,
+        "ttft_s": {"median": 0.025, "min": 0.025, "max": 0.025},
+        "tokens": {"device": 0, "host": 0, "nvme": 7680, "computed": 5},
+    }
+    assert report["machine"]["cores"]
+
+
+def test_another_machine_is_not_described_as_this_one(rows: list[Row]) -> None:
+    assert document(rows, {}, is_here=False)["machine"] == {}
+
+
+def test_without_a_terminal_each_phase_is_one_plain_line() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    phases = Phases(console)
+    with phases.shown(), phases.phase("Asking", 3) as step:
+        for _ in range(3):
+            step()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "Asking\n"
+
+
+def test_on_a_terminal_progress_is_counted() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    phases = Phases(console)
+    with phases.shown(), phases.phase("Asking", 3) as step:
+        for _ in range(3):
+            step()
+    assert isinstance(console.file, io.StringIO)
+    assert "3/3" in console.file.getvalue()
+
+
+class NotSGLang(BaseHTTPRequestHandler):
+    """Answers everything with what a server of another kind might."""
+
+    body, status = b"[]", 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def interruption() -> Iterator[Interruption]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield Interruption()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def refusal(
+    arguments: list[str], interruption: Interruption, capsys: pytest.CaptureFixture[str]
+) -> str:
+    assert run_program(lambda: run(arguments, interruption)) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--what"], "--what"),
+        (["--max-tokens", "many"], "invalid int value"),
+        (["--url", "localhost:30000"], "pass http://HOST:PORT"),
+        (["--url", "http://"], "pass http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written"),
+        (["--json", "/"], "/ cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(
+    arguments: list[str],
+    sentence: str,
+    interruption: Interruption,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sentence in refusal(arguments, interruption, capsys)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (200, b"<html>", "is no SGLang server"),
+        (200, b"[]", "is no SGLang server"),
+        (404, b"", r"is no SGLang server (HTTP 404)"),
+        (401, b"", "asks for a key"),
+        (200, {}, "without tiers"),
+        (200, {"internal_states": [{}, {}]}, "2 replicas"),
+    ],
+)
+def test_another_kind_of_server_is_refused_with_one_sentence(
+    status: int,
+    body: bytes | dict[str, object],
+    sentence: str,
+    interruption: Interruption,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stock = {
+        "internal_states": [{}],
+        "page_size": 64,
+        "max_total_num_tokens": 8192,
+        "served_model_name": "m",
+    }
+    handler = type("Handler", (NotSGLang,), {})
+    handler.status = status
+    handler.body = body if isinstance(body, bytes) else json.dumps({**stock, **body}).encode()
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert sentence in refusal(["--url", url], interruption, capsys)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_waits_until_nothing_can_be_left_behind(
+    interruption: Interruption, number: signal.Signals, raised: type[BaseException]
+) -> None:
+    interruption.install()
+    os.kill(os.getpid(), number)  # while a process is started, say
+    with pytest.raises(raised), interruption.allowed():
+        pytest.fail("went on")
+
+
+def test_impatience_does_not_stop_the_clean_up(interruption: Interruption) -> None:
+    interruption.install()
+    with pytest.raises(KeyboardInterrupt), interruption.allowed():
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_file_that_is_there_is_not_emptied_by_the_check(
+    tmp_path: Path, interruption: Interruption, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("{}")
+    refusal(["--json", str(path), "--url", "http://127.0.0.1:9"], interruption, capsys)
+    assert path.read_text() == "{}"
