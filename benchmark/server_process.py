@@ -199,5 +199,8 @@ class Server:
                 os.killpg(self.process.pid, 0)
             except ProcessLookupError:
                 return
+            # Where this process is a container's first one, the orphans are its children.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-self.process.pid, os.WNOHANG)
             time.sleep(0.05)
         raise AssertionError("the server's processes did not end")

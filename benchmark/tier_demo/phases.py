@@ -25,6 +25,7 @@ class Phases:
             TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
             console=console,
+            refresh_per_second=4,  # drawing takes time from what is timed
             disable=not console.is_terminal or console.is_dumb_terminal,
         )
 

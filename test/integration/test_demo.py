@@ -1,0 +1,155 @@
+"""``scripts/demo`` as it stands: every tier is reached, and nothing is left however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tier_demo.command import DEMO_SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Launch
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo"
+ENDS_WITHIN_S = 60.0
+ROWS = ("first time", "from device", "from host", "from NVMe", "after kill -9")
+
+
+def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    """In a process group of its own, as a shell starts what runs in a terminal's foreground."""
+    return subprocess.Popen(
+        [SCRIPT, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Threads that wait by spinning take the cores of whatever else a test machine does.
+        env={**os.environ, "TMPDIR": str(temporary), "OMP_WAIT_POLICY": "passive"},
+    )
+
+
+def left_behind(temporary: Path) -> list[str]:
+    """Processes that inherited our TMPDIR, or a folder in it as theirs, and the folders."""
+    found = [str(path) for path in temporary.iterdir()]
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR", "").startswith(str(temporary)):
+                found.append(f"{process.pid} {process.name()}")
+        except psutil.Error:  # ended meanwhile, or somebody else's
+            continue
+    return found
+
+
+def expect_nothing_left(temporary: Path) -> None:
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while left := left_behind(temporary):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """The TMPDIR of a demo. What a failed test left in it is killed."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    yield place
+    for line in left_behind(place):
+        pid = line.partition(" ")[0]
+        if pid.isdigit():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads(path.read_text())
+    assert report["answers_equal"] is True
+    return {row["from"]: row for row in report["rows"]}
+
+
+def share_from(row: dict[str, Any], tier: str) -> float:
+    return float(row["tokens"][tier] / sum(row["tokens"].values()))
+
+
+def test_every_tier_is_reached_and_the_kill_loses_nothing(temporary: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    demo = start(temporary, "--json", str(path))
+    out, err = demo.communicate(timeout=800)
+    assert demo.returncode == 0, err
+    assert not err
+    assert "\x1b" not in out, "control characters where there is no terminal"
+    lines = [line.strip() for line in out.splitlines()]
+    for label in ROWS:
+        assert sum(line.startswith(label) for line in lines) == 1, out
+    rows = rows_of(path)
+    expected = {
+        "first time": "computed",
+        "device": "device",
+        "host": "host",
+        "NVMe": "nvme",
+        "NVMe after kill -9": "nvme",
+    }
+    assert rows.keys() == expected.keys()
+    for source, tier in expected.items():
+        assert share_from(rows[source], tier) > 0.9, rows[source]
+    expect_nothing_left(temporary)
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "code"),
+    [
+        ("Starting", signal.SIGTERM, 143),
+        ("Asking", signal.SIGINT, 130),
+        ("Killing", signal.SIGINT, 130),
+    ],
+)
+def test_a_demo_that_is_stopped_leaves_no_process_and_no_folder(
+    temporary: Path, phase: str, number: signal.Signals, code: int
+) -> None:
+    demo = start(temporary)
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if line.startswith(phase):
+            break
+    else:
+        pytest.fail(f"ended before {phase!r}: {demo.communicate()}")
+    os.killpg(demo.pid, number)
+    out, err = demo.communicate(timeout=ENDS_WITHIN_S)
+    assert demo.returncode == code
+    assert err == ("sglang-tiered: stopped\n" if number == signal.SIGINT else "")
+    assert "from device" not in out
+    expect_nothing_left(temporary)
+
+
+def test_a_server_that_is_up_is_asked_and_goes_on(
+    launch: Launch, temporary: Path, tmp_path: Path
+) -> None:
+    server = launch(*DEMO_SIZES, "--tier-dir", str(tmp_path / "kv"))
+    path = tmp_path / "figures.json"
+    # A bound, so that a machine with other work asks the same.
+    demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "30000")
+    out, err = demo.communicate(timeout=400)
+    assert demo.returncode == 0, err
+    assert "kill -9" not in out
+    assert err.count("\n") == 1, "what it does to that server, and no more"
+    rows = rows_of(path)
+    assert list(rows) == ["first time", "device", "host", "NVMe"]
+    assert share_from(rows["NVMe"], "nvme") > 0.9
+    # Another run has pages of its own: the first time is the first time again.
+    again = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "8000")
+    again.communicate(timeout=400)
+    assert again.returncode == 0
+    assert share_from(rows_of(path)["first time"], "computed") == 1
+    assert server.process.poll() is None
+    assert server.generate(list(range(32, 100)), num_new=1).output_ids
+    expect_nothing_left(temporary)
