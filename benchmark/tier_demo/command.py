@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 ROOT = Path(__file__).parents[2]
-DEMO_SIZES = (
-    *("--max-total-tokens", "8192", "--tier-host-bytes", "48MiB"),
-    *("--tier-nvme-bytes", "1GiB"),
-)
 _START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
 _MOST_S = 60
 _WARM_UP = 1 << 20  # numbers of prompts that no plan reaches
@@ -207,7 +203,6 @@ def _spawn(folder: Path, port: int) -> Server:
     """As users start it, but with a place of its own and without the index of their servers."""
     command = [
         str(ROOT / "scripts" / "serve"),
-        *DEMO_SIZES,
         *("--tier-dir", str(folder / "kv"), "--port", str(port)),
     ]
     environment = {**os.environ, "TMPDIR": str(folder)}

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tier_demo.command import DEMO_SIZES
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -134,7 +132,7 @@ def test_a_demo_that_is_stopped_leaves_no_process_and_no_folder(
 def test_a_server_that_is_up_is_asked_and_goes_on(
     launch: Launch, temporary: Path, tmp_path: Path
 ) -> None:
-    server = launch(*DEMO_SIZES, "--tier-dir", str(tmp_path / "kv"))
+    server = launch("--max-total-tokens", "8192", "--tier-dir", str(tmp_path / "kv"))
     path = tmp_path / "figures.json"
     # A bound, so that a machine with other work asks the same.
     demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "30000")
