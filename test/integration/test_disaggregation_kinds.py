@@ -125,7 +125,6 @@ def test_other_page_size_fails_the_request_with_one_sentence_and_no_server(
 
 
 def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sglang_router", reason="scripts/serve-pd installs SGLang's router")
     pair = PrefillDecode.spawn(model, tmp_path, *COMMON, *OFF)
     port = free_port()
     command = [

@@ -119,3 +119,9 @@ def test_what_would_replace_the_cpu_torch_is_not_resolved() -> None:
     resolved = pins("cpu.txt").keys() | pins("dev.txt").keys()
     assert not {"sglang", "torchvision", "torchaudio"} & resolved
     assert "torchaudio" not in pins("cpu-nodeps.txt")
+
+
+def test_the_router_brings_nothing_that_is_not_pinned() -> None:
+    needs = importlib.metadata.requires("sglang-router") or []
+    resolved = {required(line) for line in needs if "extra ==" not in line}
+    assert resolved <= pins("cpu.txt").keys()
