@@ -142,14 +142,14 @@ def transfer_state(server: Server) -> dict[str, int]:
     return dict(states[0]["sglang_tiered_transfer"])
 
 
-def wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Server, path: str = "/health") -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise AssertionError(f"server ended at start:\n{server.log[-4000:]}")
         with (
             contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{server.url}/health", timeout=5),
+            urllib.request.urlopen(server.url + path, timeout=5),
         ):
             return
         time.sleep(0.2)

@@ -138,7 +138,7 @@ def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) 
         with (tmp_path / "router.log").open("wb") as log:
             router = subprocess.Popen(command, stdout=log, stderr=log)
         front = Server(port, router, tmp_path / "router.log")
-        wait_until_healthy(front)
+        wait_until_healthy(front, "/readiness")  # it has found both
         prompt = make_prompts(9, 1, 1500)[0]
         expected = pair.generate(prompt).output_ids
         assert front.generate(prompt).output_ids == expected
