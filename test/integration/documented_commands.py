@@ -1,0 +1,201 @@
+"""The command lines of a Markdown page.
+
+A fence of language ``sh`` holds command lines that a reader runs as they stand, one a line (a
+backslash or an open quote continues it). Where they cannot run in a test, the line right before
+the fence says why: ``<!-- not run: REASON -->``. Other fences hold no command lines. Between
+backquotes in a sentence a command line may be an example; what it names has to exist.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markdown_it import MarkdownIt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""What they say to type is run."""
+
+_ROOMS = ("python", "kernels", "benchmark", "scripts", "test", "requirements")
+OTHER_PAGES = [
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for room in _ROOMS for path in (ROOT / room).rglob("*.md")),
+]
+
+SERVERS = (
+    "scripts/serve",
+    "scripts/serve-pd",
+    "sglang serve",
+    "python -m sglang.launch_server",
+    "python -m sglang_tiered.launch_server",
+    "python -m sglang_router.launch_router",
+)
+"""Command lines that run until somebody stops them."""
+
+RUN_ELSEWHERE = {
+    "scripts/demo": "test/integration/test_demo.py",
+    "scripts/lint": ".ci/run",
+    "scripts/test": ".ci/run",
+}
+"""Command lines that something else runs, and what: one with a test of what it prints, and two that
+would run themselves."""
+
+_COMMAND = re.compile(r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang |git ))")
+_MARK = re.compile(r"<!--\s*not run\b:?(?P<reason>.*?)-->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line, and where it stands."""
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """Without comments and without the variables that are set for it."""
+        words = shlex.split(self.text, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        return words
+
+    def begins_with(self, *beginnings: str) -> bool:
+        return any(
+            self.words[: len(words)] == words for words in map(str.split, beginnings) if words
+        )
+
+    @property
+    def is_server(self) -> bool:
+        return self.begins_with(*SERVERS) and "--help" not in self.words
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fence. ``not_run`` is the reason of its mark, which may be empty, or None without one."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    @property
+    def commands(self) -> list[Command]:
+        """Its command lines; of a fence in another language those that obviously are some."""
+        found = [Command(self.page, self.line + number, text) for number, text in _lines(self.text)]
+        if self.language == "sh":
+            return found
+        return [command for command in found if looks_like_a_command(command.text)]
+
+    @property
+    def problem(self) -> str | None:
+        """How it breaks the rules above, if it does."""
+        where = f"{self.page}:{self.line}"
+        if self.language != "sh":
+            if self.not_run is not None:
+                return f"{where}: a mark belongs before a fence of language sh"
+            if self.commands:
+                return f"{where}: command lines belong in a fence of language sh"
+        elif not self.commands:
+            return f"{where}: there is no command line in it"
+        elif self.not_run == "":
+            return f"{where}: the mark gives no reason"
+        return None
+
+
+def looks_like_a_command(text: str) -> bool:
+    return _COMMAND.match(text.lstrip()) is not None
+
+
+def blocks_of(markdown: str, page: str) -> list[Block]:
+    """The fences of a page, in order, those in lists and quotes too."""
+    found, mark = [], None
+    for token in MarkdownIt("commonmark").parse(markdown):
+        if token.type == "fence" and token.map is not None:
+            right_before = mark is not None and mark[1] == token.map[0]
+            found.append(
+                Block(
+                    page,
+                    token.map[0] + 2,
+                    token.info.strip(),
+                    token.content,
+                    mark[0] if mark is not None and right_before else None,
+                )
+            )
+            mark = None if right_before else mark
+        elif token.type == "html_block" and token.map is not None:
+            match = _MARK.search(token.content)
+            if match is not None:
+                _refuse_a_mark_of_nothing(mark, page)
+                mark = match["reason"].strip(), token.map[1]
+    _refuse_a_mark_of_nothing(mark, page)
+    return found
+
+
+def inline_commands_of(markdown: str, page: str) -> list[Command]:
+    """What stands between backquotes and looks like a command line."""
+    return [
+        Command(page, line, token.content)
+        for line, token in _inline_code(MarkdownIt("commonmark").enable("table").parse(markdown))
+        if looks_like_a_command(token.content)
+    ]
+
+
+def page_blocks(path: Path) -> list[Block]:
+    return blocks_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+
+
+def page_inline_commands(path: Path) -> list[Command]:
+    return inline_commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+
+
+def _refuse_a_mark_of_nothing(mark: tuple[str, int] | None, page: str) -> None:
+    if mark is not None:
+        raise ValueError(f"{page}:{mark[1]}: the mark stands before no fence")
+
+
+def _inline_code(tokens: list[Token]) -> Iterator[tuple[int, Token]]:
+    for token in tokens:
+        if token.type == "inline" and token.map is not None:
+            for child in token.children or ():
+                if child.type == "code_inline":
+                    yield token.map[0] + 1, child
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Whole command lines with the place of their first line; no comments of their own."""
+    begun: list[str] = []
+    start = 0
+    for number, line in enumerate(text.splitlines()):
+        if not begun:
+            start = number
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+        begun.append(line)
+        whole = "\n".join(begun)
+        if not line.endswith("\\") and _quotes_are_closed(whole):
+            yield start, whole
+            begun = []
+    if begun:
+        yield start, "\n".join(begun)
+
+
+def _quotes_are_closed(text: str) -> bool:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return False
+    return True

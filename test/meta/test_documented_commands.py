@@ -1,0 +1,275 @@
+"""Command lines in documents name what exists, and stand where a test finds and runs them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from documented_commands import (
+    FRONT_PAGES,
+    OTHER_PAGES,
+    ROOT,
+    RUN_ELSEWHERE,
+    Command,
+    blocks_of,
+    inline_commands_of,
+    page_blocks,
+    page_inline_commands,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAUNCHER = "python -m sglang_tiered.launch_server"
+# They take its flags; loading SGLang to ask each of them takes seconds.
+PASS_FLAGS_ON = {
+    "scripts/serve": LAUNCHER,
+    "scripts/serve-pd": LAUNCHER,
+    "sglang serve": "python -m sglang.launch_server",
+}
+# What they take is not ours to check.
+OTHERS = ("curl", "pip", "git", "python -m pip", "python -m pytest", "scripts/test")
+
+PAGE = """\
+Two commands, `scripts/serve --port 1` and `ls`:
+
+```sh
+scripts/serve     # a comment
+# another
+
+X=1 curl -s localhost:1 \\
+  -d '{"a":
+  "b # c"}'
+```
+
+- In a list:
+
+  <!-- not run: no network -->
+  ```sh
+  pip install .
+  ```
+
+```
+   picture ──► of scripts/serve
+```
+"""
+
+
+def problems(text: str) -> list[str]:
+    return [block.problem for block in blocks_of(text, "page") if block.problem is not None]
+
+
+def test_commands_are_found_with_their_place_their_mark_and_their_continuation() -> None:
+    first, second, third = blocks_of(PAGE, "page")
+    assert [(command.line, command.text) for command in first.commands] == [
+        (4, "scripts/serve     # a comment"),
+        (7, 'X=1 curl -s localhost:1 \\\n  -d \'{"a":\n  "b # c"}\''),
+    ]
+    assert first.commands[0].is_server
+    assert first.commands[1].words[:2] == ["curl", "-s"]
+    assert first.commands[1].words[-1] == '{"a":\n  "b # c"}'
+    assert first.not_run is None
+    assert (second.not_run, [command.text for command in second.commands]) == (
+        "no network",
+        ["pip install ."],
+    )
+    assert third.commands == []
+    assert problems(PAGE) == []
+    assert [command.text for command in inline_commands_of(PAGE, "page")] == [
+        "scripts/serve --port 1"
+    ]
+
+
+def test_a_command_begins_with_whole_words() -> None:
+    assert not Command("page", 1, "scripts/serve-pd").begins_with("scripts/serve")
+    assert not Command("page", 1, "scripts/serve --help").is_server
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```\nscripts/test\n```\n", "page:2: command lines belong in a fence of language sh"),
+        ("```text\n$ curl x\n```\n", "page:2: command lines belong in a fence of language sh"),
+        ("```bash\npip install .\n```\n", "page:2: command lines belong in a fence of language sh"),
+        ("```\nA=1 python -m x\n```\n", "page:2: command lines belong in a fence of language sh"),
+        ("```sh\n# nothing\n```\n", "page:2: there is no command line in it"),
+        ("<!-- not run: -->\n```sh\nls\n```\n", "page:3: the mark gives no reason"),
+        ("<!-- not run -->\n```sh\nls\n```\n", "page:3: the mark gives no reason"),
+        ("<!-- not run: x -->\n```\nls\n```\n", "page:3: a mark belongs before a fence of lang"),
+    ],
+)
+def test_a_block_that_hides_from_the_test_is_a_problem(text: str, problem: str) -> None:
+    (found,) = problems(text)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- not run: x -->\n\n```sh\nls\n```\n",
+        "<!-- not run: x -->\nText.\n\n```sh\nls\n```\n",
+        "<!-- not run: x -->\n<!-- not run: y -->\n```sh\nls\n```\n",
+    ],
+)
+def test_a_mark_that_is_not_right_before_its_fence_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the mark stands before no fence"):
+        blocks_of(text, "page")
+
+
+def test_every_block_of_the_front_pages_is_run_or_says_why_not() -> None:
+    found = [block.problem for path in FRONT_PAGES for block in page_blocks(path)]
+    assert not [problem for problem in found if problem is not None]
+
+
+def test_the_front_page_says_to_type_what_the_live_tests_are_there_for() -> None:
+    """They run what they find: a command that left the page would leave the tests in silence."""
+    blocks = page_blocks(ROOT / "README.md")
+    run = [str(c.words[0]) for block in blocks if block.not_run is None for c in block.commands]
+    assert {"scripts/serve", "scripts/demo", "scripts/serve-pd"} <= set(run)
+
+
+@pytest.mark.parametrize(("command", "where"), RUN_ELSEWHERE.items())
+def test_what_is_said_to_be_run_elsewhere_is(command: str, where: str) -> None:
+    assert command.rsplit("/", maxsplit=1)[-1] in (ROOT / where).read_text(encoding="utf-8")
+
+
+def test_every_documented_command_line_names_what_exists() -> None:
+    commands = [
+        command
+        for path in [*FRONT_PAGES, *OTHER_PAGES]
+        for command in [
+            *(command for block in page_blocks(path) for command in block.commands),
+            *page_inline_commands(path),
+        ]
+    ]
+    assert len(commands) > 30
+    wrong = [f"{command}: {why}" for command in commands if (why := unknown_in(command))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("scripts/nothing", "no such script"),
+        ("python -m sglang_tiered.nothing", "no such module"),
+        ("python -m sglang_tiered.transfer nothing --out x", "invalid choice"),
+        ("python benchmark/nothing.py --quick", "no such script"),
+        ("python -m sglang_tiered.transfer keygen --nothing x", "no flag --nothing"),
+        ("python -m sglang_tiered.transfer keygen --ou x", "no flag --ou"),
+        ("python -m sglang_tiered.transfer keygen --out x", ""),
+    ],
+)
+def test_a_name_that_is_gone_is_noticed(text: str, why: str) -> None:
+    found = unknown_in(Command("page", 1, text))
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def unknown_in(command: Command) -> str:
+    """What a command line names that does not exist; empty if all does."""
+    words = command.words
+    if command.begins_with(*OTHERS):
+        return ""
+    if words[:2] == ["python", "-m"]:
+        program, rest = words[:3], words[3:]
+        if not _is_module(program[2]):
+            return "no such module"
+    elif words[0] in ("python", "sglang"):
+        program, rest = words[:2], words[2:]
+    else:
+        program, rest = words[:1], words[1:]
+    script = next((word for word in program if "/" in word), None)
+    if script is not None and not (ROOT / script).is_file():
+        return "no such script"
+    flags = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+    if not flags:
+        return ""
+    asked = PASS_FLAGS_ON.get(" ".join(program))
+    if asked is None:
+        first_flag = next(i for i, word in enumerate(rest) if word.startswith("-"))
+        subcommands = [word for word in rest[:first_flag] if re.fullmatch(r"[a-z_-]+", word)]
+        asked = " ".join([*program, *subcommands])
+    try:
+        known = _help(asked)
+    except ValueError as error:
+        return str(error)
+    missing = [flag for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", known)]
+    return f"no flag {', '.join(missing)}" if missing else ""
+
+
+def _is_module(name: str) -> bool:
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError:
+        return False
+    return found is not None
+
+
+@functools.cache
+def _help(command: str) -> str:
+    """What the command answers to ``--help``. Its exit code must be 0."""
+    words = command.split()
+    if words[0] == "python":
+        code, text = _python_helper()([*words[1:], "--help"])
+    else:
+        path = str(ROOT / words[0])
+        done = subprocess.run(
+            [path, *words[1:], "--help"], capture_output=True, text=True, check=False, timeout=120
+        )
+        code, text = done.returncode, done.stdout + done.stderr
+    if code != 0:
+        raise ValueError(f"{command} --help ends with {code}: {text.strip()[-300:]}")
+    return text
+
+
+@functools.cache
+def _python_helper() -> Callable[[list[str]], tuple[int, str]]:
+    """One interpreter for all programs, as most of them load torch or SGLang first."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT / "benchmark")]
+    helper = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _HELPER],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "COLUMNS": "200"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(words: list[str]) -> tuple[int, str]:
+        assert helper.stdin is not None
+        assert helper.stdout is not None
+        helper.stdin.write(json.dumps(words) + "\n")
+        helper.stdin.flush()
+        code, text = json.loads(helper.stdout.readline())
+        return code, text
+
+    atexit.register(helper.communicate)  # it ends with its input
+    return ask
+
+
+_HELPER = """\
+import contextlib, io, json, runpy, sys
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    words = json.loads(line)
+    as_module = words[0] == "-m"
+    sys.argv = words[as_module:]
+    run = runpy.run_module if as_module else runpy.run_path
+    text, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            run(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, text.getvalue()]), file=answers, flush=True)
+"""
