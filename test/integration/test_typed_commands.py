@@ -1,0 +1,164 @@
+"""What the README and `docs/` say to type does what they say, as it stands there."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+from documented_commands import FRONT_PAGES, RUN_ELSEWHERE, SERVERS, Command, page_blocks
+from typed_command import Desk, interrupt, wait_for
+
+from server_process import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+DOCUMENTED_PORT = 30000
+
+
+def commands_by_server() -> dict[str, list[Command]]:
+    """Every distinct command line that starts a server, and what the pages say to type once it is
+    up: what comes after it on its page. Before the first one on a page that is `scripts/serve`."""
+    found: dict[str, list[Command]] = {}
+    for path in FRONT_PAGES:
+        server = "scripts/serve"
+        for block in page_blocks(path):
+            if block.not_run is not None:
+                continue
+            for command in block.commands:
+                if command.begins_with(*RUN_ELSEWHERE):
+                    continue
+                if command.is_server:
+                    server = " ".join(command.words)
+                found.setdefault(server, []).append(command)
+    return found
+
+
+GROUPS = commands_by_server()
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+@pytest.fixture
+def port() -> int:
+    """The one of the pages, unless somebody has it or one of the three above, which
+    `scripts/serve-pd` takes: then it is replaced wherever it stands."""
+    if all(is_free(DOCUMENTED_PORT + place) for place in range(4)):
+        return DOCUMENTED_PORT
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def desk(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk.lay_out(tmp_path_factory.mktemp("desk"), model)
+
+
+def at(port: int, line: str) -> str:
+    """The same command line at another port: the one change that is ever made."""
+    if port == DOCUMENTED_PORT:
+        return line
+    for server in sorted(SERVERS, key=len, reverse=True):
+        if line.startswith(server):
+            return line.replace(server, f"{server} --port {port}", 1)
+    return line.replace(f":{DOCUMENTED_PORT}", f":{port}")
+
+
+@pytest.mark.parametrize("server_line", GROUPS)
+def test_documented_commands_run_as_they_stand_and_ctrl_c_leaves_nothing(
+    server_line: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    server = desk.start(at(port, server_line), port, tmp_path / "log")
+    try:
+        assert desk.try_what_is_printed(server)
+        for command in GROUPS[server_line]:
+            if not command.is_server:
+                desk.run(at(port, command.text))
+        interrupt(server)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("command", ["scripts/serve", "scripts/serve-pd"])
+def test_ctrl_c_while_a_model_is_loaded_leaves_nothing(
+    command: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    server = desk.start(f"{command} --port {port}", port, tmp_path / "log")
+    try:
+        wait_for(re.compile("server_args="), server)  # it starts the other processes then
+        interrupt(server)
+    finally:
+        server.kill()
+
+
+# What the pages say in a sentence.
+OWN_COMMANDS = {
+    "launcher": "python -m sglang_tiered.launch_server --model-path M",
+    "config": "scripts/serve --config tiers.yaml",
+}
+CONFIG = """\
+model-path: M
+dtype: float32
+max-total-tokens: 4096
+tier-host-bytes: 64MiB
+tier-nvme-bytes: 1GiB
+tier-dir: kv-of-the-file
+"""
+
+
+@pytest.mark.parametrize("name", OWN_COMMANDS)
+def test_our_launcher_serves_a_model_and_a_configuration_file(
+    name: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    (desk.folder / "tiers.yaml").write_text(CONFIG)
+    server = desk.start(f"{OWN_COMMANDS[name]} --port {port}", port, tmp_path / "log")
+    try:
+        assert desk.try_what_is_printed(server)
+        if name == "config":
+            assert "device  4,096 tokens" in server.log
+            assert " tokens in 63.94MiB\n" in server.log  # whole pages of 64MiB
+            assert "nvme    1GiB in " in server.log
+            assert (desk.folder / "kv-of-the-file" / "STORE").exists()
+        interrupt(server)
+    finally:
+        server.kill()
+
+
+HOST_TIER = "--radix-cache-backend tiered --enable-hierarchical-cache"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("sglang serve", HOST_TIER), ("python -m sglang.launch_server", "")],
+    ids=["sglang_serve_with_the_host_tier", "launch_server_plain"],
+)
+def test_sglangs_own_commands_serve_with_the_plugin(
+    command: str, flags: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    """On the CPU platform, which SGLang by itself has not; with a host tier that SGLang sizes. Both
+    commands load plugins by themselves, and are the same from there on."""
+    size = "--max-total-tokens 4096 --dtype float32"
+    line = f"{command} --model-path M {flags} {size} --port {port}"
+    server = desk.start(line, port, tmp_path / "log")
+    try:
+        server.wait_until_it_generates()
+        prompts = [[first] * 1500 for first in (65, 66, 67, 68)]  # more than the device holds
+        first_time = [server.generate(prompt) for prompt in prompts]
+        again = [server.generate(prompt) for prompt in prompts]
+        assert [a.output_ids for a in again] == [a.output_ids for a in first_time]
+        from_host = sum(answer.cached["host"] for answer in again)
+        assert (from_host > 0) == bool(flags)
+        interrupt(server)
+    finally:
+        server.kill()
