@@ -433,7 +433,8 @@ def test_decode_keeps_its_other_sessions_when_one_breaks_the_protocol(
         stranger.data.send_multipart([stranger.link, VERSION_FRAME, b"\xc1", b""])
         assert "broke the protocol" in receiver.events.wait_for("failed", 7)[2]
     works(sender, receiver, 2)
-    assert receiver.endpoint.num_sessions == 1
+    # The room fails first, and the stranger's session goes after it.
+    eventually(lambda: receiver.endpoint.num_sessions == 1)
 
 
 def test_keys_keep_strangers_out(tmp_path: Path) -> None:
