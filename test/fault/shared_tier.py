@@ -38,6 +38,7 @@ class SharedTier(MemoryEngine):
         self.stored_runs: list[Run] = []
         self.deadlines: list[float | None] = []
         self.hidden: set[bytes] = set()  # keys
+        self.num_polls = 0
         self._held: list[tuple[Job, float | None]] = []
         self._guard = threading.Lock()
 
@@ -119,6 +120,10 @@ class SharedTier(MemoryEngine):
 
     def flush(self, timeout_s: float) -> bool:
         return True
+
+    def poll(self) -> list[Job]:
+        self.num_polls += 1
+        return super().poll()
 
     def refresh(self, timeout_s: float) -> bool:
         return self.known

@@ -292,7 +292,9 @@ def test_nothing_is_copied_while_a_load_is_under_way(
     job = engine.submit_load(blank(wanted))
     tiers.lower.known = True
     finished(engine.submit_store(make_run(2, PAGES)))
-    time.sleep(0.05)
+    # It polls after each look: one that began after the store had ended found nothing to do.
+    looks = tiers.lower.num_polls
+    until(lambda: tiers.lower.num_polls >= looks + 2, "it does not look")
     assert engine.layered_stats().num_demoted == 0
     tiers.lower.release()
     finished(job)
