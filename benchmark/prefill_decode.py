@@ -70,7 +70,7 @@ class PrefillDecode:
         port = free_port()
         own = {"prefill": tuple(prefill), "decode": tuple(decode)}
         servers = {
-            role: _spawn(model, logs / f"{role}-0.log", role, port, (*arguments, *own[role]))
+            role: spawn_role(model, logs / f"{role}-0.log", role, port, (*arguments, *own[role]))
             for role in ("prefill", "decode")
         }
         return cls(model, logs, arguments, port, servers["prefill"], servers["decode"], own=own)
@@ -85,7 +85,7 @@ class PrefillDecode:
         log = self.logs / f"{role}-{self.num_started}.log"
         self.num_started += 1
         arguments = (*self.arguments, *self.own[role])
-        server = _spawn(self.model, log, role, self.bootstrap_port, arguments)
+        server = spawn_role(self.model, log, role, self.bootstrap_port, arguments)
         wait_until_healthy(server)
         setattr(self, role, server)
         return server
@@ -157,7 +157,10 @@ def wait_until_healthy(server: Server, path: str = "/health") -> None:
     raise AssertionError(f"server did not start in time:\n{server.log[-4000:]}")
 
 
-def _spawn(model: Path, log: Path, role: str, bootstrap_port: int, more: Sequence[str]) -> Server:
+def spawn_role(
+    model: Path, log: Path, role: str, bootstrap_port: int, more: Sequence[str]
+) -> Server:
+    """Launch ``prefill`` or ``decode`` only. Does not wait."""
     return Server.spawn(
         model,
         log,

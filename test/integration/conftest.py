@@ -1,4 +1,5 @@
-"""One model for all, and servers shared by the tests of a module where they can be."""
+"""One model and one server without tiers for all; other servers shared by the tests of a module
+where they can be."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server_process import Server
+from prefill_decode import ENVIRONMENT
+from server_process import Server, free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
@@ -33,6 +35,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=120,
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang without tiers: what it answers, every other server of the model must."""
+    server = Server.spawn(
+        model,
+        tmp_path_factory.mktemp("stock") / "server.log",
+        *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
+        environment=ENVIRONMENT,
+    )
+    server.wait_until_it_generates()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conftest import make_prompts
-from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
-from server_process import Server, free_port
+from prefill_decode import PrefillDecode, transfer_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -30,10 +31,8 @@ Pair = PrefillDecode
 
 
 @pytest.fixture(scope="module")
-def servers(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[PrefillDecode, Server]]:
-    """Both roles, with their tiers on, and one server that does it all, started side by side."""
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefillDecode]:
+    """Both roles, with their tiers on."""
     logs, tiers = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("tiers")
     pair = PrefillDecode.spawn(
         model,
@@ -42,43 +41,25 @@ def servers(
         prefill=("--tier-dir", str(tiers / "prefill")),
         decode=("--tier-dir", str(tiers / "decode")),
     )
-    single = Server.spawn(
-        model,
-        logs / "single.log",
-        *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
-        environment=ENVIRONMENT,
-    )
     try:
         pair.wait_until_ready()
-        single.wait_until_it_generates()
-        yield pair, single
+        yield pair
     finally:
         pair.kill()
-        single.kill()
 
 
-@pytest.fixture
-def pair(servers: tuple[PrefillDecode, Server]) -> PrefillDecode:
-    return servers[0]
-
-
-@pytest.fixture
-def single(servers: tuple[PrefillDecode, Server]) -> Server:
-    return servers[1]
-
-
-def test_prompts_of_every_length_continue_as_on_one_server(pair: Pair, single: Server) -> None:
+def test_prompts_of_every_length_continue_as_on_one_server(pair: Pair, stock: Server) -> None:
     prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
     for prompt in prompts:
-        assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids, len(prompt)
+        assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
 
 
-def test_what_decode_holds_already_is_not_sent_again(pair: Pair, single: Server) -> None:
+def test_what_decode_holds_already_is_not_sent_again(pair: Pair, stock: Server) -> None:
     prompt = make_prompts(77, 1, 2000)[0]
     first = pair.generate(prompt)
     before = transfer_state(pair.decode)
     longer = [*prompt, *first.output_ids, *make_prompts(78, 1, 100)[0]]
-    assert pair.generate(longer).output_ids == single.generate(longer).output_ids
+    assert pair.generate(longer).output_ids == stock.generate(longer).output_ids
     after = transfer_state(pair.decode)
     moved = sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
     assert 0 < moved <= 4 * _page_bytes(pair)  # of the 33 pages the prompt has
@@ -92,7 +73,7 @@ def _page_bytes(pair: Pair) -> int:
     return sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
 
 
-def test_many_at_once_with_shared_prefixes_do_not_mix(pair: Pair, single: Server) -> None:
+def test_many_at_once_with_shared_prefixes_do_not_mix(pair: Pair, stock: Server) -> None:
     source = random.Random(5)
     base = make_prompts(80, 1, 600)[0]
     prompts = [
@@ -100,7 +81,7 @@ def test_many_at_once_with_shared_prefixes_do_not_mix(pair: Pair, single: Server
         for index in range(64)
     ]
     got = pair.generate_all(prompts, concurrency=64)
-    want = single.generate_all(prompts, concurrency=64)
+    want = stock.generate_all(prompts, concurrency=64)
     assert [reply.output_ids for reply in got] == [answer.output_ids for answer in want]
 
 
@@ -140,7 +121,7 @@ def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
-    pair: Pair, single: Server
+    pair: Pair, stock: Server
 ) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.generate, prompt, 8) for prompt in make_prompts(85, 4, 3000)]
@@ -154,11 +135,11 @@ def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
     assert any("closed the connection" in reply.error for reply in failed), failed
     pair.restart("prefill")
     prompt = make_prompts(86, 1, 700)[0]
-    assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids
+    assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids
 
 
 @pytest.mark.slow
-def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, single: Server) -> None:
+def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, stock: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.both, prompt, 8) for prompt in make_prompts(87, 4, 3000)]
         _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)
@@ -168,7 +149,7 @@ def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, single
     _wait(lambda: transfer_state(pair.prefill)["num_rooms"] == 0)
     pair.restart("decode")
     prompt = make_prompts(88, 1, 700)[0]
-    assert pair.generate(prompt).output_ids == single.generate(prompt).output_ids
+    assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids
 
 
 def _wait(check: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -1,5 +1,5 @@
 """Every kind of pair hands over what one server computes: page sizes, tensor parallelism of other
-sizes, model families, keys, and pages received into host memory."""
+sizes, keys, and pages received into host memory."""
 
 from __future__ import annotations
 
@@ -10,122 +10,88 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from family_models import write_gemma3, write_latent_attention, write_sliding_window
+from instances import Instances, hands_over_what_one_server_computes
 from transfer_pair import eventually
 
 from conftest import make_prompts
-from prefill_decode import (
-    ENVIRONMENT,
-    PrefillDecode,
-    post,
-    transfer_state,
-    wait_until_healthy,
-)
+from prefill_decode import post, transfer_state, wait_until_healthy
 from server_process import Server, free_port
 from sglang_tiered.transfer.security import make_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LENGTHS = (1, 2, 15, 63, 64, 65, 511, 512, 513, 1500)
-COMMON = ("--max-total-tokens", "8192", "--chunked-prefill-size", "512")
-OFF = ("--tier-mode", "off")
-HOST = ("--tier-mode", "host", "--tier-host-bytes", "64MiB")
+HOST = (
+    *("--tier-mode", "host", "--tier-host-bytes", "64MiB", "--page-size", "64"),
+    *("--disaggregation-decode-host-receive-threshold", "0.0"),
+)
+
+
+@pytest.fixture(scope="module")
+def instances(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instances]:
+    instances = Instances(model, tmp_path_factory.mktemp("instances"))
+    yield instances
+    instances.kill()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Flags of both, of prefill and of decode; the model, if not the demo's."""
+    """Flags of prefill and of decode."""
 
-    both: tuple[str, ...] = ()
-    prefill: tuple[str, ...] = OFF
-    decode: tuple[str, ...] = OFF
-    write: Callable[[Path, Path], Path] | None = None
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
 
 
+TWO_CONNECTIONS = ("--transfer-connections", "2")  # prefill opens them, where it sends
+SENT = ("--transfer-same-host", "off")
+RANKS = ("--tp", "2")
+STAGES = ("--pp-size", "2", "--disable-overlap-schedule")
+PAGE_16, PAGE_64 = ("--page-size", "16"), ("--page-size", "64")
+SECURE = (*SENT, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
+# Neighbours share an instance. Without tiers a page is one token.
 KINDS = {
-    "page_size_1": Kind(("--page-size", "1")),
-    "page_size_16": Kind(("--page-size", "16")),
-    "sent_though_on_one_host": Kind(("--transfer-same-host", "off", "--transfer-connections", "2")),
-    "compressed": Kind(("--transfer-same-host", "off", "--transfer-codec", "zstd")),
-    "decode_of_two_ranks": Kind(decode=(*OFF, "--tp", "2")),
-    "prefill_of_two_ranks": Kind(prefill=(*OFF, "--tp", "2")),
-    "two_ranks_each": Kind(("--tp", "2")),
-    "two_pipeline_stages_of_prefill": Kind(
-        ("--disable-overlap-schedule",), prefill=(*OFF, "--pp-size", "2")
-    ),
-    "received_into_host_memory": Kind(
-        ("--page-size", "64"),
-        decode=(*HOST, "--disaggregation-decode-host-receive-threshold", "0.0"),
-    ),
-    "sliding_window_pools": Kind(("--page-size", "64"), write=write_sliding_window),
-    "gemma3": Kind(("--page-size", "64"), write=write_gemma3),
-    "latent_attention": Kind(("--page-size", "64"), write=write_latent_attention),
-    "keys": Kind(("--transfer-encrypt", "all")),
+    "sent_though_on_one_host": Kind(TWO_CONNECTIONS, SENT),
+    "page_size_1": Kind(TWO_CONNECTIONS),
+    "decode_of_two_ranks": Kind(TWO_CONNECTIONS, RANKS),
+    "two_ranks_each": Kind(RANKS, RANKS),
+    "prefill_of_two_ranks": Kind(RANKS),
+    "two_pipeline_stages_of_prefill": Kind(STAGES),
+    "compressed_then_encrypted": Kind(SECURE, SECURE),
+    "page_size_16": Kind(PAGE_16, PAGE_16),
+    "received_into_host_memory": Kind(PAGE_64, HOST),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_server(
+    name: str, instances: Instances, stock: Server, tmp_path: Path
+) -> None:
     kind = KINDS[name]
-    both = kind.both
-    if name == "keys":
+    keys: tuple[str, ...] = ()
+    if SECURE in (kind.prefill, kind.decode):
         make_keys(tmp_path / "keys")
-        both = (*both, "--transfer-keys", str(tmp_path / "keys"))
-    if kind.write is not None:
-        model = kind.write(model, tmp_path / "model")
-    single = Server.spawn(
-        model,
-        tmp_path / "single.log",
-        *(*OFF, *COMMON, "--nccl-port", str(free_port())),
-        environment=ENVIRONMENT,
-    )
-    pair = PrefillDecode.spawn(
-        model, tmp_path, *COMMON, *both, prefill=kind.prefill, decode=kind.decode
-    )
-    try:
-        single.wait_until_it_generates()
-        pair.wait_until_ready()
-        prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
-        prompts += [prompts[-1][:700] + make_prompts(3, 1, 50)[0]]  # shares a prefix
-        expected = [answer.output_ids for answer in single.generate_all(prompts)]
-        got = [reply.output_ids for reply in pair.generate_all(prompts)]
-        assert got == expected
-        state = transfer_state(pair.decode)
-        assert state["num_rooms_done"] >= len(prompts)
-        assert state["num_rooms"] == 0
-    finally:
-        pair.kill()
-        single.kill()
+        keys = ("--transfer-keys", str(tmp_path / "keys"))
+    pair = instances.pair((*kind.prefill, *keys), (*kind.decode, *keys))
+    hands_over_what_one_server_computes(pair, stock, 10_000 * (1 + list(KINDS).index(name)))
 
 
 def test_other_page_size_fails_the_request_with_one_sentence_and_no_server(
-    model: Path, tmp_path: Path
+    instances: Instances,
 ) -> None:
     """Upstream the decode server ends."""
-    pair = PrefillDecode.spawn(
-        model,
-        tmp_path,
-        *(*COMMON, *OFF),
-        prefill=("--page-size", "16"),
-        decode=("--page-size", "64"),
-    )
-    try:
-        pair.wait_until_ready()
-        reply = pair.generate(make_prompts(1, 1, 100)[0])
-        assert reply.status != 200
-        assert "age size mismatch" in reply.error
-        assert pair.prefill.process.poll() is None
-        assert pair.decode.process.poll() is None
-    finally:
-        pair.kill()
+    pair = instances.pair(PAGE_16, HOST)
+    reply = pair.generate(make_prompts(1, 1, 100)[0])
+    assert reply.status != 200
+    assert "age size mismatch" in reply.error
+    assert pair.prefill.process.poll() is None
+    assert pair.decode.process.poll() is None
 
 
-def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) -> None:
-    pair = PrefillDecode.spawn(model, tmp_path, *COMMON, *OFF)
+def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_path: Path) -> None:
+    pair = instances.pair(PAGE_16, PAGE_16)
     port = free_port()
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
@@ -134,7 +100,6 @@ def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) 
     ]
     router = None
     try:
-        pair.wait_until_ready()
         with (tmp_path / "router.log").open("wb") as log:
             router = subprocess.Popen(command, stdout=log, stderr=log)
         front = Server(port, router, tmp_path / "router.log")
@@ -159,4 +124,3 @@ def test_killed_router_leaves_both_servers_serving(model: Path, tmp_path: Path) 
         if router is not None:
             router.kill()
             router.wait(30)
-        pair.kill()

@@ -5,6 +5,7 @@ real Redis, no bucket."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import urllib.error
@@ -12,6 +13,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from redis_server import RedisServer
 
@@ -31,6 +33,7 @@ MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
 OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
 BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no index
 LOST = make_prompts(44, 6, LENGTH)  # while A is killed
+HUNG = make_prompts(46, 6, LENGTH)  # while A is stopped
 COLD = make_prompts(45, 3, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 PASSWORD = "not-a-secret"
@@ -115,8 +118,8 @@ def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list
 
 
 class TestLife:
-    """In this order: B goes on with what A computed, a tenant is purged, the index dies and comes
-    back, A is killed."""
+    """In this order: B goes on with what A computed, a tenant is purged, A hangs, the index dies
+    and comes back, A is killed."""
 
     opened: dict[str, list[list[int]]] = {}
 
@@ -180,6 +183,28 @@ class TestLife:
         assert compute(b, OWNED[1:], **TENANT) == expected[1:]
         assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
 
+    def test_a_server_that_hangs_never_stalls_the_scheduler(self, pair: list[Server]) -> None:
+        """Stopped, so that its connections stay open and nothing answers."""
+        a, b = pair
+        expected = compute(a, HUNG)
+        wait_for_peers(b, HUNG)
+        stopped = [a.process.pid, *children(a.process.pid)]
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            with ThreadPoolExecutor(len(HUNG)) as pool:
+                waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
+                longest_s = 0.0
+                for prompt in COLD[1:]:
+                    begun = time.monotonic()
+                    b.generate(prompt, NUM_NEW)
+                    longest_s = max(longest_s, time.monotonic() - begun)
+                assert longest_s < 5.0, "requests that want nothing of A waited for it"
+                assert [future.result(60).output_ids for future in waiting] == expected
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+
     def test_an_index_that_dies_costs_hits_and_comes_back(
         self, pair: list[Server], redis: RedisServer
     ) -> None:
@@ -219,52 +244,9 @@ class TestLife:
         assert compute(b, COLD[:1])
 
 
-@pytest.mark.slow
-def test_a_server_that_hangs_never_stalls_the_scheduler(
-    start: Callable[..., list[Server]],
-) -> None:
-    """Stopped, so that its connections stay open and nothing answers."""
-    a, b = start(2, *SMALL)
-    expected = compute(a, LOST)
-    wait_for_peers(b, LOST)
-    a.process.send_signal(signal.SIGSTOP)
-    stopped = [a.process.pid]
-    try:
-        for pid in children(a.process.pid):
-            stopped.append(pid)
-            stop(pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(len(LOST)) as pool:
-            waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in LOST]
-            longest_s = 0.0
-            for prompt in COLD:
-                begun = time.monotonic()
-                b.generate(prompt, NUM_NEW)
-                longest_s = max(longest_s, time.monotonic() - begun)
-            assert longest_s < 5.0, "requests that want nothing of A waited for it"
-            assert [future.result(60).output_ids for future in waiting] == expected
-    finally:
-        for pid in stopped:
-            stop(pid, signal.SIGCONT)
-    a.kill()
-    b.kill()
-
-
 def children(pid: int) -> list[int]:
     """Of a process and of theirs."""
-    from pathlib import Path
-
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return found + [below for child in found for below in children(child)]
-
-
-def stop(pid: int, number: signal.Signals) -> None:
-    import contextlib
-    import os
-
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 @pytest.mark.slow

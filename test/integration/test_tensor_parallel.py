@@ -27,12 +27,9 @@ OLD, NEW = PROMPTS[:6], PROMPTS[6:]  # what both shards hold, and what one of th
 
 
 @pytest.fixture(scope="module")
-def expected(launch: Launch) -> list[list[int]]:
+def expected(stock: Server) -> list[list[int]]:
     """What one rank without tiers answers."""
-    single = launch("--tier-mode", "off", "--max-total-tokens", "4096")
-    answers = single.generate_all(PROMPTS)
-    single.kill()
-    return [answer.output_ids for answer in answers]
+    return [answer.output_ids for answer in stock.generate_all(PROMPTS)]
 
 
 def outputs(answers: list[Answer]) -> list[list[int]]:

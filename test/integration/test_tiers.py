@@ -24,12 +24,9 @@ PAGE_TOKENS = aligned(LENGTH) * NUM_PROMPTS
 
 
 @pytest.fixture(scope="module")
-def expected(launch: Launch) -> list[list[int]]:
-    """What stock SGLang answers."""
-    stock = launch("--tier-mode", "off", "--max-total-tokens", "4096")
+def expected(stock: Server) -> list[list[int]]:
     answers = stock.generate_all(PROMPTS)
     assert "sglang_tiered" not in stock.request("/server_info")["internal_states"][0]
-    stock.kill()
     return [answer.output_ids for answer in answers]
 
 
