@@ -142,11 +142,8 @@ def load(engine: ObjectEngine, run: Run, *, deadline_s: float | None = None) -> 
 
 
 def is_held(engine: ObjectEngine, run: Run) -> bool:
-    """Whether a lookup finds all of it, in no time."""
-    begun = time.monotonic()
-    num_hits = engine.lookup(run.keys).num_hits
-    assert time.monotonic() - begun < 0.5, "a lookup took its time"
-    return num_hits == run.num_pages
+    """Whether a lookup finds all of it."""
+    return engine.lookup(run.keys).num_hits == run.num_pages
 
 
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -30,6 +30,7 @@ class Instances:
     def pair(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> PrefillDecode:
         keys = [("prefill", prefill), ("decode", decode)]
         held = {key: self._alive.pop(key) for key in keys if key in self._alive}
+        held = {key: one for key, one in held.items() if one[0].process.poll() is None}
         while len(self._alive) > MAX_INSTANCES - len(keys):
             self._alive.pop(next(iter(self._alive)))[0].kill()
         for key in keys:

@@ -295,7 +295,7 @@ def test_a_long_lookup_takes_the_scheduler_a_moment_only(world: World, make_run:
     finished(world.peers.submit_store(part(run, *range(1, 1600, 3))))
     finished(world.lower.submit_store(part(run, *range(2, 1600, 3))))
     engine.lookup_spans(keys)
-    begun = time.perf_counter()
+    begun = time.thread_time()  # what it computes, whoever else has the core meanwhile
     spans = engine.lookup_spans(keys)
-    assert time.perf_counter() - begun < 0.2
+    assert time.thread_time() - begun < 0.2
     assert sum(span.num_pages for span in spans) == 1600
