@@ -108,7 +108,7 @@ def test_a_killed_server_is_found_no_more_within_its_expiry(
 def test_a_server_that_leaves_takes_its_keys_along(
     servers: Servers, redis_server: RedisServer
 ) -> None:
-    one, two = servers.open([1]), servers.open()
+    one, two = servers.open([1], expiry_s=60.0), servers.open(expiry_s=60.0)  # nothing expires
     servers.know_each_other()
     one.close()
     until(lambda: two.finds(1) == [False])

@@ -15,7 +15,7 @@ from conftest import SMALL, Launch
 if TYPE_CHECKING:
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

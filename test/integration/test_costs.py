@@ -14,7 +14,7 @@ from conftest import Launch, aligned, make_prompts
 if TYPE_CHECKING:
     from server_process import Answer, Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 8, 1500
 PROMPTS = make_prompts(7, NUM_PROMPTS, LENGTH)

@@ -14,7 +14,7 @@ from server_process import Server, free_port
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAMILIES = {
     "sliding_window_pools": write_sliding_window,

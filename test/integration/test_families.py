@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from server_process import Answer
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH = 700
 PROMPTS = make_prompts(7, 6, LENGTH)

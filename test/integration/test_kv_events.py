@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEADLINE_S = 60.0
 TENANT = {"extra_key": "tenant-a"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from server_process import Answer, Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_NEW = 24
 # Shorter than a chunk and several chunks long, so that some decode while others are prefilled.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 6, 700
 PAGES = aligned(LENGTH) // 64 * NUM_PROMPTS

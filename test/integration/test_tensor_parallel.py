@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from server_process import Answer, Server
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH = 700
 PROMPTS = make_prompts(5, 12, LENGTH)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from server_process import Answer, Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 20, 700
 REGIONS = ("--tier-nvme-region-bytes", "4MiB")  # several files to damage
