@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 LENGTH, NUM_NEW = 700, 8
+DEADLINE_S = 120.0
+HANG_S = 9.0  # less than the bucket is given for an answer, 20 times what computing takes
 MOVED = make_prompts(21, 8, LENGTH)  # opened on A, continued on B
 STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
 REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
@@ -95,7 +97,7 @@ def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
 
 
 def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + DEADLINE_S
     while (held := ask(server, "/tier/residency", {"input_ids": prompt})[1])[tier] < num_tokens:
         assert time.monotonic() < deadline, held
         time.sleep(0.1)
@@ -196,7 +198,7 @@ class TestLife:
         code, report = ask(b, "/tier/checkpoint", {"input_ids": COLD[1]})
         assert (code, report["num_tokens"]) == (503, 0)
         proxy.remove(rule)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + DEADLINE_S
         while b.tier_state()["object_healthy"] != 1:
             assert time.monotonic() < deadline, "it never came back"
             time.sleep(0.1)
@@ -216,7 +218,7 @@ class TestLife:
                     begun = time.monotonic()
                     b.generate(prompt, NUM_NEW)
                     longest_s = max(longest_s, time.monotonic() - begun)
-                assert longest_s < 5.0, "requests that want nothing of the bucket waited for it"
+                assert longest_s < HANG_S, "requests that want nothing of the bucket waited for it"
                 answers = [future.result(60).output_ids for future in stalled]
             assert answers == self.opened["stalled"]
         finally:
@@ -244,7 +246,7 @@ def test_a_shared_directory_serves_two_servers_and_two_ranks_each(
     (b,) = start(1, *arguments)
     for prompt in MOVED:
         query = urllib.parse.urlencode({"input_ids": ",".join(map(str, prompt)), **TENANT})
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while ask(b, f"/tier/residency?{query}")[1]["object"] < aligned(LENGTH):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -357,7 +359,7 @@ def test_replicas_of_a_server_find_in_the_bucket_what_the_other_computed(
     for prompt in prompts:
         expected.append(server.generate(prompt, NUM_NEW, routed_dp_rank=0).output_ids)
         assert ask(server, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         states = server.request("/server_info")["internal_states"]
         known = [state["sglang_tiered"]["object_pages"] for state in states]

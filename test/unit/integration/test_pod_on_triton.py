@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # half a minute, most of it for importing SGLang 
 WORLDS = Path(__file__).resolve().parents[2] / "integration"
 
 
-@interpreted(timeout_s=120)  # the first call imports SGLang
+@interpreted(timeout_s=270)  # the first call imports SGLang
 def check(**options: Any) -> None:
     sys.path.append(str(WORLDS))  # the interpreter's process has no settings of pytest
     from triton_world import compare
