@@ -13,7 +13,6 @@ import contextlib
 import functools
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 
+from server_process import free_port
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["RedisServer", "free_port", "redis_program", "until"]
+__all__ = ["RedisServer", "redis_program", "until"]
 
 HOST = "127.0.0.1"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "redis-server"
@@ -48,13 +49,6 @@ def until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    """One that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

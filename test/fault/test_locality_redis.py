@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from locality_servers import NAMES, NAMESPACE, Servers, key
-from redis_server import RedisServer, free_port, until
+from redis_server import RedisServer, until
 
+from server_process import free_port
 from sglang_tiered.sharing.locality import connection
 from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
 from sglang_tiered.sharing.locality.url import parse_index_url
