@@ -51,7 +51,7 @@ RANKS = ("--tp", "2")
 STAGES = ("--pp-size", "2", "--disable-overlap-schedule")
 PAGE_16, PAGE_64 = ("--page-size", "16"), ("--page-size", "64")
 SECURE = (*SENT, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
-# Neighbours share an instance. Without tiers a page is one token.
+# Neighbours share an instance, and so do the tests below. Without tiers a page is one token.
 KINDS = {
     "sent_though_on_one_host": Kind(TWO_CONNECTIONS, SENT),
     "page_size_1": Kind(TWO_CONNECTIONS),
@@ -60,8 +60,8 @@ KINDS = {
     "prefill_of_two_ranks": Kind(RANKS),
     "two_pipeline_stages_of_prefill": Kind(STAGES),
     "compressed_then_encrypted": Kind(SECURE, SECURE),
-    "page_size_16": Kind(PAGE_16, PAGE_16),
     "received_into_host_memory": Kind(PAGE_64, HOST),
+    "page_size_16": Kind(PAGE_16, PAGE_16),
 }
 
 
