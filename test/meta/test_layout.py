@@ -86,3 +86,11 @@ def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert "\nset -" in text
     assert "uo pipefail\n" in text
+
+
+def test_no_room_of_tests_is_forgotten_by_the_gate() -> None:
+    """``gpu`` and ``soak`` have commands of their own."""
+    rooms = {path.name for path in (ROOT / "test").iterdir() if any(path.glob("**/test_*.py"))}
+    gate = (ROOT / "scripts" / "test").read_text(encoding="utf-8")
+    (line,) = [line for line in gate.splitlines() if line.strip().startswith("for room in ")]
+    assert set(line.split(";")[0].split()[3:]) == rooms - {"gpu", "soak"}
