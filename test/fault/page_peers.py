@@ -197,11 +197,24 @@ class StrangeServer:
 
     def hear(self, kind: Any = messages.Fetch) -> Any:
         """The next message of a kind; what comes before it is passed over."""
-        while True:
-            self.client, *frames = self.socket.recv_multipart()
-            message = messages.decode_from_client(frames)
-            if isinstance(message, kind):
-                return message
+        while not isinstance(message := self._receive(), kind):
+            pass
+        return message
+
+    def _receive(self) -> Any:
+        self.client, *frames = self.socket.recv_multipart()
+        return messages.decode_from_client(frames)
+
+    def hear_all(self, wanted: Wanted, client: PageClient, num_before: int) -> list[Any]:
+        """What was asked for a fetch, of a client that had asked ``num_before`` times before it:
+        all that it wants, or what it came to until its deadline."""
+        asked: list[Any] = []
+        while len(asked) < len(wanted.pages):
+            if wanted.ended.is_set() and len(asked) == client.stats.num_requests - num_before:
+                break
+            if self.socket.poll(1) and isinstance(message := self._receive(), messages.Fetch):
+                asked.append(message)
+        return asked
 
     def say(self, message: Any, *payload: bytes) -> None:
         self.send(VERSION_FRAME, encode(message), *payload)

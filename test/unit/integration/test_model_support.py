@@ -121,7 +121,7 @@ def test_refused_launch_prints_one_sentence_and_ends_with_code_2(
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     lines = [line for line in ended.stderr.splitlines() if line.startswith("sglang-tiered:")]
