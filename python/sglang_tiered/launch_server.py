@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _claim_directory(resolved.config, held)
             resolved.config.to_environment()
             return _serve(resolved)
+    except KeyboardInterrupt:
+        return 130  # as a shell says it; SGLang has stopped by then
     except SchedulerRefused:
         return 2
     except TieredError as error:
@@ -90,10 +92,7 @@ def _resolve(arguments: list[str]) -> Resolved:
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
     ServerArgs.add_cli_args(parser)
     tier_flags.add_tier_arguments(parser)
-    if "--config" in arguments:
-        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
-
-        arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+    arguments = _with_configuration_file(parser, arguments)
     arguments = tier_flags.join_tier_values(arguments)
     explicit = server_args.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
@@ -107,6 +106,25 @@ def _resolve(arguments: list[str]) -> Resolved:
                 explicit, arguments, on_cpu=on_cpu, problem=problem
             )
     return resolved
+
+
+def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """The arguments with those of the YAML file that ``--config`` names before them."""
+    arguments = [
+        part
+        for argument in arguments  # SGLang would ignore the joined form
+        for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])
+    ]
+    if "--config" not in arguments:
+        return arguments
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    try:
+        merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+    except Exception as error:  # the file, its YAML or its flags
+        text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
+        raise ConfigError(f"--config cannot be used: {text}.") from error
+    return merged
 
 
 def _check_address(host: str, port: int) -> None:

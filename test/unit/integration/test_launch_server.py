@@ -67,6 +67,21 @@ def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it
     assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
 
 
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("content", ["tier-mode: blue", ": [", None])
+def test_a_configuration_file_is_read_and_judged_like_flags(
+    joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    if content is not None:
+        file.write_text(content)
+    words = [f"--config={file}"] if joined else ["--config", str(file)]
+    assert launch_server.main(["--model-path", "m", *words]) == 2
+    line = capsys.readouterr().err
+    expected = "--tier-mode blue is unknown" if content == "tier-mode: blue" else "--config cannot"
+    assert expected in line and line.count("\n") == 1
+
+
 def test_port_in_use_is_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
