@@ -27,9 +27,10 @@ STOP_DEADLINE_S = 30.0
 
 def free_port() -> int:
     """A free port below the range from which the system picks ports for outgoing connections: a
-    server binds seconds later, and one picked there may be taken by then."""
+    server binds seconds later, and one picked there may be taken by then. Below 30000 too, where the
+    documented commands listen."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(20_000, 29_900)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
