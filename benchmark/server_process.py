@@ -27,8 +27,8 @@ STOP_DEADLINE_S = 30.0
 
 def free_port() -> int:
     """A free port below the range from which the system picks ports for outgoing connections: a
-    server binds seconds later, and one picked there may be taken by then. Below 30000 too, where the
-    documented commands listen."""
+    server binds seconds later, and one picked there may be taken by then. Also below 30000, where
+    the documented commands listen."""
     while True:
         port = random.randrange(20_000, 29_900)
         with socket.socket() as probe:
