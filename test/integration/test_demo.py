@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,15 +59,16 @@ def expect_nothing_left(temporary: Path) -> None:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path) -> Iterator[Path]:
-    """The TMPDIR of a demo. What a failed test left in it is killed."""
-    place = tmp_path / "tmp"
-    place.mkdir()
-    yield place
-    for line in left_behind(place):
-        pid = line.partition(" ")[0]
-        if pid.isdigit():
-            os.kill(int(pid), signal.SIGKILL)
+def temporary() -> Iterator[Path]:
+    """The TMPDIR of a demo. What a failed test left in it is killed. SGLang's sockets lie in it, and
+    the path of a socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="demo-test-", dir="/tmp") as name:
+        place = Path(name)
+        yield place
+        for line in left_behind(place):
+            pid = line.partition(" ")[0]
+            if pid.isdigit():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:
