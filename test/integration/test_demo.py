@@ -60,8 +60,8 @@ def expect_nothing_left(temporary: Path) -> None:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """The TMPDIR of a demo. What a failed test left in it is killed. SGLang's sockets lie in it, and
-    the path of a socket has 107 bytes at most."""
+    """The TMPDIR of a demo, where SGLang's sockets lie: the path of a socket has 107 bytes at most.
+    What a failed test left in it is killed."""
     with tempfile.TemporaryDirectory(prefix="demo-test-", dir="/tmp") as name:
         place = Path(name)
         yield place
