@@ -129,7 +129,7 @@ def document(rows: list[Row], settings: dict[str, Any], *, is_here: bool) -> dic
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine() if is_here else {},
-        "settings": {**settings, "versions": describe_versions()},
+        "settings": {**settings, "versions": describe_versions() if is_here else {}},
         "rows": [
             {
                 "from": row.source,

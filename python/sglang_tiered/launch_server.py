@@ -2,7 +2,7 @@
 
 Takes every flag of ``sglang.launch_server`` and the tiering flags of ``integration.server_args``.
 Whatever cannot work is refused here, with one sentence and exit code 2, before a model is loaded
-or a file is written.
+or a tier is touched.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare_caches() -> None:
     """SGLang compiles into its cache while it is imported, and looks for it under the home
     directory only; a service's home may not be writable."""
-    place = Path(os.environ.setdefault("SGLANG_CACHE_DIR", str(cache_directory() / "sglang")))
+    text = os.environ.setdefault("SGLANG_CACHE_DIR", str(cache_directory() / "sglang"))
+    place = Path(text).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.W_OK):
@@ -214,7 +215,8 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     resolved = resolving_view(server_args)
     check_model(resolved, config)
     if resolved.device == "cpu":
-        cpu_memory.check_memory(cpu_memory.working_set(resolved), cpu_memory.allocatable_bytes())
+        needed = cpu_memory.working_set(resolved, config.host_bytes)
+        cpu_memory.check_memory(needed, cpu_memory.allocatable_bytes())
 
     def announce() -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
@@ -255,6 +257,8 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
     """Address, tiers with their capacities, and a first request to try (one half of prefill and
     decode serves none by itself). ``scheduler_info``: what the first scheduler said at its start
     (``Scheduler.get_init_info`` and our hook on it)."""
+    from sglang_tiered.integration.hooks import HOST_INFO
+
     host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
     address = f"http://{host}:{server_args.port}"
     lines = [
@@ -262,10 +266,10 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
         f"sglang-tiered is ready at {address}",
         f"  device  {scheduler_info['max_total_num_tokens']:,} tokens",
     ]
-    host = scheduler_info.get("sglang_tiered_host")
-    if host is not None:
-        size = format_bytes(host["num_bytes"] * config.num_ranks)
-        lines.append(f"  host    {host['num_tokens']:,} tokens in {size}")
+    tier = scheduler_info.get(HOST_INFO)
+    if tier is not None:
+        size = format_bytes(tier["num_bytes"] * config.num_ranks)
+        lines.append(f"  host    {tier['num_tokens']:,} tokens in {size}")
     if config.nvme is not None:
         size = format_bytes(config.nvme.capacity_bytes)
         limit = config.nvme.writes_per_day

@@ -41,8 +41,12 @@ class Desk:
         folder, home = place / "repository", place / "home"
         for path in (folder, home):
             path.mkdir()
-        for path in ROOT.iterdir():
-            (folder / path.name).symlink_to(path)
+        # What git tracks: a clone in use has stores and keys of its own beside it.
+        listed = subprocess.run(
+            ["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True
+        )
+        for name in {".venv", *(line.partition("/")[0] for line in listed.stdout.splitlines())}:
+            (folder / name).symlink_to(ROOT / name)
         (folder / "M").symlink_to(model)
         # Otherwise curl succeeds at whatever it is answered.
         (place / ".curlrc").write_text(f"fail-with-body\nmax-time = {COMMAND_DEADLINE_S:.0f}\n")

@@ -24,8 +24,11 @@ def is_available() -> bool:
 
 def problem() -> str | None:
     """One sentence where the machine has an NVIDIA driver and torch no device to use; None where
-    the device works, where there is none, and where ``CUDA_VISIBLE_DEVICES`` is set to nothing."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not NVIDIA_CONTROL.exists():
+    the device works, where there is none, and where ``CUDA_VISIBLE_DEVICES`` hides all: it is
+    empty, or begins with a number below 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and (not visible.strip() or visible.strip().startswith("-"))
+    if hidden or not NVIDIA_CONTROL.exists():
         return None
     if is_available():
         return None

@@ -132,6 +132,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CACHE}.pool_host.base:HostKVCache.__init__": ("self", "host_size", "pin_memory"),
     f"{_CACHE}.pool_host.base:host_memory_budget_bytes": ("requested_bytes", "auto_size"),
     f"{_CACHE}.host_memory:available_host_memory_bytes": ("allow_cgroup_fallback",),
+    f"{_CACHE}.pool_host.base:ranks_per_host": (),
     f"{_CACHE}.hicache_auto_size:_estimate_hicache_bytes": ("params", "draft_plan"),
     f"{_CACHE}.kv_cache_builder:auto_size_hicache": ("params", "draft_plan", "enabled"),
     f"{_CACHE}.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes": (
@@ -145,7 +146,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "cpu_group",
     ),
     "sglang.srt.entrypoints.engine:_scheduler_died_error": ("rank", "proc"),
+    "sglang.srt.managers.scheduler:Scheduler.__init__": ("self", "server_args"),
     "sglang.srt.managers.scheduler:Scheduler.get_init_info": ("self",),
+    "sglang.srt.managers.data_parallel_controller:DataParallelController.get_init_info": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),

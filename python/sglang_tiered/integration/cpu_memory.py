@@ -13,16 +13,21 @@ Nothing here reserves memory: a process that takes it afterwards takes it from e
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from sglang_tiered.config import GiB, MiB, TieredConfig, format_bytes
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.host_size import MIN_TOKENS
+from sglang_tiered.integration.host_size import MIN_TOKENS, least_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "HOST_MEMORY_RESERVE_BYTES",
@@ -55,10 +60,12 @@ class WorkingSet:
 
     weights: int
     token: int  # KV of one token, all layers and ranks
+    host: int = 0  # the host tier that the user asks for
 
     @property
     def num_bytes(self) -> int:
-        pools = 2 * MIN_TOKENS * self.token  # one on the device, one in host memory
+        smallest = MIN_TOKENS * self.token
+        pools = smallest + max(smallest, self.host)
         return self.weights + pools + PROCESSES_BYTES + HOST_MEMORY_RESERVE_BYTES
 
 
@@ -86,7 +93,10 @@ def allocatable_bytes() -> int:
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
-    available: int = available_host_memory_bytes(allow_cgroup_fallback=True)
+    try:
+        available: int = available_host_memory_bytes(allow_cgroup_fallback=True)
+    except ValueError:  # a control group that it cannot find
+        available = psutil.virtual_memory().available
     reserve: int = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     return max(0, available - reserve)
 
@@ -98,21 +108,38 @@ def check_memory(needed: WorkingSet, allocatable: int) -> None:
         raise ConfigError(
             f"this model needs at least {format_bytes(needed.num_bytes)} of memory "
             f"({format_bytes(needed.weights)} of it weights), but {format_bytes(there)} can be had "
-            "here; free some, raise the memory limit of this process, or pass another --model-path "
-            "or a smaller --dtype."
+            "here; free some, raise the memory limit of this process, lower --tier-host-bytes, or "
+            "pass another --model-path."
         )
 
 
-def working_set(server_args: Any) -> WorkingSet:
+def working_set(server_args: Any, host_bytes: int | None) -> WorkingSet:
     """What the model of SGLang's resolved arguments takes at the least; what cannot be known, such
-    as weights that are not on this machine yet, counts as nothing."""
+    as weights that are not on this machine yet, counts as nothing. ``host_bytes``: as given."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from sglang_tiered.integration.model_identity import find_weight_files
 
-    weights = find_weight_files(server_args.model_path, server_args.revision)
+    files = find_weight_files(server_args.model_path, server_args.revision)
     model = model_config_of(server_args)
-    return WorkingSet(_weight_bytes(weights), token_bytes(model, server_args.kv_cache_dtype))
+    return WorkingSet(
+        weights=int(_weight_bytes(files) * _widening(model)),
+        token=token_bytes(model, server_args.kv_cache_dtype),
+        host=host_bytes or 0,
+    )
+
+
+def _widening(model: Any) -> float:
+    """How many bytes a byte of the checkpoint takes in memory: SGLang loads float32 as half of it
+    unless told otherwise. 1 where the checkpoint is quantised or does not say its format."""
+    import torch
+
+    stored = getattr(model.hf_config, "dtype", None)
+    stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
+    is_quantized = getattr(model.hf_config, "quantization_config", None) is not None
+    if is_quantized or not isinstance(stored, torch.dtype):
+        return 1.0
+    return float(model.dtype.itemsize / stored.itemsize)
 
 
 def token_bytes(model: Any, kv_cache_dtype: str) -> int:
@@ -129,7 +156,7 @@ def token_bytes(model: Any, kv_cache_dtype: str) -> int:
 
 def _weight_bytes(files: list[Path]) -> int:
     """The size of one copy of the weights: checkpoints come with others, in other formats and
-    (``consolidated``) in one piece. In memory they may take more, in a wider number format."""
+    (``consolidated``) in one piece."""
     by_suffix: dict[str, int] = {}
     for file in files:
         if not file.name.startswith("consolidated"):
@@ -142,34 +169,42 @@ def around_profile(original: Callable[..., int], configurator: Any, _: float) ->
 
     SGLang's function subtracts what a model needs beside the pool and divides the rest among a
     hybrid model's pools. Told that 0 bytes were free before the load, it keeps no fraction back.
+    Raises ``ConfigError``, on all ranks alike, where the rest is too little.
     """
     from sglang.srt.mem_cache import kv_cache_configurator as module
-
-    measured = module.get_available_gpu_memory
-    module.get_available_gpu_memory = _measure
-    try:
-        return original(configurator, 0)
-    finally:
-        module.get_available_gpu_memory = measured
-
-
-def _measure(
-    device: str, gpu_id: int, *, distributed: bool = False, cpu_group: Any = None
-) -> float:
-    """The device pool's budget in GiB, the same on all ranks."""
-    import torch
-    from sglang.srt.mem_cache.pool_host import base
+    from sglang.srt.mem_cache.pool_host.base import ranks_per_host
     from sglang.srt.runtime_context import get_schedule
 
     gc.collect()
-    least = torch.tensor(allocatable_bytes(), dtype=torch.int64)
-    if distributed:
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=cpu_group)
+    allocatable = least_of_ranks(allocatable_bytes())
     config = TieredConfig.from_environment()
+    num_ranks = ranks_per_host()
     budget = device_pool_bytes(
-        int(least),
-        num_ranks=base.ranks_per_host() if config is None else config.num_ranks,
+        allocatable,
+        num_ranks=num_ranks,
         host_bytes=None if config is None else config.host_bytes,
         has_token_limit=get_schedule().max_total_tokens is not None,
     )
-    return budget / GiB
+    logger.info(
+        "Device pool: at most %s a rank, of %s that can be allocated.",
+        format_bytes(budget),
+        format_bytes(allocatable),
+    )
+    measured = module.get_available_gpu_memory
+    module.get_available_gpu_memory = lambda *_, **__: budget / GiB
+    try:
+        left = original(configurator, 0)
+    except (ValueError, ZeroDivisionError):  # what it says is of a fraction of a GPU's memory
+        left = 0
+    finally:
+        module.get_available_gpu_memory = measured
+    model, kv_dtype = configurator.model_config, configurator.kv_cache_dtype_str or "auto"
+    smallest = MIN_TOKENS * token_bytes(model, kv_dtype) // num_ranks
+    if left < smallest:
+        raise ConfigError(
+            f"the device pool needs at least {format_bytes(smallest)} a rank for "
+            f"{MIN_TOKENS:,} tokens, and of {format_bytes(allocatable)} that can be allocated "
+            f"beside the weights {format_bytes(max(0, left))} are left for it; lower "
+            "--tier-host-bytes, or raise the memory limit of this process."
+        )
+    return left

@@ -76,8 +76,8 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
             # SGLang's default copies pages by sgl_kernel, and ends the scheduler without it.
+            # Of the default layout SGLang makes the one that fits.
             server_args.hicache_io_backend = "direct"
-            server_args.hicache_mem_layout = "page_first_direct"
         num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if num_ranks > 1:
             os.environ.setdefault(THREADS_BIND, cores_per_rank(num_ranks, os.sched_getaffinity(0)))

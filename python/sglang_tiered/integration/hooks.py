@@ -9,7 +9,8 @@
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
 | Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher is told that the scheduler refused, and says nothing more |
-| Scheduler.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
+| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
+| pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu_memory``) |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
@@ -25,13 +26,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_tiered.errors import SchedulerRefused, TieredError
+from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import cpu_memory, host_size
 from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
@@ -53,6 +55,8 @@ _WEIGHT_UPDATES = (
 TRANSFER_BACKEND = "zmq"
 REFUSED = 2
 """Exit code of a scheduler that said what it refuses."""
+HOST_INFO = "sglang_tiered_host"
+"""Key of the host tier's size in what a scheduler says at its start."""
 
 LOOKUP_LOOK_S = 0.01
 LOOKUP_DEADLINE_S = 5.0
@@ -86,6 +90,16 @@ def register() -> None:
     )
     HookRegistry.register(f"{scheduler}.__init__", _around_scheduler, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.get_init_info", _after_init_info, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
+        _after_controller_info,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.base.ranks_per_host",
+        host_size.around_ranks_per_host,
+        HookType.AROUND,
+    )
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._scheduler_died_error",
         _after_scheduler_died,
@@ -224,19 +238,30 @@ def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_re
 
 
 def _around_scheduler(
-    original: Callable[..., None], scheduler: Any, *arguments: Any, **named: Any
+    original: Callable[..., None], scheduler: Any, server_args: Any, *arguments: Any, **named: Any
 ) -> None:
     from sglang_tiered.integration import purging
 
     try:
-        original(scheduler, *arguments, **named)
+        original(scheduler, server_args, *arguments, **named)
     except TieredError as error:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            print(f"sglang-tiered: {error}", file=sys.stderr, flush=True)
-        # SGLang passes SystemExit on; its handler of exceptions would print a traceback and
-        # signal the launcher.
-        raise SystemExit(REFUSED) from error
+        # A setting is refused by all ranks alike, a shard by the one that has it.
+        rank, num_ranks = _place_among_ranks()
+        if not isinstance(error, ConfigError) or rank == 0:
+            of_rank = f"rank {rank}: " if num_ranks > 1 else ""
+            print(f"sglang-tiered: {of_rank}{error}", file=sys.stderr, flush=True)
+        if server_args.dp_size > 1:
+            raise  # replicas have a controller above them, which hears of exceptions only
+        # SGLang would print a traceback and kill the launcher; and the storage's threads and the
+        # other ranks must not hold up the end.
+        os._exit(REFUSED)
     purging.attach(scheduler)
+
+
+def _place_among_ranks() -> tuple[int, int]:
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
@@ -248,11 +273,19 @@ def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
     cache = scheduler.tree_cache
     if isinstance(cache, TieredRadixCache):
-        pool = cache.cache_controller.mem_pool_host
-        result["sglang_tiered_host"] = {
-            "num_tokens": int(pool.logical_size),
-            "num_bytes": int(pool.size * pool.size_per_token),
+        group = cache.cache_controller.mem_pool_host
+        pools = [entry.host_pool for entry in group.entries]
+        result[HOST_INFO] = {
+            "num_tokens": int(group.logical_size),
+            "num_bytes": sum(int(p.size * getattr(p, "size_per_token", 0)) for p in pools),
         }
+    return result
+
+
+def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str, Any]:
+    for info in controller._scheduler_init_infos[:1]:  # noqa: SLF001
+        if HOST_INFO in info:
+            result[HOST_INFO] = info[HOST_INFO]
     return result
 
 

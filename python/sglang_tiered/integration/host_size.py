@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import format_bytes
+from sglang_tiered.config import TieredConfig, format_bytes
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MIN_TOKENS",
     "around_auto_size",
+    "around_ranks_per_host",
     "check_asked_size",
     "check_host_bytes",
+    "least_of_ranks",
     "target_host_bytes",
 ]
 
@@ -51,22 +53,39 @@ def around_auto_size(
     original: Callable[..., Any], params: Any, draft_plan: Any, *, enabled: bool
 ) -> Any:
     """``kv_cache_builder.auto_size_hicache``, which raises or makes a pool of a few tokens where
-    hardly any memory is left. Raises ``ConfigError`` in its place."""
+    hardly any memory is left, and raises where it cannot see the control group of this process.
+    Raises ``ConfigError``, on all ranks alike, in place of the first."""
     from sglang.srt.mem_cache import hicache_auto_size
-    from sglang.srt.runtime_context import get_memory
+    from sglang.srt.runtime_context import get_context, get_memory
 
     fraction = get_memory().hicache_host_memory_fraction
     if enabled and fraction is not None:
         try:
             device_bytes = hicache_auto_size._estimate_hicache_bytes(params, draft_plan)  # noqa: SLF001
-            budget = hicache_auto_size.host_memory_budget_bytes(auto_size=True)
-        except (RuntimeError, ValueError) as error:  # a pool or a control group it cannot measure
+        except ValueError as error:  # a kind of pool that it cannot measure
             raise ConfigError(
-                f"SGLang cannot size the host tier ({error}); pass --tier-host-bytes."
-            ) from error
+                f"SGLang cannot size the host tier: {str(error).rstrip('.')}."
+            ) from None
+        budget = int(hicache_auto_size.host_memory_budget_bytes() * fraction)
         num_tokens = params.token_to_kv_pool_allocator.get_kvcache().size
-        check_host_bytes(device_bytes * MIN_TOKENS // num_tokens, int(budget * fraction))
+        check_host_bytes(device_bytes * MIN_TOKENS // num_tokens, budget)
+        try:
+            hicache_auto_size.host_memory_budget_bytes(auto_size=True)
+        except RuntimeError:
+            ratio = min(get_memory().hicache_ratio, least_of_ranks(budget) / device_bytes)
+            get_context().override(
+                "sglang_tiered.host_ratio",
+                hicache_ratio=ratio,
+                hicache_host_memory_fraction=None,
+            )
     return original(params, draft_plan, enabled=enabled)
+
+
+def around_ranks_per_host(original: Callable[[], int]) -> int:
+    """``pool_host.base.ranks_per_host``, which does not count the replicas of ``--dp-size``: each
+    would take the whole machine's memory for its own."""
+    config = TieredConfig.from_environment()
+    return original() if config is None else config.num_ranks
 
 
 def check_asked_size(target: Any, drafts: Iterable[Any]) -> None:
@@ -78,21 +97,38 @@ def check_asked_size(target: Any, drafts: Iterable[Any]) -> None:
     memory = get_memory()
     if memory.hicache_size > 0:
         check_host_bytes(int(memory.hicache_size * 1e9), host_memory_budget_bytes())
-    elif memory.hicache_host_memory_fraction is None and memory.hicache_ratio is not None:
+    elif memory.hicache_host_memory_fraction is None and hasattr(target, "get_kv_size_bytes"):
         token_bytes = sum(_token_bytes(pool) for pool in (target, *drafts))
         needed = int(memory.hicache_ratio * target.size * token_bytes)
         check_host_bytes(needed, host_memory_budget_bytes())
 
 
 def check_host_bytes(needed: int, budget: int) -> None:
-    """Refuse a host tier of one rank that SGLang's check of the machine's memory would refuse."""
+    """Refuse a host tier of one rank that SGLang's check of the machine's memory would refuse. All
+    ranks ask, and come to the answer of the rank that has the least."""
+    needed, budget = -least_of_ranks(-needed), least_of_ranks(budget)
     if needed > budget:
         raise ConfigError(
             f"a host tier of {format_bytes(needed)} a rank does not fit the "
             f"{format_bytes(max(0, budget))} that can be allocated beside the device pool and "
-            "SGLang's reserve; size it with --tier-host-bytes, lower --max-total-tokens, raise the "
-            "memory limit of this process, or pass --tier-mode off."
+            "SGLang's reserve; size it with --tier-host-bytes (SGLang's own launcher: "
+            "--hicache-size), lower --max-total-tokens, raise the memory limit of this process, or "
+            "pass --tier-mode off."
         )
+
+
+def least_of_ranks(value: int) -> int:
+    """The smallest of all ranks' values."""
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value
+    from sglang.srt.runtime_context import get_parallel
+
+    least = torch.tensor(value, dtype=torch.int64)
+    group = get_parallel().world_group.cpu_group
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(least)
 
 
 def _token_bytes(pool: Any) -> float:

@@ -128,11 +128,17 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     if on_cpu:
         # An idle scheduler polls without a pause: a core that other servers could compute on.
         added["--sleep-on-idle"] = None
+    notes: list[str] = []
+    if on_cpu and "mem_fraction_static" in explicit:
+        notes.append(
+            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
+            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
+        )
     if mode is TierMode.OFF:
         ours = (*TIER_FLAGS, *OBJECT_FLAGS, *PEER_FLAGS)
         _refuse_given(explicit, ours, except_for="--tier-mode", reason="--tier-mode off")
         rest = _completed(rest, added, explicit)
-        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest)
+        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
 
     for name, flag in _EXCLUSIVE_FLAGS.items():
         if explicit.get(name):
@@ -151,23 +157,14 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         "--enable-hierarchical-cache": None,
         "--page-size": str(DEFAULT_PAGE_SIZE),
     }
-    if on_cpu:
-        added["--hicache-io-backend"] = "direct"
-        added["--hicache-mem-layout"] = "page_first_direct"
 
     num_ranks = _num_ranks(explicit)
-    host_bytes = _resolve_host(explicit, num_ranks)
+    host_bytes = _resolve_host(explicit)
     if host_bytes is not None:
         # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
         added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
 
     nvme = None
-    notes: list[str] = []
-    if on_cpu and "mem_fraction_static" in explicit:
-        notes.append(
-            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
-            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
-        )
     if mode is TierMode.NVME:
         dcp_size = explicit.get("dcp_size") or 1
         if dcp_size > 1:
@@ -227,19 +224,17 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
     }
 
 
-def _resolve_host(explicit: Mapping[str, Any], num_ranks: int) -> int | None:
+def _resolve_host(explicit: Mapping[str, Any]) -> int | None:
     text = explicit.get("tier_host_bytes")
     given = [
         flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
     ]
-    if text is None and given:
-        return None
-    if text is not None and given:
+    if text is None:
+        return None  # SGLang decides, once it knows the device pool
+    if given:
         raise ConfigError(
             f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
         )
-    if text is None:
-        return None  # SGLang decides, once it knows the device pool
     host_bytes = parse_bytes("--tier-host-bytes", text)
     available = allocatable_bytes()
     if host_bytes > available:

@@ -67,6 +67,52 @@ def test_a_model_that_cannot_fit_is_refused_with_what_it_needs_and_what_is_there
     cpu_memory.check_memory(needed, 18 * GiB)
 
 
+def test_a_host_tier_that_the_user_asks_for_belongs_to_what_is_needed() -> None:
+    needed = WorkingSet(weights=8 * GiB, token=1024, host=12 * GiB)
+    with pytest.raises(ConfigError, match="--tier-host-bytes"):
+        cpu_memory.check_memory(needed, 20 * GiB)
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded", "quantized", "factor"),
+    [
+        ("float32", "float16", False, 0.5),  # what SGLang does by default
+        ("bfloat16", "float32", False, 2.0),
+        ("bfloat16", "float32", True, 1.0),
+        (None, "float32", False, 1.0),
+    ],
+)
+def test_weights_count_as_what_they_take_in_memory(
+    stored: str | None, loaded: str, quantized: bool, factor: float
+) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    hf_config = SimpleNamespace(dtype=stored, quantization_config={} if quantized else None)
+    model = SimpleNamespace(hf_config=hf_config, dtype=getattr(torch, loaded))
+    assert cpu_memory._widening(model) == factor
+
+
+def test_a_refusal_of_a_scheduler_is_one_sentence_and_code_2() -> None:
+    program = (
+        "from types import SimpleNamespace\n"
+        "from sglang_tiered.errors import ConfigError\n"
+        "from sglang_tiered.integration import hooks\n"
+        "def original(*_):\n"
+        "    raise ConfigError('too small.')\n"
+        "hooks._around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (2, "sglang-tiered: too small.\n")
+
+
 def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
     for name, size in (
         ("model-1.safetensors", 5000),
@@ -118,5 +164,6 @@ def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(
     with pytest.raises(SystemExit, match="cannot use a GPU"):  # SGLang passes it on
         plugin.activate_platform()
     assert launch_server.main(["--model-path", "m"]) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert accelerator.problem() is None
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert accelerator.problem() is None

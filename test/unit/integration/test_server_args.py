@@ -68,8 +68,9 @@ def test_mode_host_names_no_storage(resolve: Any) -> None:
     assert "--hicache-storage-backend" not in resolved.sglang_arguments
 
 
-def test_layout_is_left_to_sglang_on_cuda(resolve: Any) -> None:
-    arguments = resolve("--tier-dir {tmp}/kv", on_cpu=False).sglang_arguments
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_layout_and_copies_are_left_to_sglang_and_its_platform(resolve: Any, on_cpu: bool) -> None:
+    arguments = resolve("--tier-dir {tmp}/kv", on_cpu=on_cpu).sglang_arguments
     assert "--hicache-mem-layout" not in arguments and "--hicache-io-backend" not in arguments
 
 

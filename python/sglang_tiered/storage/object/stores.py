@@ -54,6 +54,8 @@ def find_store(settings: ObjectSettings) -> FoundStore:
     """Touches nothing. Raises ``ConfigError`` for a URL that cannot be one of ours, or without
     obstore."""
     require("the object tier", "obstore")
+    if obstore is None:
+        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
     try:
         parts = urlsplit(settings.url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
