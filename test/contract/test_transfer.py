@@ -39,6 +39,7 @@ WAYS = {
     "four_connections": replace(TCP, num_connections=4),
     "same_host": SAME_HOST,
     "keys": TCP,
+    "keys_same_host": SAME_HOST,
     "keys_all_encrypted": replace(TCP, encrypt_data=True),
     "small_window": replace(TCP, window_bytes=1000),
     "compressed": TCP,

@@ -46,9 +46,11 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
         environment=ENVIRONMENT,
     )
-    server.wait_until_it_generates()
-    yield server
-    server.kill()
+    try:
+        server.wait_until_it_generates()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sglang
+from typed_command import wait_for
 
 from conftest import SMALL, Launch
 
@@ -38,6 +39,7 @@ def chat(server: Server, **extra: object) -> dict[str, object]:
 
 
 def test_banner_names_tiers_and_a_curl_line_that_works(server: Server) -> None:
+    wait_for(re.compile(r"curl -s .* -d '.*'\n"), server)
     banner = server.log
     assert re.search(r"^  host    [\d,]+ tokens in 3[56]", banner, re.MULTILINE)  # of 36 MiB
     assert "nvme" in banner

@@ -34,8 +34,14 @@ def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Threads that wait by spinning take the cores of whatever else a test machine does.
-        env={**os.environ, "TMPDIR": str(temporary), "OMP_WAIT_POLICY": "passive"},
+        env={
+            **os.environ,
+            "TMPDIR": str(temporary),
+            # Threads that wait by spinning take the cores of whatever else a test machine does.
+            "OMP_WAIT_POLICY": "passive",
+            # Otherwise SGLang's processes overwrite what ``left_behind`` knows them by.
+            "SPT_NOENV": "1",
+        },
     )
 
 

@@ -18,7 +18,7 @@ from server_process import START_DEADLINE_S, free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 GiB = 1 << 30
 
@@ -96,7 +96,7 @@ def test_without_a_flag_the_demo_serves_where_memory_is_limited(
         # Ten prompts have pushed the first one out of device and host memory.
         assert again.cached["storage"] > 0
         interrupt(server)
-        assert 0 < machine.peak_bytes() < machine.limit_bytes
+        assert GiB < machine.peak_bytes() < machine.limit_bytes
     finally:
         server.kill()
 
@@ -113,7 +113,7 @@ def test_a_model_without_size_flags_gets_pools_that_fit_the_limit(
         device, host = count(server.log, "device"), count(server.log, "host")
         assert host >= 1.25 * device
         assert (device + host) * 3072 < 0.75 * machine.limit_bytes
-        assert 0 < machine.peak_bytes() < machine.limit_bytes
+        assert GiB < machine.peak_bytes() < machine.limit_bytes
         interrupt(server)
     finally:
         server.kill()

@@ -42,7 +42,7 @@ for module, arguments in json.load(sys.stdin):
     ended.append((code, said.getvalue()))
 json.dump([failed, ended], sys.stdout)
 """
-SERVER = ("sglang_tiered.launch_server", "--model-path", "no/model")
+SERVER = ("sglang_tiered.launch_server", "--model-path", "no/model", "--port", "0")
 BUCKET = ("--tier-object-url", "s3://bucket/kv")
 CASES = (
     ("--tier-object-url", "obstore", "object", (*SERVER, *BUCKET)),

@@ -241,9 +241,12 @@ class NotSGLang(BaseHTTPRequestHandler):
         pass
 
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @pytest.fixture
 def interruption() -> Iterator[Interruption]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     yield Interruption()
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+ANY = ("--model-path", "no/model", "--port", "0")
+"""A port that nobody listens on, whoever serves on the default one."""
+
+
 def fingerprint(root: Path) -> dict[str, str]:
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -30,7 +34,7 @@ def fingerprint(root: Path) -> dict[str, str]:
 
 def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Start on ``path``; returns the one line printed. The model path does not even exist."""
-    code = launch_server.main(["--model-path", "no/model", "--tier-dir", str(path)])
+    code = launch_server.main([*ANY, "--tier-dir", str(path)])
     error = capsys.readouterr().err
     assert code == 2
     (line,) = [line for line in error.splitlines() if line.startswith("sglang-tiered:")]
@@ -49,7 +53,7 @@ def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_unusable_command_line_is_one_sentence_without_usage(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch_server.main(["--model-path", "m", *arguments]) == 2
+    assert launch_server.main([*ANY, *arguments]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.err.count("\n") == 1
     assert captured.out == ""
@@ -62,7 +66,7 @@ def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("SGLANG_CACHE_DIR", "restored with the rest")  # what main sets too
     monkeypatch.delenv("SGLANG_CACHE_DIR")
-    assert launch_server.main(["--model-path", "m"]) == 2
+    assert launch_server.main([*ANY]) == 2
     line = capsys.readouterr().err
     assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
 
@@ -76,7 +80,7 @@ def test_a_configuration_file_is_read_and_judged_like_flags(
     if content is not None:
         file.write_text(content)
     words = [f"--config={file}"] if joined else ["--config", str(file)]
-    assert launch_server.main(["--model-path", "m", *words]) == 2
+    assert launch_server.main([*ANY, *words]) == 2
     line = capsys.readouterr().err
     expected = "--tier-mode blue is unknown" if content == "tier-mode: blue" else "--config cannot"
     assert expected in line and line.count("\n") == 1
