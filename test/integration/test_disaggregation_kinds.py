@@ -75,7 +75,12 @@ def test_tokens_equal_those_of_one_server(
         make_keys(tmp_path / "keys")
         keys = ("--transfer-keys", str(tmp_path / "keys"))
     pair = instances.pair((*kind.prefill, *keys), (*kind.decode, *keys))
+    before = transfer_state(pair.decode)
     hands_over_what_one_server_computes(pair, stock, 10_000 * (1 + list(KINDS).index(name)))
+    if kind.decode in (SENT, SECURE):
+        after = transfer_state(pair.decode)
+        assert after["wire_bytes"] > before["wire_bytes"]
+        assert after["same_host_bytes"] == before["same_host_bytes"], "read from prefill's memory"
 
 
 def test_other_page_size_fails_the_request_with_one_sentence_and_no_server(

@@ -116,15 +116,8 @@ def test_refused_launch_prints_one_sentence_and_ends_with_code_2(
     )
     ended = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "sglang_tiered.launch_server",
-                "--port",
-                "0",
-                "--model-path",
-                str(model),
-            ),
+            *(sys.executable, "-m", "sglang_tiered.launch_server", "--model-path", str(model)),
+            *("--port", "0"),
             *("--tier-dir", str(tmp_path / "kv"), *arguments),
         ],
         capture_output=True,
