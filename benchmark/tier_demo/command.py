@@ -176,6 +176,10 @@ def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
                 with allowed(), phase("Starting the demo server (scripts/serve)"):
                     _wait(server)
                     target = read_target(client.url)
+                    if not target.pools.has_nvme:
+                        raise AskingError(
+                            "the demo server has no NVMe tier: " + _last_words(server.log_path)
+                        )
                     plan = make_plan(target.pools, max_tokens)
                     demo.warm_up(client, plan, 0)
                 with allowed():
@@ -197,6 +201,14 @@ def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
         finally:
             server.kill()
     return target, plan
+
+
+def _last_words(log: Path) -> str:
+    """The last sentence that is ours in a server's log."""
+    ours = [
+        line for line in log.read_text(errors="replace").splitlines() if "sglang-tiered: " in line
+    ]
+    return ours[-1].partition("sglang-tiered: ")[2] if ours else "its log does not say why"
 
 
 def _spawn(folder: Path, port: int) -> Server:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_ON_OFF_FLAGS = ("--tier-mode", "--tier-warm-host", "--transfer-same-host")
+
 LOCK_TIMEOUT_S = 3.0
 """A server that was just killed may take a moment to let go of its directory."""
 
@@ -125,11 +127,18 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
-    return merged
+    # YAML reads on and off as booleans, which SGLang writes as true and false.
+    words = {"true": "on", "false": "off"}
+    return [
+        words.get(word, word) if flag in _ON_OFF_FLAGS else word
+        for flag, word in zip(["", *merged], merged, strict=False)
+    ]
 
 
 def _check_address(host: str, port: int) -> None:
     """SGLang binds only once the model is loaded, and hangs when the port is taken."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is not a port from 0 to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -199,8 +199,8 @@ def resolve_without_nvme(
     resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
     note = (
         f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
-        "NVMe and object tiers; install a C++ compiler and the OpenSSL headers (Debian: apt-get "
-        "install g++ libssl-dev)."
+        "NVMe and object tiers; install a C++ compiler and the headers of OpenSSL and "
+        "Python (Debian: apt-get install g++ libssl-dev python3-dev)."
     )
     return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
 

@@ -46,6 +46,7 @@ def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--tier-colour", "blue"], "unrecognized arguments: --tier-colour blue; --help lists"),
         (["--tier-mode"], "--tier-mode: expected one argument; --help lists"),
+        (["--port", "70000"], "--port 70000 is not a port"),
         (["--tp", "two"], "invalid int value: 'two'; --help lists"),
         (["--tier-nvme-bytes", "-1GiB"], "--tier-nvme-bytes -1GiB must be greater than zero"),
     ],
@@ -72,7 +73,7 @@ def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it
 
 
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("content", ["tier-mode: blue", ": [", None])
+@pytest.mark.parametrize("content", ["tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None])
 def test_a_configuration_file_is_read_and_judged_like_flags(
     joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +83,10 @@ def test_a_configuration_file_is_read_and_judged_like_flags(
     words = [f"--config={file}"] if joined else ["--config", str(file)]
     assert launch_server.main([*ANY, *words]) == 2
     line = capsys.readouterr().err
-    expected = "--tier-mode blue is unknown" if content == "tier-mode: blue" else "--config cannot"
+    expected = {
+        "tier-mode: blue": "--tier-mode blue is unknown",
+        "tier-mode: off\ntier-dir: d": "--tier-dir d has no meaning with --tier-mode off",
+    }.get(content or "", "--config cannot be used")
     assert expected in line and line.count("\n") == 1
 
 
