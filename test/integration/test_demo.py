@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from conftest import Launch
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo"
 ENDS_WITHIN_S = 60.0

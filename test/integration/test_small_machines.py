@@ -18,7 +18,7 @@ from server_process import START_DEADLINE_S, free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GiB = 1 << 30
 

@@ -15,7 +15,7 @@ from server_process import free_port
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DOCUMENTED_PORT = 30000
 
