@@ -284,7 +284,6 @@ class LayeredEngine(TierEngine):
         What a peer purged and told us of is not told again, and not purged again from the lower
         tier, which we share with it: perhaps that was long ago, with much stored there since."""
         with self._gate:
-            self._generation += 1
             begun: list[Unfinished] = [self.upper.begin_purge(tenant)]
             if self.lower is not None and was_told:
                 self.lower.hide(tenant)
@@ -292,6 +291,8 @@ class LayeredEngine(TierEngine):
                 begun.append(self.lower.begin_purge(tenant))
             if self.peers is not None and tells_peers and not was_told:
                 begun.append(self.peers.begin_purge(tenant, begun[0]))
+            # Last: who reads pages under the new generation must find nothing purged any more.
+            self._generation += 1
             return LayeredForgetting(*begun)
 
     def purge(self, tenant: bytes, timeout_s: float) -> bool:

@@ -229,6 +229,29 @@ def test_a_purge_between_load_and_promotion_wins(
     assert engine.upper.view.contains(run.keys) == [False] * 4
 
 
+def test_what_is_read_while_a_purge_begins_is_not_promoted(
+    engine: LayeredEngine,
+    tiers: Tiers,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make_run(1, PAGES)
+    finished(tiers.lower.submit_store(of(TENANT, run)))
+    begin, jobs = engine.upper.begin_purge, []
+
+    def begin_behind_a_read(tenant: bytes | None) -> object:
+        jobs.append(engine.submit_load(blank(run), tenant=TENANT))
+        return begin(tenant)
+
+    monkeypatch.setattr(engine.upper, "begin_purge", begin_behind_a_read)
+    assert engine.purge(TENANT, TIMEOUT_S)
+    assert finished(jobs[0]) == [Reason.OK] * 4
+    assert engine.upper.drain(TIMEOUT_S)
+    assert engine.lookup(run.keys).num_hits == 0
+    assert engine.layered_stats().num_promotions_dropped == 4
+
+
 # ---- Demotion ----
 
 
@@ -357,6 +380,27 @@ def test_a_purge_while_pages_are_copied_leaves_none_below(
         assert [engine.lookup(run.keys).num_hits for run in runs] == [0] * 4
         engine.flush([key for run in runs for key in run.keys], 0.05)
         assert not any(tiers.lower.contains([key for run in runs for key in run.keys]))
+
+
+def test_what_is_read_while_a_purge_begins_is_not_copied_down(
+    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.lower.known = False  # nothing is copied yet
+    engine = tiers.open()
+    run = of(TENANT, make_run(1, PAGES))
+    finished(engine.submit_store(run))
+    begin = engine.upper.begin_purge
+
+    def begin_behind_a_read(tenant: bytes | None) -> object:
+        tiers.lower.known = True
+        until(lambda: engine.upper.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        return begin(tenant)
+
+    monkeypatch.setattr(engine.upper, "begin_purge", begin_behind_a_read)
+    assert engine.purge(TENANT, TIMEOUT_S)
+    until(lambda: engine.layered_stats().demote_backlog == 0, "the copy did not end")
+    assert engine.lookup(run.keys).num_hits == 0
+    assert engine.layered_stats().num_demotions_gone == 4
 
 
 def test_a_new_namespace_is_not_copied_down(
