@@ -306,12 +306,14 @@ class LayeredEngine(TierEngine):
         """As ``RegionEngine.set_namespace``, for a namespace that nobody can name again: nothing
         of it is copied down unless ``flush`` asks for it."""
         with self._gate:
-            self._generation += 1
             if self._demoter is not None:
                 self._demoter.suspend()
             for source in self.far.values():
                 source.set_namespace(namespace)
-        self.upper.set_namespace(namespace, keep=keep)
+            jobs = self.upper.begin_namespace(namespace, keep=keep)
+            self._generation += 1  # last, as for a purge
+        for job in jobs:
+            job.wait()
 
     # ---- Books ----
 

@@ -13,6 +13,7 @@ from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.region.jobs import ClearOrder, PurgeOrder
 
 if TYPE_CHECKING:
+    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["begin", "set_namespace", "tenants"]
@@ -43,11 +44,9 @@ def tenants(state: StoreState, limit: int) -> list[TenantUsage]:
     return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
 
-def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> None:
-    """See ``RegionEngine.set_namespace``."""
+def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> list[Job]:
+    """See ``RegionEngine.begin_namespace``."""
     with state.lock:
         state.forget_all(keep=keep)
         state.namespace = namespace
-        jobs = state.jobs.inflight
-    for job in jobs:
-        job.wait()
+        return state.jobs.inflight

@@ -309,8 +309,14 @@ class RegionEngine(TierEngine):
         them first unless ``keep`` says that some later process may open the old one again. Raises
         ``ValueError`` for a digest of the wrong length.
         """
+        for job in self.begin_namespace(namespace, keep=keep):
+            job.wait()
+
+    def begin_namespace(self, namespace: bytes, *, keep: bool = True) -> list[Job]:
+        """The part of ``set_namespace`` that waits for nothing; returns the jobs under way. Memory
+        only."""
         check_namespace(namespace)
-        forgetting.set_namespace(self._state, namespace, keep=keep)
+        return forgetting.set_namespace(self._state, namespace, keep=keep)
 
     def begin_purge(self, tenant: bytes | None) -> Forgetting:
         """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""

@@ -413,6 +413,29 @@ def test_a_new_namespace_is_not_copied_down(
     assert engine.lookup(run.keys).num_hits == 4
 
 
+def test_what_is_read_while_the_namespace_changes_is_not_copied_into_the_new_one(
+    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.lower.known = False  # nothing is copied but by ``flush``
+    engine = tiers.open()
+    run = of(TENANT, make_run(1, PAGES))
+    finished(engine.submit_store(run))
+    flush = threading.Thread(target=engine.flush, args=(run.keys, TIMEOUT_S))
+    change = tiers.lower.set_namespace
+
+    def change_behind_a_read(namespace: bytes) -> None:
+        flush.start()
+        until(lambda: engine.upper.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        change(namespace)
+
+    monkeypatch.setattr(tiers.lower, "set_namespace", change_behind_a_read)
+    engine.set_namespace(b"\x22" * 32)
+    flush.join(TIMEOUT_S)
+    assert not flush.is_alive()
+    until(lambda: engine.layered_stats().demote_backlog == 0, "the copy did not end")
+    assert engine.lookup(run.keys).num_hits == 0
+
+
 def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
