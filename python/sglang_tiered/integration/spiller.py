@@ -99,7 +99,8 @@ class Spiller:
         self._skipped: OrderedDict[int, None] = OrderedDict()
         self._pause_steps = self._next_pause = 0
         # A pin of another component's state could starve a pool whose eviction knows no pins.
-        self._may_pin = len(cache.tree_components) == 1
+        # In a small host tier what waits for its store keeps its copy anyway.
+        self._may_pin = len(cache.tree_components) == 1 and not cache.has_small_host
 
     @property
     def queue(self) -> SpillQueue[int]:
@@ -286,8 +287,12 @@ class Spiller:
             is_there = self._cache.tree_core.is_backuped(node_id)
         except KeyError:
             return
-        if is_there and not storage.holds(dirty.chain):
+        if storage.holds(dirty.chain):
+            return
+        if is_there:
             self._wait(node_id, dirty, returned=False)
+        else:
+            self.backup_skipped(node_id)  # a small host tier let the copy go
 
     # ---- Host copies that were skipped for lack of host memory ----
 
@@ -298,15 +303,13 @@ class Spiller:
             self._pause_steps -= 1
             return
         node_id, _ = self._skipped.popitem(last=False)
-        core = self._cache.tree_core
         try:
-            if core.is_backuped(node_id):
+            if self._cache.tree_core.is_backuped(node_id):
                 return
-            action = core.build_backup_kv_action(node_id)
+            is_there = self._cache.back_up(node_id)
         except KeyError:
             return
-        self._cache.back_up(action)
-        if core.is_backuped(node_id):
+        if is_there:
             self._next_pause = 0
             if storage is not None:
                 storage.ledger.num_backups_recovered += 1

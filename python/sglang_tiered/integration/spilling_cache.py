@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
 from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+from sglang_tiered.integration.small_host_core import COPY_SHARE, SmallHostTreeCore
 from sglang_tiered.integration.spiller import Spiller
 from sglang_tiered.integration.tenants import Fence
 
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
@@ -37,6 +38,7 @@ class SpillingRadixCache(LoadingRadixCache):
 
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
+    _stores_on_device: dict[int, tuple[int, DecLockRefParams]]  # by operation
     fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
@@ -46,15 +48,32 @@ class SpillingRadixCache(LoadingRadixCache):
             self._spiller = Spiller(
                 self, host_tokens=host_tokens, own_tokens=self.own_host_tokens()
             )
+            if self.has_small_host:
+                core = self.tree_core
+                core.max_copy_tokens = max(int(self.page_size), int(host_tokens * COPY_SHARE))
+                core.may_give_up = lambda node_id: not self._spiller.is_under_way(node_id)
+                core.is_stored = self._is_stored
 
     @property
     def decides_alone(self) -> bool:
         """Whether no other rank must come to the same decisions."""
         return self._decides_alone()
 
+    @property
+    def has_small_host(self) -> bool:
+        """Whether copies of what the device holds give way in the host tier."""
+        return isinstance(self.tree_core, SmallHostTreeCore)
+
+    def _is_stored(self, last_hash: str) -> bool:
+        """Whether NVMe holds a node; taken for granted where several ranks must agree."""
+        return not self._decides_alone() or self.storage is None or self.storage.holds(last_hash)
+
     def own_host_tokens(self) -> int:
-        """What the host tier holds beyond device memory: a prefix there keeps its host copy."""
+        """What the host tier holds beyond device memory: a prefix there keeps its host copy, unless
+        the tier is small."""
         host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+        if self.has_small_host:
+            return host_tokens
         device_tokens: int = self.token_to_kv_pool_allocator.size_full
         return max(host_tokens - device_tokens, host_tokens // 4)
 
@@ -86,7 +105,19 @@ class SpillingRadixCache(LoadingRadixCache):
         if len(self.ongoing_backup) == num_before:
             return None
         operation: int = next(reversed(self.ongoing_backup))
+        if self.has_small_host and not self.tree_core.is_full_device_evicted(node_id):
+            # The host copy cannot go while it is read, and the device must not give up a node whose
+            # copy it could not keep: SGLang counts only what is locked there as unevictable.
+            self._stores_on_device[operation] = node_id, self.inc_lock_ref(node_id).to_dec_params()
         return operation
+
+    def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._drain_storage_control_queues_impl(*args, **kwargs)
+        for operation in [
+            each for each in self._stores_on_device if each not in self.ongoing_backup
+        ]:
+            self.dec_lock_ref(*self._stores_on_device.pop(operation))
+        return result
 
     def store_soon(self, path: Sequence[TreePathNodeInfo]) -> None:
         """Somebody waits until these nodes are stored. Copies to host memory come first, and bring
@@ -101,7 +132,8 @@ class SpillingRadixCache(LoadingRadixCache):
             if self._decides_alone() and last is not None and storage.holds(last):
                 continue
             if not self.tree_core.is_backuped(node_id):
-                self.back_up(self.tree_core.build_backup_kv_action(node_id))
+                if not self.back_up(node_id):
+                    self._spiller.backup_skipped(node_id)
             elif self._spiller.is_under_way(node_id):
                 self._spiller.queue.promote(node_id)
             else:
@@ -137,9 +169,27 @@ class SpillingRadixCache(LoadingRadixCache):
 
     # ---- Host copies ----
 
-    def back_up(self, action: BackupKV) -> None:
-        """Copy nodes to host memory, for the spiller, which notes a failure itself."""
-        super()._execute_and_commit_kv_backup(action)
+    def back_up(self, node_id: int) -> bool:
+        """Copy a node to host memory, for the spiller, which notes a failure itself; whether all of
+        it is there now. Raises ``KeyError`` if the node is gone."""
+        core = self.tree_core
+        if core.is_backuped(node_id):
+            return True
+        if self.has_small_host and self._spiller is not None:
+            for part in core.parts_to_copy(node_id):
+                if super()._execute_and_commit_kv_backup(BackupKV([part])) == 0 and part != node_id:
+                    self._spiller.backup_skipped(part)
+        else:
+            super()._execute_and_commit_kv_backup(core.build_backup_kv_action(node_id))
+        return bool(core.is_backuped(node_id))
+
+    def has_host_path(self, node_id: int) -> bool:
+        core = self.tree_core
+        if not self.has_small_host or core.has_copied_path(node_id):
+            return True
+        for node in core.collect_path_info([node_id])[0]:
+            self.back_up(node.node_id)
+        return bool(core.has_copied_path(node_id))
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
@@ -191,6 +241,7 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def reset(self) -> None:
         super().reset()
+        self._stores_on_device = {}
         if self._spiller is not None:
             self._spiller.clear()
         ledger = self._ledger

@@ -61,6 +61,7 @@ class Tier:
         self.tree_core.set_hicache_enabled()
         self.tree_core.enable_storage = True
         self.decides_alone = alone
+        self.has_small_host = False
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[str, object] = {}
@@ -427,7 +428,6 @@ class Backups:
         core = tier.tree_core
         tier.tree_core = SimpleNamespace(  # type: ignore[assignment]
             is_backuped=lambda node: self.look_up(node) in self.backed_up,
-            build_backup_kv_action=self.look_up,
             reset=core.reset,
         )
         tier.back_up = self.back_up  # type: ignore[attr-defined]
@@ -437,10 +437,11 @@ class Backups:
             raise KeyError(node)
         return node
 
-    def back_up(self, node: int) -> None:
-        self.tried.append(node)
+    def back_up(self, node: int) -> bool:
+        self.tried.append(self.look_up(node))
         if self.has_room:
             self.backed_up.add(node)
+        return self.has_room
 
 
 def test_skipped_backups_are_made_when_there_is_room_again() -> None:

@@ -1,0 +1,236 @@
+"""``SmallHostTreeCore``: SGLang's tree core for a host tier that device memory outgrows.
+
+Under write-through a node on the device keeps its copy in host memory until the device gives it up,
+and a copy needs those of all its ancestors. So a host tier that is not larger than device memory
+soon holds nothing but copies of what the device holds: no new node gets a copy, none reaches NVMe,
+and nothing that NVMe holds finds room to be loaded. Here, as in SGLang's write-back mode, a node on
+the device may lack a copy that nodes below it have, and copies of what the device holds are the
+first to go; unlike there, copies are made when nodes are inserted, and no eviction waits for one.
+What NVMe holds already is not copied again.
+
+One rule keeps every node evictable: where a node is in host memory only, its ancestors have copies.
+
+SGLang's Rust core decides by itself which copies go, so this is the Python one; for models whose
+only component is full attention, whose host values are the only ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    register_tree_core_backend,
+    registered_tree_core_backends,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    DriveHostEvictionResult,
+    EvictDeviceLeafResult,
+)
+
+from sglang_tiered.integration.compat import check_signatures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+__all__ = ["BACKEND_NAME", "SmallHostTreeCore", "register"]
+
+BACKEND_NAME = "tiered_small_host"
+
+COPY_SHARE = 1 / 4
+"""Of the host tier, what one node's copy may take: a longer node is copied in parts."""
+
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
+_FREES = ("tracker", "device_frees", "host_frees", "cache_actions")
+_SIGNATURES = {
+    f"{_CORE}._inc_hit_count_and_check": ("self", "node"),
+    f"{_CORE}._should_backup_after_insert": ("self", "state"),
+    f"{_CORE}._build_backup_kv_action": ("self", "node", "write_back"),
+    f"{_CORE}._split_node": ("self", "key", "child", "split_len"),
+    f"{_CORE}._can_reclaim_full_host_duplicate": ("self", "node"),
+    f"{_CORE}._release_full_host_duplicate": ("self", "node", *_FREES),
+    f"{_CORE}._delete_unbacked_device_leaf": ("self", "node", *_FREES),
+    f"{_CORE}.drop_subtree_no_host": ("self", "node_id"),
+    f"{_CORE}.evict_device_leaf": ("self", "node_id", "is_write_back"),
+    f"{_CORE}.insert_host": ("self", "node_id", "key", "host_value", "hash_value"),
+}
+
+
+def register() -> None:
+    """Make the core known to SGLang in this process. Idempotent."""
+    if BACKEND_NAME not in registered_tree_core_backends():
+        check_signatures(_SIGNATURES)
+        register_tree_core_backend(BACKEND_NAME, SmallHostTreeCore)
+
+
+class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
+    """See the module docstring. What follows is set by the cache once the host tier is there, and
+    must answer the same on all ranks."""
+
+    max_copy_tokens: int = 1 << 62
+    may_give_up: Callable[[int], bool] = staticmethod(lambda _: True)
+    """Whether nothing is going to read a node's host copy."""
+    is_stored: Callable[[str], bool] = staticmethod(lambda _: True)
+    """Whether NVMe holds the node with this last hash, whose copy was given up."""
+
+    @property
+    def is_write_back(self) -> bool:
+        """The rules of the tree are those of write-back; the cache's policy is write-through."""
+        return True
+
+    @is_write_back.setter
+    def is_write_back(self, _: bool) -> None:
+        pass
+
+    # ---- Copies to host memory ----
+
+    def _inc_hit_count_and_check(self, node: UnifiedTreeNode) -> bool:
+        if node.evicted:
+            return False
+        node.hit_count += 1
+        return bool(
+            self.enable_hicache
+            and not node.backuped
+            and not self._has_left_a_copy(node)
+            and node.hit_count >= self.write_through_threshold
+        )
+
+    def _should_backup_after_insert(self, state: Any) -> bool:
+        node = state.target_node
+        if not state.is_new_leaf:
+            return False
+        leaf_end = state.total_prefix_length + len(node.key)
+        return leaf_end > state.params.inserted_len and self._inc_hit_count_and_check(node)
+
+    def _build_backup_kv_action(self, node: UnifiedTreeNode, write_back: bool = False) -> BackupKV:
+        return BackupKV([node.id])
+
+    def parts_to_copy(self, node_id: int) -> list[int]:
+        """Split a node that is longer than one copy may be; the nodes it became, the first first.
+        Not while an insertion walks the tree."""
+        node = self.node_by_id(node_id)
+        size = self.max_copy_tokens // self.page_size * self.page_size
+        parts = []
+        while len(node.key) > size and node.write_through_pending_id is None:
+            part, action = self._split_node(node.key, node, size)
+            assert action is None, "a split without a copy under way concerns nobody"
+            parts.append(part.id)
+        return [*parts, node_id]
+
+    def _has_left_a_copy(self, node: UnifiedTreeNode) -> bool:
+        """Whether a node without a host copy is on NVMe."""
+        return _was_given_up(node) and bool(node.hash_value) and self.is_stored(node.hash_value[-1])
+
+    def has_copied_path(self, node_id: int) -> bool:
+        """Whether a node and all above it are in host memory."""
+        return self._has_copied_path(self.node_by_id(node_id))
+
+    def _has_copied_path(self, node: UnifiedTreeNode) -> bool:
+        while node is not self.root_node:
+            if not node.backuped:
+                return False
+            node = node.parent
+        return True
+
+    # ---- Copies that go ----
+
+    def drive_host_eviction(
+        self, component_type: ComponentType, num_tokens: int
+    ) -> DriveHostEvictionResult:
+        result = DriveHostEvictionResult()
+        component = self.components_by_type.get(component_type)
+        if component is None:
+            return result
+        if component_type == BASE_COMPONENT_TYPE:
+            self._give_up_copies(num_tokens, result)
+        frees = {name: getattr(result, name) for name in _FREES[1:]}
+        component.drive_host_eviction(num_tokens, result.tracker, **frees)
+        return result
+
+    def _give_up_copies(self, num_tokens: int, result: DriveHostEvictionResult) -> None:
+        """The latest first: what the device has used for longest, it gives up next, and that copy
+        is then the only one. From the leaves up, so that a copy keeps those above it."""
+        gone = []
+        for node in reversed(self.full_host_duplicates.values()):
+            if result.tracker[BASE_COMPONENT_TYPE] >= num_tokens:
+                break
+            if node.evicted or not node.backuped:
+                gone.append(node.id)
+            elif (
+                self._can_reclaim_full_host_duplicate(node)
+                and not any(child.backuped for child in node.children.values())
+                and self.may_give_up(node.id)
+            ):
+                frees = {name: getattr(result, name) for name in _FREES[1:]}
+                self._release_full_host_duplicate(node, result.tracker, **frees)
+                node.copy_given_up = True
+                gone.append(node.id)
+        for node_id in gone:
+            del self.full_host_duplicates[node_id]
+
+    def _split_node(
+        self, key: RadixKey, child: UnifiedTreeNode, split_len: int
+    ) -> tuple[UnifiedTreeNode, Any]:
+        made: tuple[UnifiedTreeNode, Any] = super()._split_node(key, child, split_len)
+        made[0].copy_given_up = _was_given_up(child)
+        return made
+
+    # ---- Device memory ----
+
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
+        """Keep the host copy if all above it have one, else let go of both: what is below a node
+        that has none could not be found in host memory. Nothing is copied here."""
+        node = self.node_by_id(node_id)
+        locked = any(data.host_lock_ref > 0 for data in node.component_data)
+        if node.backuped and (locked or self._has_copied_path(node)):
+            kept: EvictDeviceLeafResult = super().evict_device_leaf(node_id, False)
+            return kept
+        result = EvictDeviceLeafResult()
+        frees = {name: getattr(result, name) for name in _FREES[1:]}
+        if node.children:  # in host memory only, since a lock kept them there
+            dropped = self.drop_subtree_no_host(node_id)
+            for name in _FREES:
+                into, given = getattr(result, name), getattr(dropped, name)
+                into.extend(given) if isinstance(into, list) else into.update(given)
+                given.clear()
+            return result
+        if node.backuped:
+            self._release_full_host_duplicate(node, {BASE_COMPONENT_TYPE: 0}, **frees)
+        elif not self._has_left_a_copy(node):
+            result.unbacked_tokens = len(node.key)
+        self._delete_unbacked_device_leaf(node, result.tracker, **frees)
+        return result
+
+    # ---- Loads from storage ----
+
+    def insert_host(
+        self, node_id: int, key: RadixKey, host_value: Any, hash_value: list[str]
+    ) -> InsertResult:
+        """A load whose place is now below a node without a copy is dropped, as under SGLang's own
+        write-through."""
+        node, rest = self.node_by_id(node_id), key
+        while len(rest) > 0:
+            child = node.children.get(rest.child_key(self.page_size))
+            if child is None:
+                break
+            node = child
+            matched = child.key.match(rest, page_size=self.page_size)
+            rest = rest[matched:]
+            if matched < len(child.key):
+                break
+        if len(rest) > 0 and not self._has_copied_path(node):
+            return InsertResult(prefix_len=0, total_len=len(key), host_insert_dropped=True)
+        inserted: InsertResult = super().insert_host(node_id, key, host_value, hash_value)
+        return inserted
+
+
+def _was_given_up(node: UnifiedTreeNode) -> bool:
+    """Whether a node's copy was made, offered to NVMe, and gave way."""
+    return getattr(node, "copy_given_up", False)
