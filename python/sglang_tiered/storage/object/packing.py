@@ -204,7 +204,7 @@ def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
             state.jobs.finish(job)
             return job
         positions, num_bytes = _storable(state, job)
-        if not positions or not accepts or not _affords(state, num_bytes):
+        if not positions or not accepts:
             state.jobs.finish_with(job, positions, Reason.REJECTED)
             return job
         ticket = StoreTicket(job, state.namespace, state.epoch, positions, len(positions))
@@ -222,15 +222,19 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
     share = settings.max_tenant_bytes if run.tenant != NO_TENANT else None
     positions: list[int] = []
     num_bytes = taken = 0
+    room = _room(state)
     held = state.index.holds(run.keys)
     for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
         length = sum(segment.nbytes for segment in page)
         if held[position] or key in state.pending:
             job.reasons[position] = Reason.DUPLICATE
-        elif length > settings.object_bytes:
+        elif length > settings.max_page_bytes:
             job.reasons[position] = Reason.NO_SPACE
         elif share is not None and taken + length + _MIN_OBJECT_OVERHEAD > share:
             job.reasons[position] = Reason.OVER_SHARE
+        elif num_bytes + length > room:
+            job.reasons[position] = Reason.REJECTED
+            room = num_bytes  # a chain is of no use behind its first gap
         else:
             positions.append(position)
             num_bytes += length
@@ -238,11 +242,8 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
     return positions, num_bytes
 
 
-def _affords(state: ObjectState, num_bytes: int) -> bool:
-    """Whether staging memory and the budgets of the day have room."""
-    staged = state.staged_bytes + num_bytes
-    return (
-        staged <= state.settings.staging_bytes
-        and staged <= state.write_budget.available
-        and state.request_budget.available >= 1
-    )
+def _room(state: ObjectState) -> float:
+    """The bytes that staging memory and the budgets of the day have room for."""
+    if state.request_budget.available < 1:
+        return 0
+    return min(state.settings.staging_bytes, state.write_budget.available) - state.staged_bytes

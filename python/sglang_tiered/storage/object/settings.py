@@ -23,7 +23,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``memory://name``."""
 
     object_bytes: int = OBJECT_BYTES
-    """Payload of a full object."""
+    """Payload of a full object. A longer page has one to itself."""
 
     linger_s: float = 5.0
     """An object that is not full is closed after this."""
@@ -66,6 +66,11 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     staging_bytes: int = 256 << 20
     """Memory for objects that are being filled and uploaded; stores beyond it are rejected."""
+
+    @property
+    def max_page_bytes(self) -> int:
+        """The longest page that can be staged and kept."""
+        return min(MAX_OBJECT_BYTES, self.staging_bytes, self.capacity_bytes or MAX_OBJECT_BYTES)
 
     def __post_init__(self) -> None:
         positive = (

@@ -150,6 +150,28 @@ def test_stores_beyond_the_staging_memory_are_rejected_at_once(
     assert engine.stats().queued_store_bytes == 0
 
 
+def test_of_a_store_beyond_the_staging_memory_the_leading_pages_are_taken(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [250_000] * 20)
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 16 + [Reason.REJECTED] * 4
+    assert finished(engine.submit_store(run)) == [Reason.DUPLICATE] * 16 + [Reason.OK] * 4
+
+
+def test_a_page_longer_than_an_object_has_one_to_itself(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [4096, 1 << 20, 4096, (4 << 20) + 1])
+    reasons = finished(engine.submit_store(run))
+    assert reasons == [Reason.OK] * 3 + [Reason.NO_SPACE], "the last is more than can be staged"
+    assert len(paths(engine, "objects")) == 3
+    target = blank(run)
+    assert finished(engine.submit_load(target)) == [Reason.OK] * 3 + [Reason.MISS]
+    assert page_data(target)[:3] == page_data(run)[:3]
+
+
 def test_many_open_objects_give_way_before_stores_are_rejected(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
