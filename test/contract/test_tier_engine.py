@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ PageData = Callable[[Run], list[bytes]]
 TIMEOUT_S = 20.0
 NAMESPACE = b"\x11" * 32
 CAPACITY = 1 << 20
+QUEUE = 512 * 1024  # of stores, where an engine has one
 ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
 
 
@@ -49,6 +51,7 @@ def make_region_engine(directory: Path, *, direct: bool | None) -> RegionEngine:
         capacity_bytes=CAPACITY,
         region_bytes=256 * 1024,
         num_readers=2,
+        max_queued_store_bytes=QUEUE,
         device=FileDevice(directory, direct=direct),
     )
 
@@ -57,7 +60,7 @@ def make_object_engine(url: str) -> ObjectEngine:
     settings = ObjectSettings(
         url=url,
         object_bytes=256 * 1024,
-        staging_bytes=64 << 20,
+        staging_bytes=QUEUE,
         linger_s=0.0,
         capacity_bytes=CAPACITY,
         num_connections=2,
@@ -205,6 +208,38 @@ def test_storing_twice_is_a_duplicate_and_counts_as_success(
 def test_a_page_larger_than_the_tier_has_no_space(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(8, [100, CAPACITY + 1])
     assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
+
+
+def test_a_store_larger_than_the_queue_is_taken_in_parts(
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = rest = make_run(17, [16_384] * 40)
+    assert QUEUE < run.num_bytes < CAPACITY
+    while rest.num_pages:
+        num_taken = finished(engine.submit_store(rest)).num_leading_ok
+        assert num_taken, f"the last {rest.num_pages} of {run.num_pages} pages are never taken"
+        rest = select(rest, list(range(num_taken, rest.num_pages)))
+    assert engine.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
+    target = blank(run)
+    assert set(load(engine, target)) == {Reason.OK}
+    assert page_data(target) == page_data(run)
+
+
+def test_what_does_not_fit_the_queue_is_dropped_from_the_end_and_counted(
+    engine: TierEngine, make_run: MakeRun
+) -> None:
+    runs = [make_run(seed, [16_384] * 40) for seed in range(300, 304)]
+    outcomes: Counter[tuple[JobKind, Reason]] = Counter()
+    for number, job in enumerate([engine.submit_store(run) for run in runs]):
+        reasons = finished(job).reasons
+        num_taken = job.num_leading_ok
+        assert num_taken or number, "nothing was queued, and not one page was taken"
+        assert reasons[num_taken:] == [Reason.REJECTED] * (job.run.num_pages - num_taken)
+        outcomes.update((JobKind.STORE, reason) for reason in reasons)
+    stats = engine.stats()
+    assert stats.reasons == outcomes
+    assert stats.num_pages_stored == outcomes[JobKind.STORE, Reason.OK]
+    assert stats.queued_store_bytes == 0
 
 
 def test_eviction_holds_the_cap_and_forgets_the_oldest(

@@ -12,7 +12,8 @@ all of them):
    stored under. Anything doubtful is a miss, and the doubtful entry is forgotten.
 5. The buffers of a run belong to the engine from submission until the job is done; the engine
    never touches them afterwards. This is what makes it safe to hand them to someone else.
-6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``.
+6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``: of a
+   run that does not fit, the pages from the first on that does not.
 7. Nothing blocks except ``drain``, ``purge``, ``clear``, ``close`` and ``Job.wait``; none of those
    may be called on the scheduler thread while requests are running.
 8. Every page belongs to the tenant its run names, or to none. Keys of different tenants never
@@ -254,7 +255,12 @@ class TierEngine(ABC):
 
     @abstractmethod
     def submit_store(self, run: Run) -> Job:
-        """Queue the pages that are neither held nor on their way; the rest are duplicates."""
+        """Queue the pages that are neither held nor on their way; the rest are duplicates.
+
+        Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
+        at least is taken by an engine that is well and has nothing queued, so a run of any size is
+        stored by submitting again what was left of it, job after job.
+        """
 
     @abstractmethod
     def submit_load(self, run: Run) -> Job:

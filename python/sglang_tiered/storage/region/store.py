@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -61,11 +62,12 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
-__all__ = ["DEFAULT_REGION_BYTES", "RegionEngine"]
+__all__ = ["DEFAULT_QUEUED_STORE_BYTES", "DEFAULT_REGION_BYTES", "RegionEngine"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_REGION_BYTES = 256 << 20
+DEFAULT_QUEUED_STORE_BYTES = 1 << 30
 _NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
@@ -80,9 +82,10 @@ class RegionEngine(TierEngine):
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
     holds at least one region; below four, each eviction forgets a large share of the store.
     ``max_tenant_bytes`` bounds the padded payload that one tenant has in them, dead pages included.
-    ``max_queued_store_bytes`` bounds the caller's memory that waiting stores keep referenced. A
-    stored page survives death of the process at once, and loss of power after ``sync_interval_s``
-    and the time a flush takes.
+    ``max_queued_store_bytes`` bounds the callers' memory that stores keep referenced behind each
+    other: one that finds nothing queued is taken whole, since its pages wait in its caller's memory
+    either way, and of any other the leading pages that fit. A stored page survives death of the
+    process at once, and loss of power after ``sync_interval_s`` and the time a flush takes.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class RegionEngine(TierEngine):
         num_writers: int = 8,
         io_timeout_s: float = 30.0,
         sync_interval_s: float = 1.0,
-        max_queued_store_bytes: int = 1 << 30,
+        max_queued_store_bytes: int = DEFAULT_QUEUED_STORE_BYTES,
         max_tenant_bytes: int | None = None,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -213,6 +216,8 @@ class RegionEngine(TierEngine):
                 return job
             positions: list[int] = []
             num_bytes = 0
+            queued = state.queued_store_bytes
+            room = self._max_queued_store_bytes - queued if queued else math.inf
             held = (state.index.find(key_words(run.keys)) >= 0).tolist()
             for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
                 length = sum(segment.nbytes for segment in page)
@@ -222,11 +227,13 @@ class RegionEngine(TierEngine):
                     job.reasons[position] = Reason.DUPLICATE
                 elif length > self._max_page_bytes:
                     job.reasons[position] = Reason.NO_SPACE
+                elif num_bytes + length > room:
+                    job.reasons[position] = Reason.REJECTED
+                    room = num_bytes  # a chain is of no use behind its first gap
                 else:
                     positions.append(position)
                     num_bytes += length
-            over = state.queued_store_bytes + num_bytes > self._max_queued_store_bytes
-            if not positions or over or not self._health.accepts_stores():
+            if not positions or not self._health.accepts_stores():
                 state.jobs.finish_with(job, positions, Reason.REJECTED)
             else:
                 state.queue_store(job, positions, num_bytes)

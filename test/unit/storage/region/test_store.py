@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_tiered.storage.base import Job, Reason, Run, Stop
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.faulty import FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -95,6 +96,54 @@ def test_queue_is_bounded_by_bytes(gated: RegionEngine, gate: Gate, make_run: Ma
     assert done(first) == [Reason.OK]
     assert done(small) == [Reason.OK]
     assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.OK]
+
+
+def test_a_store_larger_than_the_queue_is_taken_whole_where_nothing_waits(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun
+) -> None:
+    large = gated.submit_store(make_run(1, [4096] * 10))
+    assert gate.entered.wait(TIMEOUT_S)
+    assert not large.done
+    assert gated.stats().queued_store_bytes == 40_960
+    assert done(gated.submit_store(make_run(2, [1]))) == [Reason.REJECTED], "the queue is full"
+    gate.opened.set()
+    assert done(large) == [Reason.OK] * 10
+
+
+def test_of_a_store_behind_others_the_leading_pages_that_fit_are_taken(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank
+) -> None:
+    first = gated.submit_store(make_run(1, [12_000]))
+    assert gate.entered.wait(TIMEOUT_S)
+    run = make_run(2, [4096, 3000, 4096, 100])  # the last would fit, and be of no use
+    second = gated.submit_store(run)
+    assert gated.lookup(run.keys[:1]).stop is Stop.PENDING
+    assert gated.lookup(run.keys[2:]).stop is Stop.MISS
+    gate.opened.set()
+    assert done(first) == [Reason.OK]
+    assert done(second) == [Reason.OK] * 2 + [Reason.REJECTED] * 2
+    assert gated.stats().reasons[JobKind.STORE, Reason.REJECTED] == 2
+    assert done(gated.submit_store(run)) == [Reason.DUPLICATE] * 2 + [Reason.OK] * 2
+    assert done(gated.submit_load(blank(run))) == [Reason.OK] * 4
+
+
+def test_a_store_larger_than_the_queue_does_not_wait_for_a_device_that_hangs(
+    tmp_path: Path, gate: Gate, make_run: MakeRun
+) -> None:
+    engine = RegionEngine(
+        tmp_path,
+        device=FaultyDevice(FileDevice(tmp_path), before=gate),
+        **options(max_queued_store_bytes=20_000, io_timeout_s=0.2),
+    )
+    large = engine.submit_store(make_run(1, [12_000] * 200))
+    assert gate.entered.wait(TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while engine.lookup(large.run.keys).stop is not Stop.UNHEALTHY:
+        assert time.monotonic() < deadline, "a device that hangs goes unnoticed"
+    assert done(large) == [Reason.REJECTED] * 200
+    assert engine.stats().queued_store_bytes == 0
+    gate.opened.set()
+    engine.close()
 
 
 def test_pending_until_written(
