@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect
 from collections import Counter
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason, Run
@@ -20,7 +22,7 @@ __all__ = ["Promoter"]
 
 class Promoter:
     """Copies while the load's buffers are still the engine's, then stores the copy in the
-    background. Whatever does not fit is dropped: the page stays where it was found.
+    background. The leading pages that fit are kept; the others stay where they were found.
 
     ``gate`` is held while a store is submitted, and by whoever purges, so that a store lands before
     a purge or not at all; ``may_store`` is asked first, and must not block.
@@ -48,20 +50,22 @@ class Promoter:
     ) -> None:
         """Copy pages of a tier and store them, unless ``is_current`` says that a purge came
         between."""
-        num_bytes = sum(segment.nbytes for page in pages for segment in page)
+        ends = [0, *accumulate(sum(segment.nbytes for segment in page) for page in pages)]
         with self._lock:
-            fits = self._num_bytes + num_bytes <= self._max_bytes
-            if fits:
-                self._num_bytes += num_bytes
-        if not fits or not self._may_store():
-            self._settle(tier, num_bytes if fits else 0, 0, len(keys))
+            num_kept = bisect(ends, self._max_bytes - self._num_bytes) - 1
+            self._num_bytes += ends[num_kept]
+            self.num_dropped[tier] += len(keys) - num_kept
+        if not num_kept:
             return
-        copies = tuple((memoryview(bytearray().join(page)),) for page in pages)
-        run = Run(tuple(keys), copies, tenant)
+        if not self._may_store():
+            self._settle(tier, ends[num_kept], 0, num_kept)
+            return
+        copies = tuple((memoryview(bytearray().join(page)),) for page in pages[:num_kept])
+        run = Run(tuple(keys[:num_kept]), copies, tenant)
         with self._gate:
             job = self._upper.submit_store(run) if is_current() else None
         if job is None:
-            self._settle(tier, num_bytes, 0, len(keys))
+            self._settle(tier, ends[num_kept], 0, num_kept)
         else:
             job.call_at_end(partial(self._stored, tier))
 

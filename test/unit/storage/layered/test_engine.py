@@ -198,10 +198,26 @@ def test_pages_whose_tenant_nobody_knows_are_not_promoted(
     assert engine.upper.view.contains(run.keys) == [False] * 4
 
 
-def test_promotion_is_bounded_and_asks_first(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
+def test_of_a_load_beyond_the_bound_of_promotions_the_leading_pages_are_kept(
+    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
     run = make_run(1, PAGES)
     finished(tiers.lower.submit_store(of(TENANT, run)))
     small = tiers.open(LayeredSettings(promotion_bytes=8192 * 3))
+    assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
+    until(lambda: small.layered_stats().num_promoted == 3, "what fits was not kept")
+    assert small.layered_stats().num_promotions_dropped == 1
+    assert small.upper.view.contains(run.keys) == [True] * 3 + [False]
+    target = blank(run)
+    assert finished(small.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
+    assert page_data(target) == page_data(run)
+    until(lambda: small.layered_stats().num_promoted == 4, "the next load brings the next")
+
+
+def test_promotion_is_bounded_and_asks_first(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
+    run = make_run(1, PAGES)
+    finished(tiers.lower.submit_store(of(TENANT, run)))
+    small = tiers.open(LayeredSettings(promotion_bytes=8191))
     assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
     assert small.layered_stats().num_promotions_dropped == 4
     small.close()
