@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENVIRONMENT_VARIABLE",
     "MIN_REGIONS",
+    "MIN_REGIONS_PER_DAY",
     "MIN_REGION_BYTES",
     "GiB",
     "IndexConfig",

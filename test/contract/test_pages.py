@@ -30,6 +30,15 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
         server.check_integrity()
 
 
+def test_pages_of_32_mib_arrive_although_only_one_fits_a_window() -> None:
+    pages = make_pages(16, [32 * MiB] * 3)
+    with page_server(pages) as (server, _), page_client() as client:
+        wanted = Wanted(client, server.port, pages)
+        assert wanted.wait() == [Outcome.OK] * 3
+        assert wanted.is_right
+        server.check_integrity()
+
+
 def test_a_page_that_is_not_held_is_a_miss_and_its_neighbours_arrive() -> None:
     pages = make_pages(2, [5000] * 8)
     held = {key: page for index, (key, page) in enumerate(pages.items()) if index not in (0, 3, 7)}

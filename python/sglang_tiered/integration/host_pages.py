@@ -23,18 +23,22 @@ def pool_label(name: Any) -> str:
     return str(getattr(name, "value", name))
 
 
-def check(pools: Mapping[PoolName, Any]) -> None:
-    """Raise ``ConfigError`` for a pool that cannot say where its pages lie. Each of its stores
-    would fail in the background, and no prefix would ever be found whole."""
+def check(pools: Mapping[PoolName, Any]) -> int:
+    """The bytes of the largest page. Raises ``ConfigError`` for a pool that cannot say where its
+    pages lie: each of its stores would fail in the background, and no prefix would ever be found
+    whole."""
+    largest = 0
     for name, pool in pools.items():
         page_size = getattr(pool, "logical_page_size", pool.page_size)
         try:
-            page_segments(pool, torch.arange(page_size), 1)
+            page = page_segments(pool, torch.arange(page_size), 1)[0]
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(
                 f"the NVMe tier cannot store this model's {pool_label(name)} pool "
                 f"({str(error).rstrip('.')}); start with --tier-mode host."
             ) from error
+        largest = max(largest, sum(segment.nbytes for segment in page))
+    return largest
 
 
 def engine_keys(pool: PoolName, hashes: Sequence[str]) -> list[bytes]:

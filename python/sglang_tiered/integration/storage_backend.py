@@ -90,7 +90,7 @@ class TieredStorage(ZeroCopyStorage):
     def on_host_pools_registered(self) -> None:
         """Open the shard: the identity of the bytes is complete once the pools are known."""
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
-        host_pages.check(pools)
+        max_page_bytes = host_pages.check(pools)
         identity = namespace.server_identity(self._storage_config)
         codec = lossy_codec(self._config)
         if codec is not None:
@@ -101,7 +101,7 @@ class TieredStorage(ZeroCopyStorage):
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
         )
         where = self._storage_config
-        self._region, replica = open_shard(self._config, where, self._namespace)
+        self._region, replica = open_shard(self._config, where, self._namespace, max_page_bytes)
         self._engine = self._region
         self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
         writes_per_day = self._config.nvme_writes_per_day_per_rank
@@ -119,6 +119,7 @@ class TieredStorage(ZeroCopyStorage):
             self._namespace,
             self.mem_pool_host,
             rank=(where.dp_rank + replica) * where.tp_size + where.tp_rank,
+            page_bytes=max_page_bytes,
             may_promote=lambda: gate.takes_everything,
             order=lambda: FAR_TIERS if self._planner is None else self._planner.far_order(),
             purge=self.told_purges,

@@ -3,16 +3,22 @@ what it has to do with other servers."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.errors import StoreLockedError
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
+
+from sglang_tiered.config import MIN_REGIONS, MIN_REGIONS_PER_DAY, format_bytes
+from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.object_args import object_settings
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.storage.layered import LayeredEngine
+from sglang_tiered.storage.layered.tiers import LayeredSettings
 from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.region.format import min_region_bytes
+from sglang_tiered.storage.region.store import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +37,12 @@ __all__ = ["FarTiers", "open_far_tiers", "open_shard"]
 
 logger = logging.getLogger(__name__)
 
+QUEUED_PAGES = 2 * STORAGE_BATCH_SIZE
+"""What SGLang stores in one call fits the queue beside as much of others, however large a page."""
+
+PROMOTED_PAGES = 8
+"""So many pages from far tiers may wait in memory for NVMe, however large one is."""
+
 
 class FarTiers(NamedTuple):
     """The whole with the far tiers in it, and what keeps the bucket in bounds."""
@@ -45,9 +57,10 @@ class FarTiers(NamedTuple):
 
 
 def open_shard(
-    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes
+    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes, page_bytes: int
 ) -> tuple[RegionEngine, int]:
-    """The first free shard of this rank's geometry, and its number among them.
+    """The first free shard of this rank's geometry, and its number among them. ``page_bytes`` is
+    the largest page of any pool; raises ``ConfigError`` where the tier is too small for it.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -55,6 +68,7 @@ def open_shard(
     """
     nvme = config.nvme
     assert nvme is not None
+    region_bytes = _region_bytes(config, nvme.region_bytes, page_bytes)
     for replica in range(config.num_ranks):
         name = shard_name(
             tp_rank=where.tp_rank,
@@ -69,7 +83,8 @@ def open_shard(
                 shard_path(Path(nvme.directory), name),
                 namespace=namespace,
                 capacity_bytes=config.nvme_bytes_per_rank,
-                region_bytes=nvme.region_bytes,
+                region_bytes=region_bytes,
+                max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),
                 max_tenant_bytes=config.max_tenant_bytes_per_rank,
             )
             return engine, replica
@@ -79,6 +94,28 @@ def open_shard(
     raise AssertionError("a server has at least one rank")
 
 
+def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int:
+    """As configured, or what a page needs. Raises ``ConfigError`` where the bounds then hold too
+    few regions: the tier would take no page and say nothing."""
+    region_bytes = min_region_bytes(page_bytes)
+    if region_bytes <= configured:
+        return configured
+    bounds = {
+        "--tier-nvme-bytes": (config.nvme_bytes_per_rank, MIN_REGIONS),
+        "--tier-tenant-share": (config.max_tenant_bytes_per_rank, MIN_REGIONS),
+        "--tier-nvme-writes-per-day": (config.nvme_writes_per_day_per_rank, MIN_REGIONS_PER_DAY),
+    }
+    for flag, (nbytes, num_regions) in bounds.items():
+        if nbytes is not None and nbytes < num_regions * region_bytes:
+            raise ConfigError(
+                f"{flag} leaves a rank {format_bytes(nbytes)}, which is too small for pages of "
+                f"{format_bytes(page_bytes)}: it must hold {num_regions} regions of "
+                f"{format_bytes(region_bytes)}; raise it, lower --page-size, or pass --tier-mode "
+                "host."
+            )
+    return region_bytes
+
+
 def open_far_tiers(
     config: TieredConfig,
     shard: RegionEngine,
@@ -86,13 +123,14 @@ def open_far_tiers(
     host_pool: Any,
     *,
     rank: int,
+    page_bytes: int,
     may_promote: Callable[[], bool],
     order: Callable[[], Sequence[Tier]],
     purge: ToldPurges | None,
 ) -> FarTiers | None:
     """The shard with the tiers beyond it; None where none was asked for. Returns at once: they are
     looked at in the background, and until they answer they only miss. ``rank`` is this process's
-    among those of the server."""
+    among those of the server, ``page_bytes`` the largest page of any pool."""
     lower = _open_object_tier(config, namespace, host_pool)
     peers = None
     if config.index is not None:
@@ -107,7 +145,10 @@ def open_far_tiers(
         settings = object_settings(config)
         assert settings is not None
         collector = BucketCollector(settings, lower.namespace)
-    engine = LayeredEngine(shard, lower, peers=peers, order=order, may_promote=may_promote)
+    bounds = LayeredSettings()
+    promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
+    bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
+    engine = LayeredEngine(shard, lower, bounds, peers=peers, order=order, may_promote=may_promote)
     return FarTiers(engine, collector)
 
 

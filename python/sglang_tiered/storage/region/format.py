@@ -42,6 +42,7 @@ __all__ = [
     "extent_header_bytes",
     "footer_bytes",
     "max_page_bytes",
+    "min_region_bytes",
     "other_version",
     "pack_extent_header",
     "pack_footer",
@@ -205,6 +206,12 @@ def fits_region(region_bytes: int, end: int, num_extents: int, num_pages: int) -
 def max_page_bytes(region_bytes: int) -> int:
     """The largest page a region can hold: header, footer and trailer must fit beside it."""
     return region_bytes - 2 * BLOCK_BYTES - extent_header_bytes(1) - footer_bytes(1, 1)
+
+
+def min_region_bytes(page_bytes: int) -> int:
+    """The smallest region that can hold a page."""
+    nbytes = padded(page_bytes) - max_page_bytes(0)
+    return max(nbytes, MIN_REGION_BYTES)
 
 
 MAX_EXTENT_HEADER_BYTES = extent_header_bytes(MAX_EXTENT_PAGES)

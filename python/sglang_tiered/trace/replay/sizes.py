@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.config import default_region_bytes, parse_bytes
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.region.format import MIN_REGION_BYTES, max_page_bytes
+from sglang_tiered.storage.region.format import MIN_REGION_BYTES, max_page_bytes, min_region_bytes
 
 if TYPE_CHECKING:
     from sglang_tiered.trace.replay.timing import Hardware
@@ -68,11 +68,9 @@ def region_bytes_for(
     if not nvme_bytes:
         return 0
     page_bytes = page_tokens * hardware.kv_bytes_per_token
-    region_bytes = default_region_bytes(nvme_bytes) if given is None else given
-    if given is None:
-        while max_page_bytes(max(region_bytes, MIN_REGION_BYTES)) < page_bytes:
-            region_bytes *= 2
-    elif given < MIN_REGION_BYTES or max_page_bytes(given) < page_bytes:
+    fitting = max(default_region_bytes(nvme_bytes), min_region_bytes(page_bytes))
+    region_bytes = fitting if given is None else given
+    if region_bytes < MIN_REGION_BYTES or max_page_bytes(region_bytes) < page_bytes:
         raise ConfigError(
             f"--region-bytes {given} holds no page of {page_bytes} bytes; raise it to at least "
             "twice that."

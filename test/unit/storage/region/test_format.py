@@ -14,6 +14,7 @@ from sglang_tiered.storage.region.format import (
     extent_header_bytes,
     footer_bytes,
     max_page_bytes,
+    min_region_bytes,
     other_version,
     pack_region_header,
     padded,
@@ -42,6 +43,13 @@ def test_the_largest_page_fits_exactly() -> None:
     pages = page_table([(b"k" * 32, max_page_bytes(region_bytes), 0)])
     extent = Extent(BLOCK_BYTES, b"n" * 32, pages)
     assert extent.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
+
+
+@pytest.mark.parametrize("page_bytes", [32 << 20, (32 << 20) + 1, (63 << 20) - 5])
+def test_the_smallest_region_for_a_page_wastes_less_than_a_block(page_bytes: int) -> None:
+    region_bytes = min_region_bytes(page_bytes)
+    assert region_bytes % BLOCK_BYTES == 0
+    assert page_bytes <= max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
 
 
 def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent:
