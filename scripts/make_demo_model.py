@@ -1,4 +1,4 @@
-"""Write a small random Llama: make_demo_model.py OUT_DIR [--seed 0] [--shape 8m|24m|44m|85m].
+"""Write a small random Llama: make_demo_model.py OUT_DIR [--seed 0] [--shape 8m|24m|...].
 
 The model says nothing sensible, but it behaves like one where a KV cache is concerned. Its output
 depends on the whole prompt: one byte changed hundreds of tokens back changes the continuation, so a
@@ -50,19 +50,26 @@ class Shape:
     num_layers: int
     num_kv_heads: int
     intermediate_size: int
+    head_dim: int = HEAD_DIM
+    num_query_heads: int | None = None  # as many as the hidden size has room for
+    residual_gain: float = 1.0  # of what each layer adds
 
     @property
     def num_heads(self) -> int:
-        return self.hidden_size // HEAD_DIM
+        return self.num_query_heads or self.hidden_size // self.head_dim
 
 
 # Named by their parameters in millions. The smallest is the demo; with the larger ones a prefill
-# costs enough for a benchmark to show what a cache saves.
+# costs enough for a benchmark to show what a cache saves. The last two have as much KV per token as
+# models of a hundred times their size, 256 and 512 KiB; so many layers would make noise of the last
+# digit a different answer, so each adds little.
 SHAPES = {
     "8m": Shape(hidden_size=512, num_layers=3, num_kv_heads=2, intermediate_size=1536),
     "24m": Shape(hidden_size=512, num_layers=8, num_kv_heads=2, intermediate_size=1536),
     "44m": Shape(hidden_size=640, num_layers=9, num_kv_heads=2, intermediate_size=2048),
     "85m": Shape(hidden_size=768, num_layers=12, num_kv_heads=4, intermediate_size=2400),
+    "kv256": Shape(128, 32, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
+    "kv512": Shape(128, 64, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
 }
 
 CHAT_TEMPLATE = (
@@ -84,7 +91,7 @@ def model_config(seed: int, shape: Shape) -> dict[str, Any]:
         "demo_seed": seed,
         "dtype": "float32",
         "eos_token_id": END,
-        "head_dim": HEAD_DIM,
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
@@ -138,7 +145,8 @@ def byte_alphabet() -> dict[str, int]:
 def model_weights(seed: int, shape: Shape) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size
-    query_size, kv_size = shape.num_heads * HEAD_DIM, shape.num_kv_heads * HEAD_DIM
+    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    gain = shape.residual_gain
 
     def random(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
         values = rng.standard_normal((rows, columns), dtype=np.float32)
@@ -157,11 +165,11 @@ def model_weights(seed: int, shape: Shape) -> dict[str, np.ndarray]:
             f"{layer}.self_attn.q_proj.weight": random(query_size, hidden_size, QUERY_KEY_GAIN),
             f"{layer}.self_attn.k_proj.weight": random(kv_size, hidden_size, QUERY_KEY_GAIN),
             f"{layer}.self_attn.v_proj.weight": random(kv_size, hidden_size),
-            f"{layer}.self_attn.o_proj.weight": random(hidden_size, query_size),
+            f"{layer}.self_attn.o_proj.weight": random(hidden_size, query_size, gain),
             f"{layer}.post_attention_layernorm.weight": ones,
             f"{layer}.mlp.gate_proj.weight": random(intermediate_size, hidden_size),
             f"{layer}.mlp.up_proj.weight": random(intermediate_size, hidden_size),
-            f"{layer}.mlp.down_proj.weight": random(hidden_size, intermediate_size),
+            f"{layer}.mlp.down_proj.weight": random(hidden_size, intermediate_size, gain),
         }
     return weights
 
@@ -225,7 +233,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shape", choices=SHAPES, default="8m", help="parameters, in millions")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="8m", help="parameters, in millions; KiB of KV"
+    )
     args = parser.parse_args()
     try:
         made = write_model(args.out_dir, args.seed, SHAPES[args.shape])

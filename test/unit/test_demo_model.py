@@ -121,6 +121,14 @@ def test_a_shape_has_the_parameters_it_is_named_after(shape: str, millions: int)
     assert round(size.num_layers * per_layer / 1e6) == pytest.approx(millions, abs=1)
 
 
+@pytest.mark.parametrize(("shape", "kib"), [("kv256", 256), ("kv512", 512)])
+def test_a_shape_has_the_kv_it_is_named_after(shape: str, kib: int) -> None:
+    maker = runpy.run_path(str(MAKER))
+    config = maker["model_config"](0, maker["SHAPES"][shape])
+    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert config["num_hidden_layers"] * per_layer == kib << 10
+
+
 def test_tokens_are_bytes_and_text_survives(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     every_byte = {token: index for token, index in tokenizer.get_vocab().items() if index < 256}
