@@ -113,10 +113,10 @@ def attach(scheduler: Any) -> None:
 
 
 def on_idle(scheduler: Any) -> None:
-    """Reset a tree that holds purged nodes, once no request uses any."""
+    """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` lifts the
+    fence: a flush may be refused, and then the nodes are still there."""
     cache = scheduler.tree_cache
     if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
-        cache.fence.lift()
         _desk.resetting = True
         try:
             scheduler.flush_cache()

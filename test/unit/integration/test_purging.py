@@ -29,6 +29,7 @@ class Purge:
 class Scheduler:
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
+        self.refuses_flushes = False
         self.purges: dict[bytes | None, Purge] = {}
         self.told: list[bytes | None] = []  # to other servers
         self.num_flushes = 0
@@ -49,9 +50,12 @@ class Scheduler:
     def is_fully_idle(self) -> bool:
         return self.idle
 
-    def flush_cache(self) -> None:
-        self.num_flushes += 1
-        purging.after_flush(self, flushed=True)
+    def flush_cache(self) -> bool:
+        """With SGLang's own look at whether it may, and our hook behind it."""
+        flushed = self.is_fully_idle() and not self.refuses_flushes
+        self.num_flushes += flushed
+        hooks._after_flush_cache(flushed, self)
+        return flushed
 
 
 def request(extra_key: str | None) -> Any:
@@ -100,6 +104,23 @@ def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> Non
     assert scheduler.num_flushes == 1
     assert not fence
     assert ask(scheduler, "busy")["in_memory"] == "gone"
+
+
+def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
+    fence: Fence,
+) -> None:
+    """As when a read that was given up begins to matter between our look and SGLang's."""
+    scheduler = Scheduler(idle=True)
+    scheduler.refuses_flushes = True
+    assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
+    assert scheduler.num_flushes == 0
+    new = request("a")
+    hooks._after_request(None, new, "rid")
+    assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
+    scheduler.refuses_flushes = False
+    hooks._after_on_idle(None, scheduler)
+    assert scheduler.num_flushes == 1
+    assert not fence
 
 
 def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
