@@ -57,9 +57,12 @@ def make_durable(
     if is_below:
         assert layered is not None
         return _leading(layered.flush(keys, left_s)[: len(hashes)])
-    num_durable = _leading(shard.view.contains(wanted)) if shard.sync(left_s) else 0
+    before = shard.view.contains(wanted)  # what comes later the barrier may not cover
+    is_synced = shard.sync(left_s)
+    after = shard.view.contains(wanted)
     shard.view.use(keys)  # kept longer than what nobody asked for
-    return num_durable
+    held = [was and is_held for was, is_held in zip(before, after, strict=True)]
+    return _leading(held) if is_synced else 0
 
 
 def _bring_up(

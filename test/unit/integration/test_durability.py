@@ -139,3 +139,22 @@ def test_pages_on_nvme_alone_count_as_used_once_they_were_asked_for(open_server:
     assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
     used = {page.key.hex() for page in stored_pages(server) if page.is_used}
     assert used == set(HASHES[:3])
+
+
+def test_a_page_that_is_stored_while_the_barrier_is_made_durable_does_not_count(
+    open_server: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = open_server("first", has_bucket=False)
+    early = 8
+    server.batch_set_v1(HASHES[:early], SLOTS[: early * PAGE_SIZE])
+    shard = server.region_engine
+    sync = shard.sync
+
+    def sync_then_store(timeout_s: float) -> bool:
+        is_synced = sync(timeout_s)
+        late = server.batch_set_v1(HASHES[early:], SLOTS[early * PAGE_SIZE :])
+        assert all(late)
+        return is_synced
+
+    monkeypatch.setattr(shard, "sync", sync_then_store)
+    assert make_durable(server, HASHES, Tier.NVME, NO_TENANT, 0.5) == early
