@@ -138,6 +138,11 @@ class ObjectIndex:
             found.append(Place(position, held, offset, stored, checksum))
         return found
 
+    def newest_ms(self, tenant: bytes | None) -> int:
+        """When the youngest object of a tenant (None: of anyone) was opened; 0 if there is none."""
+        names = self._objects if tenant is None else self._tenants.get(tenant, ())
+        return int(max(names, default="0")[:12], 16)
+
     def usage(self) -> list[TenantUsage]:
         """Every tenant that has pages."""
         held = self._pages.usage()

@@ -78,7 +78,8 @@ def hide(state: ObjectState, tenant: bytes | None) -> None:
 
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
     """Returns the time up to which its objects are dead. With the state's lock held."""
-    bound = max(state.now_ms(), state.bounds.of(tenant) + 1)
+    newest = state.index.newest_ms(tenant)  # by another's clock, where ours is behind it
+    bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
     drop_stores(state, tenant, None)
     state.num_pages_purged += state.index.clear() if tenant is None else state.index.purge(tenant)
@@ -177,6 +178,7 @@ class Purger:
         if order.tenant is not None:
             found = {namespace_of(folder) for folder in self._client.folders(ROOT)}
             namespaces += [name for name in found if name and name != order.namespace]
+        self._cover_later_names(order, namespaces)
         purges = [
             (Layout(namespace), Purge(namespace, order.tenant, order.purge_id.unix_ms))
             for namespace in namespaces
@@ -186,6 +188,26 @@ class Purger:
         for layout, _ in purges:
             for folder in (layout.manifests, layout.objects):
                 self._delete(folder, order)
+
+    def _cover_later_names(self, order: PurgeOrder, namespaces: Sequence[bytes]) -> None:
+        """Raise the bound to what other writers have in the bucket, known here or not: by their
+        clocks it may be later than the purge."""
+        newest = order.purge_id.unix_ms
+        for namespace in namespaces:
+            for chunk in self._client.listing(Layout(namespace).manifests):
+                for listed in chunk:
+                    named = parse_path(listed.path)
+                    if named is None or named.writer == order.purge_id.writer:
+                        continue
+                    if _is_of_tenant(order, named):
+                        newest = max(newest, named.unix_ms)
+        if newest == order.purge_id.unix_ms:
+            return
+        order.purge_id = order.purge_id._replace(unix_ms=newest)
+        state = self._state
+        with state.lock:
+            if order.tenant is not None or state.namespace == order.namespace:
+                obey(state, Purge(order.namespace, order.tenant, newest))
 
     def _delete(self, folder: str, order: PurgeOrder) -> None:
         gone: list[str] = []
@@ -201,8 +223,12 @@ class Purger:
     def _is_dead(self, path: str, order: PurgeOrder) -> bool:
         """Whether the name says that it is of the purge: opened up to its bound, or a little
         later by the clock of another writer."""
-        named, purge_id = parse_path(path), order.purge_id
-        if named is None or (order.tenant is not None and named.tenant_tag != purge_id.tenant_tag):
+        named = parse_path(path)
+        if named is None or not _is_of_tenant(order, named):
             return False
-        skew = 0 if named.writer == purge_id.writer else _MAX_SKEW_MS
-        return named.unix_ms <= purge_id.unix_ms + skew
+        skew = 0 if named.writer == order.purge_id.writer else _MAX_SKEW_MS
+        return named.unix_ms <= order.purge_id.unix_ms + skew
+
+
+def _is_of_tenant(order: PurgeOrder, named: ObjectId) -> bool:
+    return order.tenant is None or named.tenant_tag == order.purge_id.tenant_tag

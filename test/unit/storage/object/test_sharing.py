@@ -252,6 +252,30 @@ def test_a_purge_reaches_other_servers_and_objects_that_were_open(
     assert hits(c, again) == 1
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("tenant", [A, None])
+def test_a_purge_by_a_clock_that_is_behind_leaves_nothing_to_be_listed_again(
+    make_engine: MakeEngine, make_run: MakeRun, tenant: bytes | None, is_known: bool
+) -> None:
+    behind = {"wall_clock": lambda: 1_000_000.0 - 300}
+    right = {"wall_clock": lambda: 1_000_000.0}
+    a, b = make_engine(clocks=behind), make_engine(clocks=right)
+    run = of(A, make_run(1, [100]))
+    assert a.refresh(TIMEOUT_S)
+    store(b, run)
+    if is_known:
+        assert a.refresh(TIMEOUT_S)
+        assert hits(a, run) == 1
+    assert a.clear() if tenant is None else a.purge(tenant, TIMEOUT_S)
+    c = make_engine(clocks=right)
+    for engine in (a, b, c):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert hits(engine, run) == 0
+    store(a, run)
+    assert c.refresh(TIMEOUT_S)
+    assert (hits(a, run), hits(c, run)) == (1, 1), "what is stored after it is not purged"
+
+
 def test_what_is_stored_in_the_instant_of_a_purge_outlives_it(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
