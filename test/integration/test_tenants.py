@@ -73,6 +73,16 @@ class TestLife:
         assert server.tier_state()["nvme_tenants"] >= 2
         assert "s3cret" not in json.dumps(server.request("/tier/tenants"))
 
+    def test_sglangs_clear_empties_memory_and_purges_nothing(self, server: Server) -> None:
+        server.wait_for_state("nvme_pages", 2 * PAGES)
+        assert status(server, "/hicache/storage-backend/clear", b"") == 200
+        state = server.tier_state()
+        assert state["nvme_pages"] >= 2 * PAGES
+        assert state["nvme_pages_purged"] == 0
+        answer = server.generate(PROMPTS[0], **OTHER)
+        assert answer.cached["device"] == answer.cached["host"] == 0
+        assert answer.cached["storage"] == aligned(LENGTH)
+
     @pytest.mark.parametrize(
         "body", [{}, [], {"all": False}, {"all": True, "extra_key": "x"}, {"extra_key": ""}, b"{"]
     )

@@ -152,6 +152,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
+    "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (
         "self",

@@ -14,6 +14,7 @@
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu_memory``) |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
+| Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
@@ -118,6 +119,9 @@ def register() -> None:
             HookType.AROUND,
         )
     HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
+    HookRegistry.register(
+        f"{scheduler}.clear_hicache_storage_wrapped", _around_clear, HookType.AROUND
+    )
     HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req.__init__", _after_request, HookType.AFTER
@@ -293,6 +297,17 @@ def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     from sglang_tiered.integration import purging
 
     purging.after_flush(scheduler, bool(result))
+
+
+def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    if not isinstance(scheduler.tree_cache, TieredRadixCache):
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    return ClearHiCacheReqOutput(success=purging.empty_memory(scheduler))
 
 
 def _after_on_idle(_: Any, scheduler: Any) -> None:

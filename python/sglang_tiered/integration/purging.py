@@ -29,6 +29,7 @@ __all__ = [
     "PREFIX",
     "after_flush",
     "attach",
+    "empty_memory",
     "handle",
     "key_of_new_request",
     "on_idle",
@@ -117,11 +118,17 @@ def on_idle(scheduler: Any) -> None:
     fence: a flush may be refused, and then the nodes are still there."""
     cache = scheduler.tree_cache
     if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
-        _desk.resetting = True
-        try:
-            scheduler.flush_cache()
-        finally:
-            _desk.resetting = False
+        empty_memory(scheduler)
+
+
+def empty_memory(scheduler: Any) -> bool:
+    """Empty device and host memory and leave the tiers as they are, whatever ``--tier-flush``
+    says. Whether SGLang did: not while requests run."""
+    _desk.resetting = True
+    try:
+        return bool(scheduler.flush_cache())
+    finally:
+        _desk.resetting = False
 
 
 def after_flush(scheduler: Any, flushed: bool) -> None:

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TieredStorage"]
 
-CLEAR_TIMEOUT_S = 5.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -161,12 +159,8 @@ class TieredStorage(ZeroCopyStorage):
             owner.close()
 
     def clear(self) -> None:
-        """Forget every page of this shard, of other servers', and all that they share in the object
-        tier. Those may be out of reach, so their part goes on in the background."""
-        if self._layered is None:
-            self._require_engine().clear()
-        else:
-            self.begin_purge(None).wait(CLEAR_TIMEOUT_S)
+        """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
+        concern device and host memory. What is stored stays right; ``/tier/purge`` forgets it."""
 
     def change_weights(self, *, tree_was_flushed: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.

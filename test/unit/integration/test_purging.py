@@ -181,6 +181,27 @@ def test_a_reset_for_a_purge_does_not_empty_nvme(monkeypatch: pytest.MonkeyPatch
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
 
 
+@pytest.mark.parametrize("flush_purges", [True, False])
+def test_sglangs_clear_empties_memory_and_never_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch, flush_purges: bool
+) -> None:
+    """It reached this server's NVMe, the bucket and every other server."""
+    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=flush_purges))
+    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+
+    def original(*_: Any) -> None:
+        raise AssertionError("SGLang's way clears the storage")
+
+    scheduler = Scheduler(idle=False)
+    assert hooks._around_clear(original, scheduler, None).success is False
+    scheduler.idle = True
+    assert hooks._around_clear(original, scheduler, None).success is True
+    assert scheduler.num_flushes == 1
+    assert (scheduler.purges, scheduler.told) == ({}, [])
+    other = SimpleNamespace(tree_cache=object())
+    assert hooks._around_clear(lambda *each: each, other, None) == (other, None)
+
+
 def test_messages_of_sglang_pass_and_an_error_of_ours_is_answered() -> None:
     sent: list[Any] = []
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,12 +151,26 @@ def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
     assert storage.batch_exists(hashes("a")) == 1
 
 
-def test_clear_forgets_everything(make: Fixture) -> None:
+def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:
+    """By SGLang's own function: it clears the storage, then resets the tree."""
+    from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
+
     storage = make.open(make_pool(0))
     storage.batch_set_v1(hashes("a"), slots(0))
-    storage.clear()
-    assert storage.batch_exists(hashes("a")) == 0
-    assert storage.stats().physical_bytes == 0
+    emptied: list[str] = []
+    pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
+    scheduler: Any = SimpleNamespace(
+        disable_radix_cache=False,
+        tree_cache=SimpleNamespace(
+            clear_storage_backend=storage.clear, reset=lambda: emptied.append("tree")
+        ),
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=pool,
+    )
+    _release_prefix_cache_for_role_switch(scheduler)
+    assert emptied == ["tree", "pool", "pool"]
+    assert storage.batch_exists(hashes("a")) == 1
+    assert storage.region_engine.stats().num_pages_purged == 0
 
 
 def gate_that_admits(
