@@ -236,6 +236,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1  # scheduler processes of this server on this machine; they share the caps
     tp_size: int = 1  # ranks that share the heads of a page
     pp_size: int = 1  # ranks that share its layers
+    dp_size: int = 1  # groups of DP attention; replicas of plain data parallelism do not count
     transfer: TransferConfig | None = None  # None: the defaults
     object: ObjectConfig | None = None  # None: no object tier
     index: IndexConfig | None = None  # None: nothing is fetched from other servers

@@ -181,9 +181,15 @@ def _claim_directory(config: TieredConfig, held: ExitStack) -> None:
     store_directory.prepare(path)
 
     def serves(name: str) -> bool:
-        return has_geometry(name, tp_size=config.tp_size, pp_size=config.pp_size)
+        return has_geometry(
+            name,
+            num_ranks=config.num_ranks,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            dp_size=config.dp_size,
+        )
 
-    for name in store_directory.remove_shards(path, keep=serves):
+    for name in store_directory.remove_shards(path, keep=serves, timeout_s=LOCK_TIMEOUT_S):
         print(
             f"sglang-tiered: removed shard {name} of {path}, whose pages only a server with other "
             "parallel sizes could read.",

@@ -183,6 +183,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         num_ranks=num_ranks,
         tp_size=_attention_tp_size(explicit),
         pp_size=explicit.get("pp_size") or 1,
+        dp_size=(explicit.get("dp_size") or 1) if explicit.get("enable_dp_attention") else 1,
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
         index=resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None,
@@ -329,10 +330,12 @@ def _num_ranks(explicit: Mapping[str, Any]) -> int:
 
 
 def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
-    """Ranks that share one request's heads: with DP attention, those of one DP group."""
+    """Ranks that share one request's heads: with DP attention, those of one DP group that hold the
+    same tokens."""
     tp_size: int = explicit.get("tp_size") or 1
     if explicit.get("enable_dp_attention"):
-        return max(1, tp_size // (explicit.get("dp_size") or 1))
+        others = (explicit.get("dp_size") or 1) * (explicit.get("attn_cp_size") or 1)
+        return max(1, tp_size // others)
     return tp_size
 
 

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 from sglang_tiered.config import MIN_REGIONS, MIN_REGIONS_PER_DAY, format_bytes
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.object_args import object_settings
-from sglang_tiered.integration.shards import shard_name
+from sglang_tiered.integration.shards import num_replicas, shard_name
 from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.layered.tiers import LayeredSettings
 from sglang_tiered.storage.region.directory import shard_path
@@ -69,7 +69,10 @@ def open_shard(
     nvme = config.nvme
     assert nvme is not None
     region_bytes = _region_bytes(config, nvme.region_bytes, page_bytes)
-    for replica in range(config.num_ranks):
+    replicas = num_replicas(
+        config.num_ranks, tp_size=where.tp_size, pp_size=where.pp_size, dp_size=config.dp_size
+    )
+    for replica in range(replicas):
         name = shard_name(
             tp_rank=where.tp_rank,
             tp_size=where.tp_size,
@@ -89,9 +92,9 @@ def open_shard(
             )
             return engine, replica
         except StoreLockedError:
-            if replica + 1 == config.num_ranks:
+            if replica + 1 == replicas:
                 raise
-    raise AssertionError("a server has at least one rank")
+    raise AssertionError("a server has at least one scheduler with these ranks")
 
 
 def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import pathlib
@@ -9,16 +10,23 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+from host_pools import storage_config
 
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.shards import has_geometry, shard_name
+from sglang_tiered.integration.tier_engines import open_shard
+from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region import directory, format
 from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from sglang_tiered.storage.region.store import RegionEngine
+
+TIMEOUT_S = 20.0
 
 ANY = ("--model-path", "no/model", "--port", "0")
 """A port that nobody listens on, whoever serves on the default one."""
@@ -195,12 +203,87 @@ def test_shards_of_other_parallel_sizes_give_their_space_back(tmp_path: Path) ->
     held = directory.shard_path(path, names[1])
     with DirectoryLock(held):
         removed = directory.remove_shards(
-            path, keep=lambda name: has_geometry(name, tp_size=1, pp_size=1)
+            path,
+            keep=lambda name: has_geometry(name, num_ranks=1, tp_size=1, pp_size=1, dp_size=1),
         )
     assert removed == [names[2]]
     kept = {shard.name.removeprefix("shard-") for shard in path.glob("shard-*")}
     assert kept == {names[0], names[1]}
     assert (directory.shard_path(path, names[0]) / format.region_name(0)).read_bytes() == b"pages"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"),
+    [
+        ({"num_ranks": 1}, {(1, 0, 0)}),
+        ({"num_ranks": 2}, {(1, 0, 0), (1, 0, 1)}),  # --dp-size 2
+        ({"num_ranks": 2, "tp_size": 2}, {(2, 0, 0)}),
+        ({"num_ranks": 4, "tp_size": 2}, {(2, 0, 0), (2, 0, 1)}),  # --tp-size 2 --dp-size 2
+        # --tp-size 4 --dp-size 2 --enable-dp-attention, on one machine and on two
+        ({"num_ranks": 4, "tp_size": 2, "dp_size": 2}, {(2, 0, 0), (2, 1, 0)}),
+        ({"num_ranks": 2, "tp_size": 2, "dp_size": 2}, {(2, 0, 0), (2, 1, 0)}),
+    ],
+)
+def test_shards_are_those_of_a_servers_own_replicas(
+    ranks: dict[str, int], kept: set[tuple[int, int, int]]
+) -> None:
+    places = [(tp, dp, replica) for tp in (1, 2) for dp in range(3) for replica in range(3)]
+
+    def is_kept(tp: int, dp: int, replica: int) -> bool:
+        name = shard_name(tp_rank=0, tp_size=tp, pp_rank=0, pp_size=1, dp_rank=dp, replica=replica)
+        return has_geometry(name, **{"tp_size": 1, "pp_size": 1, "dp_size": 1, **ranks})
+
+    assert {place for place in places if is_kept(*place)} == kept
+
+
+def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_back(
+    tmp_path: Path,
+) -> None:
+    tenant, namespace = b"t" * 16, b"n" * 32
+    capacity = 64 * MiB
+
+    def config(num_ranks: int) -> TieredConfig:
+        nvme = NvmeConfig(
+            directory=str(tmp_path / "kv"), capacity_bytes=capacity, region_bytes=4 * MiB
+        )
+        return TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=num_ranks)
+
+    @contextlib.contextmanager
+    def serving(num_ranks: int) -> Iterator[list[RegionEngine]]:
+        """As the launcher and its schedulers do."""
+        settings = config(num_ranks)
+        with contextlib.ExitStack() as held:
+            launch_server._claim_directory(settings, held)
+            engines = []
+            for _ in range(num_ranks):
+                engine, _ = open_shard(settings, storage_config(), namespace)
+                held.callback(engine.close)
+                engines.append(engine)
+            yield engines
+
+    def run_of(number: int, num_pages: int) -> Run:
+        keys = [hashlib.sha256(f"{number}/{page}".encode()).digest() for page in range(num_pages)]
+        page = (memoryview(bytes(MiB)),)
+        return Run(tuple(keys), (page,) * num_pages, tenant)
+
+    def store(engine: RegionEngine, run: Run) -> None:
+        job = engine.submit_store(run)
+        assert job.wait(TIMEOUT_S) and set(job.reasons) == {Reason.OK}
+
+    runs = [run_of(0, 24), run_of(1, 24)]
+    with serving(2) as engines:
+        for engine, run in zip(engines, runs, strict=True):
+            store(engine, run)
+    with serving(1) as (engine,):
+        assert engine.lookup(runs[0].keys).num_hits == 24
+        for number in range(2, 6):
+            store(engine, run_of(number, 16))
+        on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("region-*"))
+        assert on_disk <= capacity
+        assert engine.purge(tenant, TIMEOUT_S)
+    with serving(2) as engines:
+        for engine in engines:
+            assert [engine.lookup(run.keys).num_hits for run in runs] == [0, 0]
 
 
 def test_shard_with_a_foreign_file_keeps_it(tmp_path: Path) -> None:

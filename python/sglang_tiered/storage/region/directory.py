@@ -120,12 +120,13 @@ def prepare(path: Path) -> DirectoryState:
     return state
 
 
-def remove_shards(path: Path, *, keep: Callable[[str], bool]) -> list[str]:
+def remove_shards(path: Path, *, keep: Callable[[str], bool], timeout_s: float = 0.0) -> list[str]:
     """Remove the shards whose name ``keep`` refuses; returns the names of those removed.
 
     For shards that no server started from here will open again, whose bytes no cap would count.
-    The caller holds the lock of ``path``. A shard that another process holds is left alone, and so
-    is whatever in a shard is not ours. Raises ``StoreError`` for a shard that cannot be removed.
+    The caller holds the lock of ``path``. A shard that another process holds for ``timeout_s`` is
+    left alone, and so is whatever in a shard is not ours. Raises ``StoreError`` for a shard that
+    cannot be removed.
     """
     removed = []
     for shard in sorted(path.glob("shard-*")):
@@ -133,7 +134,7 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool]) -> list[str]:
         if not _is_ours(shard) or keep(name):
             continue
         try:
-            with DirectoryLock(shard):
+            with DirectoryLock(shard, timeout_s=timeout_s):
                 for file in shard.iterdir():
                     if parse_region_name(file.name) is not None or (
                         file.name in _SHARD_FILES and file.name != LOCK_NAME
