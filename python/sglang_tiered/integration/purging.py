@@ -91,10 +91,10 @@ def begin(
     the same, unless one of them told us."""
     # Before the tree is reset, or it would be asked to store what is purged.
     cache.fence.raise_against(tenant)
-    cache.purge_warm_list(tenant)
-    purges = []
+    warm_list = cache.purge_warm_list(tenant)
+    purges = [] if warm_list is None else [warm_list]
     if cache.storage is not None:
-        purges = [
+        purges += [
             # Who is told of the one thinks of the other too.
             cache.storage.begin_purge(each, was_told=was_told, tells_peers=each == tenant)
             for each in with_unknown(tenant)

@@ -50,7 +50,7 @@ from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.tenants import SECRET_BITS
 from sglang_tiered.integration.tier_events import TierEvents
-from sglang_tiered.integration.warm_host import WarmHost
+from sglang_tiered.integration.warm_host import WarmHost, remove_list
 from sglang_tiered.policy.resident import ResidentSet
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         InitLoadBackParams,
     )
 
+    from sglang_tiered.storage.layered.tiers import Unfinished
 
 __all__ = ["BACKEND_NAME", "TieredRadixCache", "register"]
 
@@ -151,7 +152,9 @@ class TieredRadixCache(SpillingRadixCache):
                 self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
             self._pins = {}
             if config is not None and config.nvme is not None and config.nvme.warm_host:
-                self._warm_host = WarmHost(self, self.storage, int(own_tokens * WARM_SHARE))
+                self._warm_host = WarmHost(self, self.storage.notes, int(own_tokens * WARM_SHARE))
+        if self.storage is not None and self._warm_host is None:
+            remove_list(self.storage.notes)
         if self._enable_metrics_flag and self.storage is not None:
             self._exporter = MetricsExporter(self.storage.stats)
         if self.storage is not None:
@@ -166,6 +169,11 @@ class TieredRadixCache(SpillingRadixCache):
             page_size=self.page_size,
         )
         get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
+
+    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
+        if self._warm_host is not None:
+            self._warm_host.named(kwargs.get("extra_key"), kwargs.get("cache_salt"))
+        return super().prefetch_from_storage(*args, **kwargs)
 
     # ---- Host tier: which copies stay ----
 
@@ -292,10 +300,9 @@ class TieredRadixCache(SpillingRadixCache):
         if self.storage is not None:
             self.storage.change_weights(tree_was_flushed=tree_was_flushed)
 
-    def purge_warm_list(self, tenant: bytes | None) -> None:
+    def purge_warm_list(self, tenant: bytes | None) -> Unfinished | None:
         """A tenant was purged, or all were: its prompts are forgotten too."""
-        if self._warm_host is not None:
-            self._warm_host.purge(tenant)
+        return None if self._warm_host is None else self._warm_host.purge(tenant)
 
     def release_host_resources(self) -> None:
         if self._warm_host is not None:

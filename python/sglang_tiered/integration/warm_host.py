@@ -5,29 +5,34 @@ every half minute, and at an ordinary stop, by a thread of their own. At the nex
 loaded from NVMe one after the other, through the same verified prefetch as any request's, in steps
 in which nothing waits: a request that comes finds at most one such load ahead of it.
 
+The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
+keys. A purge is durable once the file does not name the tenant any more.
+
 Only for a scheduler that decides alone: ranks would have to note and load the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.tenants import tenant_digest
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
+from sglang_tiered.storage.forgetting import Forgetting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
-    from sglang_tiered.integration.storage_backend import TieredStorage
+    from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+    from sglang_tiered.storage.region.notes import Notes
 
-__all__ = ["WarmHost"]
+__all__ = ["WarmHost", "remove_list"]
 
 NAME = "WARM"
 SAVE_INTERVAL_S = 30.0
@@ -36,19 +41,52 @@ RID_PREFIX = "sglang-tiered-warm-"
 logger = logging.getLogger(__name__)
 
 
+def remove_list(notes: Notes) -> None:
+    """Of an earlier run, where nobody would rewrite it after a purge. Waits for the disk."""
+    try:
+        notes.remove(NAME)
+    except OSError as error:
+        raise StoreError(
+            f"{NAME}, which --tier-warm-host keeps in a shard of --tier-dir, cannot be removed "
+            f"({error.strerror}); delete it."
+        ) from error
+
+
+class _Named(NamedTuple):
+    """A chain whose keys are known again."""
+
+    chain: WarmChain
+    extra_key: str | None
+    cache_salt: str | None
+
+
+@dataclass(eq=False, slots=True)
+class _Rewrite:
+    """Have the file say nothing of a tenant that was purged."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
+
+
 class WarmHost:
     """One per scheduler; scheduler thread, but for the thread that writes."""
 
-    def __init__(self, cache: LoadingRadixCache, storage: TieredStorage, capacity: int) -> None:
+    def __init__(self, cache: SpillingRadixCache, notes: Notes, capacity: int) -> None:
         self._cache = cache
-        self._storage = storage
         self._list = WarmList(capacity)
         self._capacity = capacity
-        self._waiting = deque(decode(storage.notes.read(NAME)))
+        self._waiting: deque[_Named] = deque()
+        self._unnamed: dict[bytes, list[WarmChain]] = {}  # by the digest of their keys
+        chains = decode(notes.read(NAME))
+        if not chains:
+            remove_list(notes)  # damaged, or of another format
+        for chain in chains:
+            self._unnamed.setdefault(chain.keys, []).append(chain)
+        self.named(None, None)
         self._loading: CacheRequestHandle | None = None
         self._num_begun = 0
         self.num_tokens_loaded = 0
-        self._saver = _Saver(lambda chains: storage.notes.write(NAME, encode(chains)))
+        self._saver = _Saver(notes)
         self._num_offered = self._list.num_changes
 
     # ---- Noting ----
@@ -57,20 +95,36 @@ class WarmHost:
         """``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were loaded
         back; ``prefixes`` are the last pages of the nodes before."""
         tokens = req.full_untruncated_fill_ids[:num_tokens]
-        content = WarmChain(tokens.tobytes(), req.extra_key, req.cache_salt)
+        content = WarmChain(
+            tokens.tobytes(),
+            self._cache.fence.tenant_of(req.extra_key, req.cache_salt),
+            tenant_digest(req.extra_key, req.cache_salt),
+        )
         self._list.used(chain, content, prefixes=prefixes)
 
-    def purge(self, tenant: bytes | None) -> None:
-        """A tenant, or None for all: neither loaded nor kept from now on."""
+    def purge(self, tenant: bytes | None) -> Forgetting:
+        """A tenant, or None for all: neither loaded nor kept from now on. Returns what tells when
+        the file says nothing of it."""
 
         def belongs(chain: WarmChain) -> bool:
-            return tenant in (None, tenant_digest(chain.extra_key, chain.cache_salt))
+            return tenant in (None, chain.tenant)
 
         self._list.forget(belongs)
-        self._waiting = deque(chain for chain in self._waiting if not belongs(chain))
-        self._offer()
+        self._waiting = deque(named for named in self._waiting if not belongs(named.chain))
+        self._unnamed = {
+            keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
+        }
+        order = _Rewrite()
+        self._offer(order)
+        return Forgetting(order)
 
     # ---- Loading ----
+
+    def named(self, extra_key: str | None, cache_salt: str | None) -> None:
+        """A request goes by these keys, so the chains that are kept under them can be loaded."""
+        if self._unnamed:
+            chains = self._unnamed.pop(tenant_digest(extra_key, cache_salt), ())
+            self._waiting += [_Named(chain, extra_key, cache_salt) for chain in chains]
 
     def tick(self) -> None:
         """Once per scheduling step; next to nothing unless a load is to begin or has ended."""
@@ -91,27 +145,28 @@ class WarmHost:
         if self._waiting and not cache.is_loading_or_waiting():
             self._begin(self._waiting.popleft())
 
-    def _begin(self, chain: WarmChain) -> None:
-        if self.num_tokens_loaded + chain.num_tokens > self._capacity:
+    def _begin(self, named: _Named) -> None:
+        if self.num_tokens_loaded + named.chain.num_tokens > self._capacity:
             self._waiting.clear()
+            self._unnamed.clear()
             return
         handle = CacheRequestHandle(f"{RID_PREFIX}{self._num_begun}", 0)
         self._num_begun += 1
         self._cache.prefetch_from_storage(
             handle,
-            self._cache.root_node_handle(chain.extra_key),
-            chain.token_ids(),
-            extra_key=chain.extra_key,
-            cache_salt=chain.cache_salt,
+            self._cache.root_node_handle(named.extra_key),
+            named.chain.token_ids(),
+            extra_key=named.extra_key,
+            cache_salt=named.cache_salt,
         )
         self._cache.forget_plan(handle)
         self._loading = handle
 
     # ---- Writing ----
 
-    def _offer(self) -> None:
+    def _offer(self, order: _Rewrite | None = None) -> None:
         self._num_offered = self._list.num_changes
-        self._saver.save(self._list.snapshot())
+        self._saver.save(self._list.snapshot(), order)
 
     def close(self) -> None:
         """Write what was noted last; waits for the disk, so not while requests run."""
@@ -124,12 +179,14 @@ class WarmHost:
 
 
 class _Saver:
-    """Writes the last list it was given, at most once per interval."""
+    """Writes the last list it was given, at most once per interval; at once after a purge."""
 
-    def __init__(self, write: Callable[[list[WarmChain]], None]) -> None:
-        self._write = write
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
         self._lock = threading.Condition()
         self._pending: list[WarmChain] | None = None
+        self._orders: list[_Rewrite] = []
+        self._is_owed = False  # the file may name a tenant that was purged
         self._due, self._closed = True, False
         self._thread = threading.Thread(target=self._run, name="tier-warm", daemon=True)
         self._thread.start()
@@ -137,9 +194,11 @@ class _Saver:
     def is_due(self) -> bool:
         return self._due
 
-    def save(self, chains: list[WarmChain]) -> None:
+    def save(self, chains: list[WarmChain], order: _Rewrite | None = None) -> None:
         with self._lock:
             self._pending = chains
+            if order is not None:
+                self._orders.append(order)
             self._due = False
             self._lock.notify_all()
 
@@ -154,11 +213,31 @@ class _Saver:
             with self._lock:
                 self._lock.wait_for(lambda: self._pending is not None or self._closed)
                 chains, self._pending = self._pending, None
+                orders, self._orders = self._orders, []
             if chains is not None:
-                with contextlib.suppress(OSError):  # a full disk: the next one may fit
-                    self._write(chains)
+                self._is_owed = self._is_owed or bool(orders)
+                is_written = self._write(chains)
+                for order in orders:
+                    order.durable = is_written
+                    order.done.set()
             with self._lock:
                 if self._closed and self._pending is None:
                     return
-                self._lock.wait_for(lambda: self._closed, SAVE_INTERVAL_S)
+                if self._is_owed and self._pending is None:
+                    self._pending = chains  # tried again
+                self._lock.wait_for(lambda: self._closed or self._orders, SAVE_INTERVAL_S)
                 self._due = True
+
+    def _write(self, chains: list[WarmChain]) -> bool:
+        """Whether the file holds this list now, or nothing of an older one that it must not."""
+        try:
+            self._notes.write(NAME, encode(chains))
+        except OSError:  # a full disk: the next one may fit
+            if not self._is_owed:
+                return False
+            try:
+                self._notes.remove(NAME)
+            except OSError:
+                return False
+        self._is_owed = False
+        return True

@@ -3,7 +3,7 @@
 The tree and its recency die with the process; NVMe keeps pages by their hashes, from which no
 prompt can be told. So the prompts that came back lately are remembered, most recent first, as far
 as half the host tier reaches, and written beside the pages. What is written is as private as the
-pages are, and read back only if every byte of it verifies.
+pages are: tokens, and digests in the place of keys. It is read back only if every byte verifies.
 
 Not thread-safe but for ``encode``, which works on a snapshot that ``snapshot`` returned.
 """
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["WarmChain", "WarmList", "decode", "encode"]
 
-VERSION = 1
+VERSION = 2
 
 
 class WarmChain(msgspec.Struct, frozen=True):
-    """One prefix: its tokens as int64 in native order, and the tenant it belongs to."""
+    """One prefix: its tokens as int64 in native order, the tenant it belongs to, and a digest of
+    the keys that its requests go by, of which a tenant has one more for each adapter."""
 
     tokens: bytes
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    tenant: bytes
+    keys: bytes
 
     @property
     def num_tokens(self) -> int:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
 
 
-def chain(length: int, first: int = 0, **tenant: str) -> WarmChain:
-    return WarmChain(array("q", range(first, first + length)).tobytes(), **tenant)
+def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k") -> WarmChain:
+    return WarmChain(array("q", range(first, first + length)).tobytes(), tenant, keys)
 
 
 def test_a_longer_turn_takes_the_place_of_the_conversation_s_earlier_ones() -> None:
@@ -41,10 +41,10 @@ def test_a_chain_larger_than_the_list_pushes_nothing_out() -> None:
 
 def test_a_purged_tenant_is_not_written_again() -> None:
     warm = WarmList(1000)
-    warm.used("a", chain(10, extra_key="x"))
-    warm.used("b", chain(10, extra_key="x", cache_salt="s"))
-    warm.forget(lambda one: one.cache_salt is None)
-    assert warm.snapshot() == [chain(10, extra_key="x", cache_salt="s")]
+    warm.used("a", chain(10, tenant=b"x"))
+    warm.used("b", chain(10, tenant=b"y"))
+    warm.forget(lambda one: one.tenant == b"x")
+    assert warm.snapshot() == [chain(10, tenant=b"y")]
     assert warm.num_tokens == 10
 
 
@@ -61,14 +61,14 @@ def test_the_bound_holds_whatever_is_used(events: list[tuple[str, int, str]]) ->
 
 
 def test_what_was_written_is_read_back() -> None:
-    chains = [chain(100, extra_key="tenant"), chain(3, cache_salt="salt"), chain(0)]
+    chains = [chain(100, tenant=b"tenant"), chain(3, keys=b"keys"), chain(0)]
     assert decode(encode(chains)) == chains
     assert list(chains[0].token_ids()) == list(range(100))
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_noticed_wherever_it_is(position: int, bit: int) -> None:
-    data = bytearray(encode([chain(50, extra_key="tenant")]))
+    data = bytearray(encode([chain(50, tenant=b"tenant")]))
     data[position % len(data)] ^= 1 << bit
     assert decode(bytes(data)) == []
 

@@ -37,6 +37,7 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
 )
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+from sglang_tiered.storage.region.notes import NOTE_NAMES
 from sglang_tiered.storage.region.purges import PURGES_NAME
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ _SHARD_FILES = frozenset(
     {
         LOCK_NAME,
         PROBE_NAME,
-        *(name + suffix for name in (CHECKPOINT_NAME, PURGES_NAME) for suffix in _SUFFIXES),
+        *(
+            name + suffix
+            for name in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)
+            for suffix in _SUFFIXES
+        ),
     }
 )
 

@@ -5,16 +5,22 @@ Outside the byte cap, never read by the store itself, as private as the pages ar
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.region.device import TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["Notes"]
+__all__ = ["NOTE_NAMES", "Notes"]
+
+NOTE_NAMES = ("APPLIED-PURGES", "WARM")
+"""Every note there is: whoever removes a shard removes them too."""
 
 
 class Notes:
-    """Any thread; both calls wait for the disk."""
+    """Any thread; all calls wait for the disk."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -29,3 +35,13 @@ class Notes:
     def write(self, name: str, data: bytes) -> None:
         """Replace a note whole, flushed. Raises ``OSError``."""
         self._device.replace_file(name, data)
+
+    def remove(self, name: str) -> None:
+        """Durably, with what a write that was cut off left of it. Raises ``OSError``."""
+        is_gone = False
+        for file in (name, name + TEMPORARY_SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                self._device.unlink(file)
+                is_gone = True
+        if is_gone:
+            self._device.sync_directory()
