@@ -158,7 +158,12 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "self",
         "obj",
     ),
-    "sglang.srt.managers.schedule_batch:Req.__init__": ("self", "extra_key", "cache_salt"),
+    "sglang.srt.managers.schedule_batch:Req.__init__": (
+        "self",
+        "lora_id",
+        "extra_key",
+        "cache_salt",
+    ),
     f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.durability import make_durable
+from sglang_tiered.integration.tenants import key_of_request
 from sglang_tiered.storage.layered.tiers import Tier
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
 def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
     if "rid" in body:
         return cache.recent_requests.get(body["rid"])
-    extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
+    extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
     extra_key = cache.fence.key_of(extra_key, cache_salt)
     return Selector(array("q", body["input_ids"]), extra_key, cache_salt)
 

@@ -13,7 +13,7 @@ SGLang; with pipeline parallelism SGLang's own path runs unchanged.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -27,7 +27,7 @@ from sglang_tiered.integration.immediate_query import answer_at_once
 from sglang_tiered.integration.load_planner import LoadPlanner
 from sglang_tiered.integration.rank_agreement import AgreeingRadixCache
 from sglang_tiered.integration.storage_backend import TieredStorage
-from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.tenants import Fence
 from sglang_tiered.integration.told_purges import INITIAL, RULES
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -52,6 +52,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
+    fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
     _num_asks_left = 0  # in this step
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
 
@@ -130,7 +131,8 @@ class LoadingRadixCache(AgreeingRadixCache):
                 spans=[(span.tier, span.num_pages * self.page_size) for span in spans],
             )
             self._probe_declined(hashes, spans, num_planned // self.page_size)
-            self.storage.transfers.expect_load(hashes, tenant_digest(extra_key, cache_salt))
+            tenant = self.fence.tenant_of(extra_key, cache_salt)
+            self.storage.transfers.expect_load(hashes, tenant)
             num_held = self._agree(request, num_planned, num_before, len(tokens))
             if num_held is None:
                 self._window.put_off(request.rid, 0)

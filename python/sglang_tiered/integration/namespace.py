@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMESPACE_VERSION", "describe_pool", "digest", "server_identity", "successor"]
 
-NAMESPACE_VERSION = 1
+NAMESPACE_VERSION = 2
 """Raised when the meaning of a page changes without any field below changing."""
 
 # Attributes of SGLang's host pools that decide the byte layout of a page; absent ones are None.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.conversations import checkpoint, least_on_every_rank, residency
 from sglang_tiered.integration.radix_cache import TieredRadixCache
-from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.told_purges import with_unknown
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class _Desk:
     def __init__(self) -> None:
         self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
         self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
+        self.has_tiers = False  # of the scheduler of this process
         self.resetting = False  # the flush that comes is ours; nobody asked for it
         self._pool: ThreadPoolExecutor | None = None
 
@@ -107,8 +108,10 @@ def begin(
 
 
 def attach(scheduler: Any) -> None:
-    """From now on, what other servers purge is put out of reach here too."""
+    """From now on, what other servers purge is put out of reach here too, and requests go by keys
+    that tell adapters from users."""
     cache = scheduler.tree_cache
+    _desk.has_tiers = isinstance(cache, TieredRadixCache)
     if isinstance(cache, TieredRadixCache):
         cache.purge_as_told = partial(begin, scheduler, cache, was_told=True)
 
@@ -145,6 +148,8 @@ def after_flush(scheduler: Any, flushed: bool) -> None:
 
 
 def key_of_new_request(request: Any) -> None:
+    if _desk.has_tiers:
+        request.extra_key = key_of_request(request.extra_key, request.lora_id)
     if TieredRadixCache.fence:
         request.extra_key = TieredRadixCache.fence.key_of(request.extra_key, request.cache_salt)
 

@@ -8,7 +8,7 @@ Every method runs on the scheduler thread and none waits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 from sglang_tiered.integration.load_scheduling import LoadingRadixCache
 from sglang_tiered.integration.small_host_core import COPY_SHARE, SmallHostTreeCore
 from sglang_tiered.integration.spiller import Spiller
-from sglang_tiered.integration.tenants import Fence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +38,6 @@ class SpillingRadixCache(LoadingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
     _stores_on_device: dict[int, tuple[int, DecLockRefParams]]  # by operation
-    fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)

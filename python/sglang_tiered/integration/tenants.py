@@ -1,9 +1,13 @@
 """Tenants: whom a page belongs to, and what keeps a purged one's nodes in the tree out of reach.
 
-A tenant is what SGLang seeds page hashes with: ``extra_key`` (to which it appends the id of a LoRA
-adapter) and ``cache_salt``. Its name on disk and in reports is a digest of both, which does not
-reveal them; but who can read it can confirm a guess, as with SGLang's page hashes, so a salt that
-is to be a secret must be long and random.
+A tenant is the ``extra_key`` and ``cache_salt`` of its requests, which SGLang seeds page hashes
+with. Its name on disk and in reports is a digest of both, which does not reveal them; but who can
+read it can confirm a guess, as with SGLang's page hashes, so a salt that is to be a secret must be
+long and random.
+
+SGLang appends the id of a LoRA adapter to ``extra_key``, so a request of the base model that sends
+the id as its key would go by the adapter's. Requests go by keys of ours that tell the two apart
+and the tenant of an adapter's pages from them.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import secrets
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "Fence", "tenant_digest"]
+__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "Fence", "key_of_request", "tenant_digest"]
 
 SECRET_BITS = 62
+
+_ADAPTER = "\x1fadapter\x1f"  # behind the last one: a LoRA adapter's id, or nothing
 
 UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
 """Of pages that reached the storage thread by a way that names no tenant; they go with every
@@ -31,6 +37,19 @@ def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
         data = part.encode(errors="surrogatepass")
         state.update(len(data).to_bytes(8, "little") + data)
     return state.digest()
+
+
+def key_of_request(extra_key: str | None, lora_id: str | None) -> str | None:
+    """What a request goes by whose ``extra_key`` is as SGLang makes it: a user's own key as it is,
+    unless it could be taken for an adapter's."""
+    if lora_id:
+        return f"{(extra_key or '').removesuffix(lora_id)}{_ADAPTER}{lora_id}"
+    return extra_key + _ADAPTER if extra_key and _ADAPTER in extra_key else extra_key
+
+
+def _users_key(extra_key: str | None) -> str | None:
+    """Of what a request goes by."""
+    return extra_key.rpartition(_ADAPTER)[0] if extra_key and _ADAPTER in extra_key else extra_key
 
 
 class Fence:
@@ -67,8 +86,8 @@ class Fence:
         self._purges.clear()
 
     def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
-        """Of keys with and without marks."""
-        return tenant_digest(self._original(extra_key), cache_salt)
+        """Of what a request goes by, with and without marks, of all its adapters alike."""
+        return tenant_digest(_users_key(self._original(extra_key)), cache_salt)
 
     def blocks(self, tenant: bytes) -> bool:
         """Whether pages of this tenant must not be stored now."""
@@ -78,10 +97,10 @@ class Fence:
         """The ``extra_key`` that a request goes by from now on."""
         if not self._purges:
             return extra_key
-        original = self._original(extra_key)
-        marks = [self._purges.get(None), self._purges.get(tenant_digest(original, cache_salt))]
+        tenant = self.tenant_of(extra_key, cache_salt)
+        marks = [self._purges.get(None), self._purges.get(tenant)]
         mark = "".join(mark for mark in marks if mark is not None)
-        return (original or "") + mark if mark else extra_key
+        return (self._original(extra_key) or "") + mark if mark else extra_key
 
     def _original(self, extra_key: str | None) -> str | None:
         if not extra_key or self._token not in extra_key:

@@ -29,7 +29,7 @@ from sglang_tiered.storage.forgetting import Forgetting
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["WarmHost", "remove_list"]
@@ -71,7 +71,7 @@ class _Rewrite:
 class WarmHost:
     """One per scheduler; scheduler thread, but for the thread that writes."""
 
-    def __init__(self, cache: SpillingRadixCache, notes: Notes, capacity: int) -> None:
+    def __init__(self, cache: LoadingRadixCache, notes: Notes, capacity: int) -> None:
         self._cache = cache
         self._list = WarmList(capacity)
         self._capacity = capacity

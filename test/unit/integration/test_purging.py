@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration import hooks, purging
 from sglang_tiered.integration.radix_cache import TieredRadixCache
@@ -59,7 +64,7 @@ class Scheduler:
 
 
 def request(extra_key: str | None) -> Any:
-    return SimpleNamespace(extra_key=extra_key, cache_salt=None)
+    return SimpleNamespace(extra_key=extra_key, cache_salt=None, lora_id=None)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,7 @@ def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
     )
+    monkeypatch.setattr(purging._desk, "has_tiers", True)
     return fence
 
 
@@ -121,6 +127,60 @@ def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
     hooks._after_on_idle(None, scheduler)
     assert scheduler.num_flushes == 1
     assert not fence
+
+
+def requests_of_adapters(*requests: tuple[str | None, str | None]) -> list[Req]:
+    """SGLang's own requests, hooked as in a server, by what their users sent: ``extra_key`` and an
+    adapter."""
+    return [
+        Req("rid", "", [1], SamplingParams(), lora_id=lora_id, extra_key=extra_key)
+        for extra_key, lora_id in requests
+    ]
+
+
+def test_no_key_of_a_user_names_the_pages_of_an_adapter() -> None:
+    adapter, other = "0" * 32, "1" * 32
+    first = requests_of_adapters(("acme", adapter))[0].extra_key
+    assert first is not None
+    sent = [
+        (None, None), (None, adapter), (None, other), ("acme", adapter), ("acme", other),
+        ("acme", None), (adapter, None), (f"acme{adapter}", None), (f"acme{adapter}", adapter),
+        (first, None), (first, adapter), (f"{first}{adapter}", None),
+        (first.removesuffix(adapter), None), (first.removesuffix(adapter), adapter),
+    ]  # fmt: skip
+    pages = array("q", range(64))
+    keys = {
+        get_storage_hash_str(RadixKey(pages, extra_key=made.extra_key), page_size=64)[0]
+        for made in requests_of_adapters(*sent)
+    }
+    assert len(keys) == len(sent)
+    assert requests_of_adapters((None, None), ("acme", None))[0].extra_key is None
+    assert requests_of_adapters(("acme", None))[0].extra_key == "acme", "its pages are found again"
+    assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
+
+
+def test_a_tenants_adapters_are_purged_with_it(fence: Fence) -> None:
+    scheduler = Scheduler(idle=False)
+    adapter = requests_of_adapters(("a", "0" * 32), ("b", "0" * 32))
+    scheduler.waiting_queue = list(adapter)
+    before = [made.extra_key for made in adapter]
+    ask(scheduler, "adapters", extra_key="a")
+    assert adapter[0].extra_key != before[0]
+    assert adapter[1].extra_key == before[1]
+    assert {fence.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
+    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    (new,) = requests_of_adapters(("a", "0" * 32))
+    assert new.extra_key == adapter[0].extra_key
+    assert fence.tenant_of(new.extra_key, None) == A
+
+
+def test_requests_of_a_server_without_tiers_keep_sglangs_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other: Any = SimpleNamespace(tree_cache=object())
+    purging.attach(other)
+    (made,) = requests_of_adapters(("acme", "0" * 32))
+    assert made.extra_key == "acme" + "0" * 32
 
 
 def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:

@@ -18,6 +18,7 @@ from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import namespace
 from sglang_tiered.integration.storage_backend import TieredStorage
+from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_digest
 from sglang_tiered.policy.admission import Outcome
 
 if TYPE_CHECKING:
@@ -171,6 +172,18 @@ def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fi
     assert emptied == ["tree", "pool", "pool"]
     assert storage.batch_exists(hashes("a")) == 1
     assert storage.region_engine.stats().num_pages_purged == 0
+
+
+def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
+    storage, fence = make.open(make_pool(0)), Fence()
+    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
+    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
+        key = key_of_request(extra_key + (lora_id or ""), lora_id)
+        tenant = fence.tenant_of(key, "salt")
+        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
+        assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
+    assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
+    assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
 
 
 def gate_that_admits(
