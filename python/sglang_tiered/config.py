@@ -90,8 +90,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``writes_per_day`` what they write in any 24 hours (None: no limit), and ``tenant_share`` how
     much of the capacity one tenant may take (None: all). ``warm_host``: prefixes in use before a
     restart are loaded into host memory after it. ``always_load``: whatever the tier holds is
-    loaded, what it costs aside. ``flush_purges``: SGLang's ``/flush_cache``
-    empties this tier too."""
+    loaded, what it costs aside. ``flush_purges``: SGLang's ``/flush_cache`` empties this tier too.
+    ``trust_mm_hashes``: a client may say what its images hash to."""
 
     directory: str
     capacity_bytes: int
@@ -101,6 +101,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     always_load: bool = False
     tenant_share: float | None = None
     flush_purges: bool = False
+    trust_mm_hashes: bool = False
 
     def __post_init__(self) -> None:
         _require_positive("--tier-nvme-bytes", self.capacity_bytes)

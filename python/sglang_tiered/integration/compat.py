@@ -164,6 +164,10 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "extra_key",
         "cache_salt",
     ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._tokenize_one_request": (
+        "self",
+        "obj",
+    ),
     f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")

@@ -17,6 +17,7 @@
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
+| TokenizerManager._tokenize_one_request | BEFORE | a client may say what its images hash to, and so store one image's pages under another's key (``media_hashes``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look |
@@ -36,6 +37,7 @@ import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import cpu_memory, host_size
+from sglang_tiered.integration.media_hashes import drop_clients_hashes
 from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
@@ -125,6 +127,11 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req.__init__", _after_request, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        _before_tokenizing,
+        HookType.BEFORE,
     )
     _register_transfer_backend()
     target = logging.getLogger("sglang.srt.managers.cache_controller")
@@ -325,6 +332,10 @@ def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
     from sglang_tiered.integration import purging
 
     purging.key_of_new_request(request)
+
+
+def _before_tokenizing(_: Any, request: Any) -> None:
+    drop_clients_hashes(request)
 
 
 class RepeatFilter(logging.Filter):

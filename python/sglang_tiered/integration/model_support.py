@@ -35,6 +35,11 @@ def check_model(server_args: Any, config: TieredConfig) -> None:
         is_hybrid_swa=model_config_of(server_args).is_hybrid_swa,
         full_attention_layers=model_config_of(server_args).full_attention_layer_ids,
     )
+    if config.nvme is not None and not config.nvme.trust_mm_hashes:
+        _check_media(
+            is_multimodal=model_config_of(server_args).is_multimodal,
+            num_tokenizer_workers=server_args.tokenizer_worker_num,
+        )
 
 
 def _check(
@@ -53,4 +58,13 @@ def _check(
         raise ConfigError(
             f"every layer of {architecture} has a sliding window, and SGLang caches such a model "
             "in device memory only; pass --tier-mode off."
+        )
+
+
+def _check_media(*, is_multimodal: bool, num_tokenizer_workers: int) -> None:
+    if is_multimodal and num_tokenizer_workers > 1:
+        raise ConfigError(
+            f"--tokenizer-worker-num {num_tokenizer_workers} takes hashes of images from clients, "
+            "because SGLang's tokenizer workers load no plugins; drop it, or pass "
+            "--tier-trust-mm-hashes on where every client is trusted."
         )

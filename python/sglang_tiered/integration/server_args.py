@@ -75,6 +75,7 @@ _NVME_FLAGS = (
     "--tier-warm-host",
     "--tier-tenant-share",
     "--tier-flush",
+    "--tier-trust-mm-hashes",
     *OBJECT_FLAGS,
     *PEER_FLAGS,
 )
@@ -298,6 +299,7 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         always_load=_resolve_load(explicit),
         tenant_share=share,
         flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
+        trust_mm_hashes=_is_on(explicit, "--tier-trust-mm-hashes"),
     )
 
 
@@ -309,13 +311,18 @@ def _resolve_load(explicit: Mapping[str, Any]) -> bool:
 
 
 def _resolve_warm_host(explicit: Mapping[str, Any], num_ranks: int) -> bool:
-    value = explicit.get("tier_warm_host")
-    if value not in (None, "on", "off"):
-        raise ConfigError(f"--tier-warm-host {value} must be on or off.")
-    if value == "on" and num_ranks > 1:
+    is_on = _is_on(explicit, "--tier-warm-host")
+    if is_on and num_ranks > 1:
         raise ConfigError(
             f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
         )
+    return is_on
+
+
+def _is_on(explicit: Mapping[str, Any], flag: str) -> bool:
+    value = explicit.get(_argument_name(flag))
+    if value not in (None, "on", "off"):
+        raise ConfigError(f"{flag} {value} must be on or off.")
     return value == "on"
 
 

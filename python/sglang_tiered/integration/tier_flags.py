@@ -66,6 +66,11 @@ TIER_FLAGS = {
         "{memory,all}",
         "What SGLang's /flush_cache empties: device and host memory, or NVMe too. Default: memory.",
     ),
+    "--tier-trust-mm-hashes": (
+        "{on,off}",
+        "Take mm_hashes of a request for what its images hash to. Only where every client is "
+        "trusted: one could store its image's pages under another's name. Default: off.",
+    ),
 }
 
 OBJECT_FLAGS = {

@@ -202,6 +202,7 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-warm-host",
         "--tier-tenant-share",
         "--tier-flush",
+        "--tier-trust-mm-hashes",
     ]
 
     assert list(tier_flags.OBJECT_FLAGS) == [
