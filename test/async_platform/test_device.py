@@ -1,0 +1,311 @@
+"""Streams and events of the asynchronous platform, without torch and without SGLang."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import device as streams
+import pytest
+from device import Delays, Device, Event, Stream, current_stream
+
+LONG_S = 30.0
+"""Longer than a test may take: what becomes visible before it, somebody waited for."""
+
+
+@dataclass(frozen=True)
+class Fixed(Delays):
+    """Each kind of stream has one delay; none by default."""
+
+    by_kind: dict[str, float] = field(default_factory=dict)
+
+    def of(self, rank: int, kind: str, ordinal: int) -> float:
+        return self.by_kind.get(kind, 0.0)
+
+
+class Made(SimpleNamespace):
+    device: Device
+    found: list[str]
+    module: Any
+
+    def stream(self, name: str, *, lazy: bool = True) -> Stream:
+        return Stream(of=self.device, name=name, lazy=lazy)
+
+
+Make = Callable[..., Made]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Made] = []
+
+    def make(delays: Delays | None = None, **by_kind: float) -> Made:
+        delays = Fixed(by_kind=by_kind) if delays is None else delays
+        found: list[str] = []
+        device = Device(delays, lambda what, **details: found.append(what))
+        module = SimpleNamespace()
+        streams.install(module, device)
+        made.append(Made(device=device, found=found, module=module))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.device.synchronize()
+        one.device.close()
+
+
+def recorded(stream: Stream) -> Event:
+    return stream.record_event(Event(enable_timing=True))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_copy_runs_late_by_itself_and_in_the_order_of_its_stream(make: Make) -> None:
+    made = make(d2h=0.02)
+    stream, log = made.stream("d2h"), []
+    for number in range(6):
+        stream.copy(lambda number=number: log.append(number))
+    event = recorded(stream)
+    assert not event.query() and log == []
+    wait_until(event.query)
+    assert log == list(range(6))
+    assert made.device.counts == {"due": 6}
+
+
+def test_a_copy_reads_and_writes_when_it_runs_and_not_when_it_is_queued(make: Make) -> None:
+    stream = make(d2h=LONG_S).stream("d2h")
+    source, target = [1], [0]
+    stream.copy(lambda: target.__setitem__(0, source[0]))
+    source[0] = 7
+    assert target == [0]
+    stream.synchronize()
+    assert target == [7]
+
+
+def test_an_event_never_recorded_is_done_and_nobody_waits_for_it(make: Make) -> None:
+    made = make(d2h=LONG_S)
+    event, stream = Event(), made.stream("d2h")
+    assert event.query()
+    event.synchronize()
+    stream.wait_event(event)
+    assert stream.query()
+
+
+def test_a_wait_is_for_the_event_as_it_was_recorded_and_not_as_it_is_recorded_later(
+    make: Make,
+) -> None:
+    made = make(first=0.0, second=0.0, slow=LONG_S)
+    first, second, slow = made.stream("first"), made.stream("second"), made.stream("slow")
+    event, log = Event(), []
+    event.record(first)
+    second.wait_event(event)
+    slow.copy(lambda: log.append("slow"))
+    event.record(slow)
+    second.copy(lambda: log.append("second"))
+    wait_until(second.query)
+    assert log == ["second"] and not event.query()
+
+
+def test_a_copy_comes_after_what_its_stream_waited_for_in_another(make: Make) -> None:
+    made = make(before=0.05, after=0.0)
+    before, after, log = made.stream("before"), made.stream("after"), []
+    before.copy(lambda: log.append("before"))
+    after.wait_stream(before)
+    after.copy(lambda: log.append("after"))
+    wait_until(after.query)
+    assert log == ["before", "after"]
+
+
+def test_each_thread_has_a_stream_of_its_own(make: Make) -> None:
+    made = make()
+    mine, seen = made.stream("mine"), []
+    with made.module.stream(mine):
+        thread = threading.Thread(target=lambda: seen.append(current_stream()))
+        thread.start()
+        thread.join()
+        assert current_stream() is mine
+        with made.module.stream(None):
+            assert current_stream() is mine
+    assert seen == [made.device.default] and current_stream() is made.device.default
+
+
+def test_an_eager_stream_has_the_bytes_it_waits_for_moved_and_no_others(make: Make) -> None:
+    made = make(h2d=LONG_S, d2h=LONG_S)
+    copies, log = made.stream("h2d"), []
+    eager = made.stream("forward", lazy=False)
+    fence = made.stream("d2h")
+    fence.copy(lambda: log.append("fence"))
+    copies.wait_stream(fence)
+    events = []
+    for layer in range(3):
+        copies.copy(lambda layer=layer: log.append(layer))
+        events.append(recorded(copies))
+    eager.wait_event(events[1])
+    assert log == ["fence", 0, 1], "in order, and what they wait for themselves"
+    assert not any(event.query() for event in events), "to see them is another matter"
+    assert made.device.counts == {"demanded": 3}
+
+
+def test_an_eager_computation_is_done_only_after_the_loads_it_waited_for(make: Make) -> None:
+    made = make(h2d=LONG_S, forward=0.0)
+    copies, eager = made.stream("h2d"), made.stream("forward", lazy=False)
+    copies.copy(lambda: None)
+    eager.wait_event(recorded(copies))
+    eager.busy()
+    done = recorded(eager)
+    assert not done.query()
+    copies.synchronize()
+    wait_until(done.query)
+
+
+def test_bytes_of_a_computation_that_is_under_way_appear_once_somebody_waits_for_it(
+    make: Make,
+) -> None:
+    made = make(forward=LONG_S)
+    eager, other, log = made.stream("forward", lazy=False), made.stream("other", lazy=False), []
+    eager.busy(lambda: log.append("appeared"))
+    eager.wait_stream(other)  # has nothing to do with it
+    assert log == []
+    done = recorded(eager)
+    other.wait_event(done)
+    assert log == ["appeared"] and not done.query()
+
+
+def test_a_host_that_waits_makes_everything_it_waits_for_due(make: Make) -> None:
+    made = make(h2d=LONG_S, d2h=LONG_S, forward=LONG_S)
+    copies, fence = made.stream("h2d"), made.stream("d2h")
+    log: list[str] = []
+    fence.copy(lambda: log.append("fence"))
+    copies.wait_stream(fence)
+    copies.copy(lambda: log.append("copy"))
+    event = recorded(copies)
+    fence.copy(lambda: log.append("later"))
+    begun = time.monotonic()
+    event.synchronize()
+    assert time.monotonic() - begun < LONG_S / 2
+    assert log == ["fence", "copy"] and event.query()
+
+
+def test_time_between_two_events_is_that_of_the_device(make: Make) -> None:
+    made = make(d2h=0.02)
+    stream = made.stream("d2h")
+    first = recorded(stream)
+    stream.copy(lambda: None)
+    last = recorded(stream)
+    with pytest.raises(RuntimeError, match="recorded and done"):
+        first.elapsed_time(last)
+    wait_until(last.query)
+    assert first.elapsed_time(last) >= 20
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        first.elapsed_time(stream.record_event())
+
+
+def test_who_waited_knows_what_came_before_through_other_streams_too(make: Make) -> None:
+    made = make(d2h=LONG_S, forward=LONG_S, h2d=LONG_S)
+    a, b, c = made.stream("h2d"), made.stream("forward", lazy=False), made.stream("d2h")
+    index = a.copy(lambda: None)
+    b.wait_stream(a)
+    assert b.clock[a] > index and a not in c.clock
+    c.wait_stream(b)
+    assert c.clock[a] == b.clock[a] and c.clock[b] == b.end
+
+
+def test_a_copy_that_fails_is_a_violation_and_its_stream_goes_on(make: Make) -> None:
+    made = make(d2h=0.0)
+    stream, log = made.stream("d2h"), []
+
+    def fail() -> None:
+        raise ValueError("no buffer")
+
+    stream.copy(fail)
+    stream.copy(lambda: log.append("next"))
+    stream.synchronize()
+    assert made.found == ["copy-failed"] and log == ["next"]
+
+
+def test_synchronize_makes_all_streams_visible(make: Make) -> None:
+    made = make(h2d=LONG_S, d2h=LONG_S)
+    log: list[str] = []
+    for name in ("h2d", "d2h"):
+        made.stream(name).copy(lambda name=name: log.append(name))
+    kept = made.stream("h2d")
+    kept.copy(lambda: log.append("kept"))
+    made.module.synchronize()
+    assert kept.query() and sorted(log) == ["d2h", "h2d", "kept"]
+
+
+def test_a_stream_that_nobody_holds_still_runs_its_copies(make: Make) -> None:
+    made, log = make(d2h=0.02), []
+    made.stream("d2h").copy(lambda: log.append("ran"))
+    wait_until(lambda: log == ["ran"])
+
+
+def test_a_wait_that_cannot_end_raises_with_the_state_of_all_streams(make: Make) -> None:
+    made = make()
+    stream = made.stream("d2h")
+    never = streams.Record(Stream(of=made.device, name="never"), 1, {})
+    stuck = streams.Task("wait", after=never)
+    made.device.put(stream, stuck)
+    record = streams.Record(stream, stream.end, {})
+    with pytest.raises(RuntimeError, match=r"d2h: 0 visible.*next wait for never:1"):
+        made.device.wait_until_visible(record, timeout_s=0.05)
+    stuck.after = None
+
+
+def test_the_same_operations_get_the_same_delays_and_ranks_differ() -> None:
+    drawn = [Delays(seed=3).of(0, "d2h", number) for number in range(200)]
+    assert drawn == [Delays(seed=3).of(0, "d2h", number) for number in range(200)]
+    assert drawn != [Delays(seed=3).of(1, "d2h", number) for number in range(200)]
+    assert drawn != [Delays(seed=4).of(0, "d2h", number) for number in range(200)]
+    assert 20 < drawn.count(0.0) < 80 and max(drawn) > 0.1 and max(drawn) <= 0.15
+
+
+def test_modes_say_which_end_is_late() -> None:
+    late, forward = Delays(mode="late"), Delays(mode="late-forward")
+    assert {late.of(0, "d2h", number) for number in range(9)} == {0.15}
+    assert {forward.of(0, "forward", number) for number in range(9)} == {0.15}
+    assert {forward.of(0, "d2h", number) for number in range(9)} == {0.0}
+    with pytest.raises(ValueError, match="no mode 'sometimes'"):
+        Delays(mode="sometimes")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_operations_keeps_the_order_of_streams_and_never_blocks(
+    make: Make, seed: int
+) -> None:
+    made = make(Delays(seed=seed, horizon_s=0.01, typical_s=0.002))
+    source = random.Random(seed)
+    all_streams = [made.stream(f"x{number}", lazy=number < 3) for number in range(5)]
+    logs: list[list[int]] = [[] for _ in all_streams]
+    counts, events = [0] * 5, []
+    for _ in range(4000):
+        number, what = source.randrange(5), source.random()
+        stream = all_streams[number]
+        if what < 0.4 and stream.lazy:
+            counts[number] += 1
+            stream.copy(lambda n=number, value=counts[number]: logs[n].append(value))
+        elif what < 0.5 and not stream.lazy:
+            counts[number] += 1
+            stream.busy(lambda n=number, value=counts[number]: logs[n].append(value))
+        elif what < 0.7:
+            events.append(recorded(stream))
+        elif what < 0.9 and events:
+            stream.wait_event(source.choice(events[-20:]))
+        elif what < 0.95:
+            stream.wait_stream(source.choice(all_streams))
+        elif events and what < 0.96:
+            source.choice(events).synchronize()
+    made.module.synchronize()
+    assert logs == [list(range(1, count + 1)) for count in counts]
+    assert all(event.query() for event in events) and made.found == []
+    assert all(len(stream.tasks) <= streams.KEPT_TASKS + 1 for stream in all_streams)
