@@ -143,8 +143,20 @@ def _never_pin(host_pool_class: Any) -> None:
 
 
 def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
-    """Page numbers of page-aligned token indices. token_indices: [pages * page_size] int64."""
-    ids: list[int] = (token_indices.view(-1, page_size)[:, 0] // page_size).tolist()
+    """Page numbers of token indices. token_indices: [pages * page_size] int64.
+
+    Raises ``ValueError`` where they are no whole pages: other rows would be copied.
+    """
+    slots = token_indices.numpy()
+    first = slots[::page_size]
+    whole = (first[:, None] + range(page_size)).reshape(-1)
+    if len(slots) % page_size or (first % page_size).any() or (slots != whole).any():
+        raise ValueError(
+            f"the CPU platform copies whole pages of {page_size} slots that begin at a multiple of "
+            f"it, and was given {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
+            "(PagedTokenToKVPoolAllocator)."
+        )
+    ids: list[int] = (first // page_size).tolist()
     return ids
 
 

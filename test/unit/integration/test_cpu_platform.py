@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from sglang_tiered.integration import cpu_platform
 
@@ -80,6 +81,40 @@ def test_a_layer_that_is_not_packed_is_refused_instead_of_copied_to_nowhere() ->
     with pytest.raises(RuntimeError):
         cpu_platform.transfer_kv_per_layer_direct_pf_lf(
             host, device[:2], token_indices([4]), token_indices([1]), 0, page_size=PAGE
+        )
+
+
+@pytest.mark.parametrize("is_to_host", [True, False], ids=["to host", "to device"])
+def test_slots_that_are_no_page_are_refused_instead_of_copied_from_the_page_beside(
+    is_to_host: bool,
+) -> None:
+    """An allocator of tokens hands out the slots from 1 on, the one before takes what padding
+    writes: no page of the pool."""
+    size = NUM_PAGES * PAGE
+    allocator = TokenToKVPoolAllocator(size - 1, torch.float32, "cpu", None, need_sort=False)
+    unaligned = allocator.alloc(PAGE)
+    device = [layer for half in range(2) for layer in make_layers((2, 8), half)]
+    host = [torch.full((NUM_PAGES, LAYERS, PAGE, 2, 8), 7.0) for _ in range(2)]
+    before = [tensor.clone() for tensor in (*device, *host)]
+    with pytest.raises(ValueError, match=r"whole pages of 4 slots .* given 1, 2, 3, 4"):
+        if is_to_host:
+            cpu_platform.transfer_kv_all_layer_direct_lf_pf(
+                device, host, unaligned, token_indices([2]), page_size=PAGE
+            )
+        else:
+            cpu_platform.transfer_kv_per_layer_direct_pf_lf(
+                host, device[::LAYERS], token_indices([2]), unaligned, 0, page_size=PAGE
+            )
+    assert all(map(torch.equal, before, (*device, *host)))
+
+
+@pytest.mark.parametrize("slots", [[4, 5, 6], [4, 5, 7, 6], [4, 5, 8, 9]])
+def test_part_of_a_page_or_a_page_in_another_order_is_refused(slots: list[int]) -> None:
+    device = [layer for half in range(2) for layer in make_layers((2, 8), half)]
+    host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
+    with pytest.raises(ValueError, match="whole pages of 4 slots"):
+        cpu_platform.transfer_kv_all_layer_direct_lf_pf(
+            device, host, torch.tensor(slots), token_indices([2]), page_size=PAGE
         )
 
 
