@@ -1,0 +1,123 @@
+"""Forwards that a device would still be at when their launch returns.
+
+Here a forward has run within its launch. What comes behind it, the fence of a copy or the event of
+its results, must not be done before the delay of the forward is over. With the part ``late-kv`` its
+rows get their old bytes back until somebody waits for it, or the next forward begins: a copy
+without a fence, or another thread or process that sends, reads what it would read on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import device as streams
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from books import DeviceSlots
+    from device import Stream
+    from seams import Bed
+
+    Written = list[tuple[DeviceSlots, torch.Tensor]]
+
+__all__ = ["late"]
+
+
+def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[Any], Any]:
+    """What to put around ``ModelRunner.forward``."""
+
+    def around(original: Any) -> Any:
+        def forward(self: Any, forward_batch: Any, *arguments: Any, **named: Any) -> Any:
+            bed.report.ran("forward")
+            stream = streams.current_stream()
+            bed.device.demand(stream, stream.end)  # the forward before
+            overlaps = stream is self.forward_stream
+            if overlaps:
+                stream.called("forward", lazy=False)
+            if forward_batch.forward_mode.is_extend() and not _waits_for_loads(self):
+                bed.lessons.num_forwards += 1
+            written = _written(self, forward_batch, slots_of)
+            with bed.device.lock:
+                for book, rows in written:
+                    book.begin_forward(rows.numpy(), stream)
+            hide = overlaps and "late-kv" in bed.parts
+            old = _rows(written) if hide else []
+            result = original(self, forward_batch, *arguments, **named)
+            appear = None
+            if hide:
+                appear = functools.partial(_set_rows, written, _rows(written))
+                _set_rows(written, old)
+            _note(self, forward_batch, bed, stream, written, overlaps, appear)
+            return result
+
+        return forward
+
+    return around
+
+
+def _note(
+    runner: Any,
+    batch: Any,
+    bed: Bed,
+    stream: Stream,
+    written: Written,
+    overlaps: bool,
+    appear: Callable[[], None] | None,
+) -> None:
+    reads = _read(runner, batch) if written else np.zeros(0, np.int64)
+    with bed.device.lock:
+        if overlaps:
+            index = stream.busy(appear, "forward")
+        else:  # the host takes its result at once
+            stream.record_event()
+            index = stream.end
+        for number, (book, rows) in enumerate(written):
+            of_book = reads if number == 0 else reads[:0]
+            book.end_forward(of_book, rows.numpy(), stream, index)
+
+
+def _written(runner: Any, batch: Any, slots_of: Callable[[Any], DeviceSlots | None]) -> Written:
+    """The books of the pools that a forward writes, with the slots; those of all layers first."""
+    rows, pool = batch.out_cache_loc, runner.token_to_kv_pool
+    found: Written = []
+    if rows is None:
+        return found
+    rows = rows.to(dtype=rows.dtype, copy=True)
+    book = slots_of(pool)
+    if book is not None:
+        found.append((book, rows))
+    windows = getattr(pool, "swa_kv_pool", None)
+    book = slots_of(windows)
+    if windows is not None and book is not None:
+        found.append((book, pool.translate_loc_from_full_to_swa(rows)))
+    return found
+
+
+def _read(runner: Any, batch: Any) -> Any:
+    """The slots that hold the tokens of its requests."""
+    table = runner.req_to_token_pool.req_to_token
+    requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False)
+    slots = [table[request, :length].numpy() for request, length in requests]
+    return np.concatenate(slots).astype(np.int64) if slots else np.zeros(0, np.int64)
+
+
+def _waits_for_loads(runner: Any) -> bool:
+    counter = getattr(runner.token_to_kv_pool, "layer_transfer_counter", None)
+    return counter is not None and counter.consumer_index >= 0
+
+
+def _rows(written: Written) -> list[list[torch.Tensor]]:
+    return [[buffer[rows] for buffer in book.buffers] for book, rows in written]
+
+
+def _set_rows(written: Written, values: list[list[torch.Tensor]]) -> None:
+    import torch
+
+    with torch.inference_mode():
+        for (book, rows), of_book in zip(written, values, strict=True):
+            for buffer, value in zip(book.buffers, of_book, strict=True):
+                buffer[rows] = value

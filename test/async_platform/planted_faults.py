@@ -1,0 +1,485 @@
+"""Faults on SGLang's real pools and copies, one at a time: what does the platform say?
+
+A process of its own, since the platform takes the place of torch's streams: its last line is JSON,
+the violations by fault. Pages have 8 MiB, and nothing becomes visible before somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+__all__ = ["FAULTS"]
+
+PAGE, LAYERS, HEADS, DIM, PAGES = 128, 8, 8, 128, 4
+
+FAULTS: dict[str, tuple[Callable[[World], None], set[str]]] = {}
+"""Each with the violations that it must lead to, and no others."""
+
+
+def noticed_as(*violations: str) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
+    def register(plant: Callable[[World], None]) -> Callable[[World], None]:
+        FAULTS[plant.__name__] = plant, set(violations)
+        return plant
+
+    return register
+
+
+class World:
+    """One request's part of a scheduler: its pools, a controller, a tier, and forwards."""
+
+    def __init__(self, folder: str) -> None:
+        import device as streams
+        import forwards
+        import torch
+        from seams import BED, pages_of, slots_of
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+        self.streams, self.bed, self.folder = streams, BED, folder
+        self.pool = MHATokenToKVPool(
+            size=PAGE * PAGES,
+            page_size=PAGE,
+            dtype=torch.float32,
+            head_num=HEADS,
+            head_dim=DIM,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            PAGE * PAGES, PAGE, torch.float32, "cpu", self.pool, False
+        )
+        (info,) = self.pool.get_device_pool_infos()
+        self.host = MHATokenToKVPoolHost(
+            info.buffer_info,
+            1.5,
+            0,
+            PAGE,
+            "page_first_direct",
+            device_capacity_tokens=self.pool.size,
+            start_layer=0,
+            end_layer=LAYERS - 1,
+        )
+        self.forward_stream, self.scheduling = torch.cpu.Stream(), torch.cpu.Stream()
+        self.controller = self._make_controller()
+        self.table = torch.zeros(4, PAGE * PAGES, dtype=torch.int64)
+        runner = SimpleNamespace(
+            forward_stream=self.forward_stream,
+            token_to_kv_pool=self.pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+        )
+        forward = forwards.late(BED, slots_of)(self._compute)
+        self._forward = lambda batch: forward(runner, batch)
+        book = pages_of(self.host)
+        assert book is not None
+        self.pages = book
+        self.seen: list[torch.Tensor] = []
+        self._storage: Any = None
+
+    def _make_controller(self) -> Any:
+        from sglang.srt.managers.cache_controller import HiCacheController, LayerDoneCounter
+        from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+
+        controller = HiCacheController.__new__(HiCacheController)
+        controller.__dict__.update(
+            mem_pool_device_allocator=self.allocator,
+            mem_pool_device=self.pool,
+            mem_pool_host=self.host,
+            io_backend="direct",
+            page_size=PAGE,
+            device="cpu",
+            transfer_layer_id_max=LAYERS,
+            layer_done_counter=LayerDoneCounter(LAYERS),
+            load_queue=[],
+            write_queue=[],
+            ack_load_queue=[],
+            ack_write_queue=[],
+            load_fence_stream=self.forward_stream,
+            write_fence_stream=self.forward_stream,
+            l2_transfer_engine=L2TransferEngine("direct"),
+        )
+        self.pool.register_layer_transfer_counter(controller.layer_done_counter)
+        return controller
+
+    @property
+    def storage(self) -> Any:
+        if self._storage is None:
+            self._storage = open_storage(self.folder, self.host)
+        return self._storage
+
+    # ---- What a scheduler does ----
+
+    def forward(
+        self, writes: torch.Tensor, reads: torch.Tensor | None = None, consumer: int = -1
+    ) -> None:
+        """Compute tokens whose prefix is in ``reads``, which it reads layer by layer."""
+        import torch
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        tokens = writes if reads is None else torch.cat([reads, writes])
+        self.table[1, : len(tokens)] = tokens
+        self.controller.layer_done_counter.set_consumer(consumer)
+        batch = SimpleNamespace(
+            out_cache_loc=writes,
+            req_pool_indices=torch.tensor([1]),
+            seq_lens=torch.tensor([len(tokens)]),
+            forward_mode=ForwardMode.EXTEND,
+            prefix=reads,
+        )
+        with self.streams.stream(self.forward_stream):
+            self.forward_stream.wait_stream(self.scheduling)
+            self._forward(batch)
+
+    def _compute(self, runner: Any, batch: Any) -> None:
+        import torch
+
+        self.seen = []
+        for layer in range(LAYERS):
+            keys = self.pool.get_key_buffer(layer)
+            if batch.prefix is not None:
+                self.seen.append(keys[batch.prefix].clone())
+            for buffer in (self.pool.k_buffer[layer], self.pool.v_buffer[layer]):
+                buffer[batch.out_cache_loc] = torch.randn(len(batch.out_cache_loc), HEADS, DIM)
+
+    def computed(self, num_pages: int = 2) -> torch.Tensor:
+        """Slots of pages that a forward has written."""
+        slots: torch.Tensor = self.allocator.alloc(num_pages * PAGE)
+        self.forward(slots)
+        return slots
+
+    def backed_up(self, num_pages: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computed pages whose host copy is done: slots on the device and in host memory."""
+        slots = self.computed(num_pages)
+        host = self.controller.write(slots)
+        self.finish()
+        return slots, host
+
+    def load_back(self, host: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Begin a load back: slots, and who may wait for it."""
+        slots: torch.Tensor = self.controller.load(host)
+        return slots, self.controller.start_loading()
+
+    def finish(self) -> None:
+        self.bed.device.synchronize()
+
+    def copy_to(self, host: torch.Tensor, slots: torch.Tensor) -> None:
+        """A copy to host pages that nobody allocated for it."""
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        self.controller.write_queue.append(CacheOperation(host, slots, -1))
+        self.controller.start_writing()
+
+    def close(self) -> None:
+        if self._storage is not None:
+            self._storage.close()
+
+    def write_host(self, slot: int) -> None:
+        """Somebody's late write."""
+        self.pages.views(slot // PAGE)[0][77] += 1
+
+
+def open_storage(folder: str, host: Any) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+    from sglang_tiered.integration import namespace
+    from sglang_tiered.integration.storage_backend import TieredStorage
+
+    nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=64 * MiB)
+    TieredConfig(mode=TierMode.NVME, host_bytes=MiB, nvme=nvme).to_environment(os.environ)
+    namespace.server_identity = lambda config: {"model": "m"}
+    where = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
+    where |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
+    config = HiCacheStorageConfig(
+        **where,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="m",
+    )
+    storage: Any = TieredStorage(config, {})
+    storage.register_mem_pool_host(host)
+    storage.on_host_pools_registered()
+    return storage
+
+
+def hashes(number: int) -> list[str]:
+    return [hashlib.sha256(str(page).encode()).hexdigest() for page in range(number)]
+
+
+# ---- Stores and loads ----
+
+
+@noticed_as()
+def everything_in_order(world: World) -> None:
+    import torch
+
+    slots = world.computed()
+    world.finish()
+    before = world.pool.k_buffer[3][slots].clone()
+    host = world.controller.write(slots)
+    world.finish()
+    assert world.storage.batch_set_v1(hashes(2), host) == [True, True]
+    world.allocator.free(slots)
+    world.host.free(host)
+    host = world.host.alloc(2 * PAGE)
+    assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
+    slots, consumer = world.load_back(host)
+    assert not torch.equal(world.pool.k_buffer[3][slots], before), "nobody has waited for it"
+    new = world.allocator.alloc(PAGE)
+    world.forward(new, slots, consumer)
+    assert torch.equal(world.seen[3], before)
+    world.finish()
+    world.host.free(host)
+    world.allocator.free(torch.cat([slots, new]))
+    world.close()
+    world.host.destroy()
+
+
+@noticed_as("store-before-copy-is-done", "store-of-poison")
+def store_of_a_node_whose_copy_is_queued(world: World) -> None:
+    world.storage.batch_set_v1(hashes(2), world.controller.write(world.computed()))
+
+
+@noticed_as("store-of-poison")
+def store_of_a_page_of_which_a_row_was_never_written(world: World) -> None:
+    _, host = world.backed_up()
+    world.pages.views(int(host[0]) // PAGE)[1][DIM * 64 : DIM * 65] = 0x4240C240
+    world.storage.batch_set_v1(hashes(2), host)
+
+
+@noticed_as("host-page-changed-during-store")
+def page_written_while_it_is_stored(world: World) -> None:
+    _, host = world.backed_up()
+    begin = world.storage.transfers.begin
+
+    def late(*arguments: Any) -> Any:
+        world.write_host(int(host[0]))
+        return begin(*arguments)
+
+    world.storage.transfers.begin = late
+    world.storage.batch_set_v1(hashes(2), host)
+
+
+@noticed_as("load-into-free-host-page")
+def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
+    _, host = world.backed_up()
+    world.storage.batch_set_v1(hashes(2), host)
+    world.host.free(host)
+    assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
+
+
+@noticed_as("load-into-host-page-in-use")
+def load_from_disk_into_a_page_that_a_copy_fills(world: World) -> None:
+    _, host = world.backed_up()
+    world.storage.batch_set_v1(hashes(2), host)
+    pending = world.controller.write(world.computed())
+    world.storage.batch_get_v1(hashes(2), pending)
+
+
+# ---- Host pages ----
+
+
+@noticed_as("h2d-before-copy-is-done")
+def load_back_of_a_node_whose_copy_is_queued(world: World) -> None:
+    world.load_back(world.controller.write(world.computed()))
+
+
+@noticed_as("h2d-of-free-host-page")
+def load_back_of_a_page_that_was_freed(world: World) -> None:
+    _, host = world.backed_up()
+    world.host.free(host)
+    world.load_back(host)
+
+
+@noticed_as("host-free-while-written")
+def host_page_freed_under_its_copy(world: World) -> None:
+    world.host.free(world.controller.write(world.computed()))
+
+
+@noticed_as("host-free-while-read")
+def host_page_freed_under_its_load_back(world: World) -> None:
+    _, host = world.backed_up()
+    world.load_back(host)
+    world.host.free(host)
+
+
+@noticed_as("host-clear-in-flight")
+def flush_under_a_copy(world: World) -> None:
+    world.controller.write(world.computed())
+    world.host.clear()
+
+
+@noticed_as("host-page-written-after-free")
+def host_page_written_after_it_was_freed(world: World) -> None:
+    _, host = world.backed_up()
+    world.host.free(host)
+    world.write_host(int(host[0]))
+    world.host.alloc(world.host.available_size())
+
+
+@noticed_as("d2h-into-free-host-page")
+def copy_into_a_host_page_that_nobody_has(world: World) -> None:
+    _, host = world.backed_up()
+    world.host.free(host)
+    world.copy_to(host, world.computed())
+
+
+@noticed_as("d2h-into-host-page-in-use")
+def two_copies_into_one_host_page(world: World) -> None:
+    slots = world.computed()
+    world.copy_to(world.controller.write(slots), slots)
+
+
+@noticed_as("copy-failed")
+def copy_behind_the_end_of_its_pool(world: World) -> None:
+    slots = world.computed()
+    world.host.destroy()
+    world.controller.write(slots)
+
+
+@noticed_as("unaligned-page", "copy-failed")
+def slots_that_are_no_page(world: World) -> None:
+    world.controller.write(world.computed()[PAGE // 2 : -PAGE // 2])
+
+
+# ---- Device slots ----
+
+
+@noticed_as("d2h-not-ordered-after-writer")
+def copy_without_a_fence_behind_its_forward(world: World) -> None:
+    world.controller.write_fence_stream = None
+    host = world.controller.write(world.computed())
+    world.controller.ack_write_queue[-1].finish_event.synchronize()
+    assert world.pages.holds_poison(int(host[0]) // PAGE), "the forward is under way"
+
+
+@noticed_as("h2d-into-slots-in-use")
+def load_back_without_a_fence_into_slots_that_a_forward_writes(world: World) -> None:
+    _, host = world.backed_up(1)
+    world.controller.load_fence_stream = None
+    slots = world.computed(1)
+    world.allocator.free(slots)
+    loaded, _ = world.load_back(host)
+    assert set(loaded.tolist()) == set(slots.tolist())
+
+
+@noticed_as("h2d-into-slots-in-use")
+def load_back_without_a_fence_into_slots_that_a_forward_reads(world: World) -> None:
+    slots, host = world.backed_up(1)
+    world.controller.load_fence_stream = None
+    world.forward(world.allocator.alloc(PAGE), slots)
+    world.allocator.free(slots)
+    loaded, _ = world.load_back(host)
+    assert set(loaded.tolist()) == set(slots.tolist())
+
+
+@noticed_as("forward-into-slots-in-use")
+def forward_into_slots_that_are_copied(world: World) -> None:
+    slots = world.computed()
+    world.controller.write(slots)
+    world.forward(slots)
+
+
+@noticed_as("forward-read-before-load")
+def forward_that_does_not_wait_for_its_load(world: World) -> None:
+    _, host = world.backed_up(1)
+    slots, _ = world.load_back(host)
+    world.forward(world.allocator.alloc(PAGE), slots, consumer=-1)
+
+
+@noticed_as("device-free-while-copied")
+def device_pages_freed_before_their_copy(world: World) -> None:
+    slots = world.computed()
+    world.finish()
+    host = world.controller.write(slots)
+    world.allocator.free(slots)
+    world.finish()
+    assert world.pages.holds_poison(int(host[0]) // PAGE)
+
+
+@noticed_as("device-free-while-copied")
+def flush_of_device_pages_under_a_copy(world: World) -> None:
+    world.controller.write(world.computed())
+    world.allocator.clear()
+
+
+@noticed_as("device-free-while-loaded")
+def device_pages_freed_before_their_load(world: World) -> None:
+    _, host = world.backed_up()
+    slots, _ = world.load_back(host)
+    world.allocator.free(slots)
+
+
+# ---- Lessons ----
+
+
+@noticed_as("too-many-lessons")
+def prefill_that_teaches_twice(world: World) -> None:
+    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+
+    cache: Any = SimpleNamespace(_planner=None)
+    world.computed()
+    for _ in range(2):
+        LoadingRadixCache.note_batch(cache, [(PAGE, 0)], 0.1)
+
+
+@noticed_as("too-many-lessons")
+def prefill_that_teaches_although_it_waits_for_a_load(world: World) -> None:
+    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+
+    _, host = world.backed_up(1)
+    world.bed.lessons.num_lessons = world.bed.lessons.num_forwards
+    slots, consumer = world.load_back(host)
+    world.forward(world.allocator.alloc(PAGE), slots, consumer)
+    cache: Any = SimpleNamespace(_planner=None)
+    LoadingRadixCache.note_batch(cache, [(PAGE, 0)], 0.1)
+
+
+def main(names: Iterable[str]) -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from seams import BED
+
+    class Never:
+        """Visible only to who waits."""
+
+        number = staticmethod(BED.device.delays.number)
+
+        def of(self, rank: int, kind: str, ordinal: int) -> float:
+            return 1000.0
+
+    BED.device.delays = Never()  # type: ignore[assignment]
+    found = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            BED.lessons.num_forwards = BED.lessons.num_lessons = 0
+            plant, _ = FAULTS[name]
+            world = World(folder)
+            try:
+                plant(world)
+                BED.device.synchronize()
+            except Exception:
+                BED.report.violation(traceback.format_exc())
+            found[name] = sorted(set(BED.report.take()))
+            world.close()
+    print(json.dumps({"found": found, "ran": dict(BED.report.runs)}), flush=True)
+    os._exit(0)  # what was broken on purpose is not taken down in order
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or FAULTS)

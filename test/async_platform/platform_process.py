@@ -1,0 +1,41 @@
+"""A Python process with the asynchronous platform, from the outside as a server has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER", "environment", "run"]
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def environment(report: Path | None = None, *, seed: int = 1, **settings: str) -> dict[str, str]:
+    """What puts a process on the platform; ``settings`` without ``ASYNC_PLATFORM_``."""
+    paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+    named = {f"ASYNC_PLATFORM_{name}": value for name, value in settings.items()}
+    if report is not None:
+        named["ASYNC_PLATFORM_REPORT"] = str(report)
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "ASYNC_PLATFORM_SEED": str(seed),
+        **named,
+    }
+
+
+def run(script: str, *arguments: str, timeout_s: float, **more: str) -> Any:
+    """Run a script of this folder; what the JSON of its last line says."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.splitlines()[-1])

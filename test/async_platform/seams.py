@@ -1,0 +1,452 @@
+"""Where SGLang and sglang-tiered are wrapped, right after each module was executed.
+
+Every seam asserts that what it wraps exists, and tells the report that it ran. Whoever writes host
+pages needs one, or its pages count as never copied. Forwards have a module of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import device as streams
+import numpy as np
+from books import DeviceSlots, HostPages, Lessons, check_aligned
+from device import Delays, Device
+from report import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+    import torch
+    from device import Stream
+
+__all__ = ["AFTER", "BED", "Bed", "slots_of"]
+
+CHUNK_PAGES = 8
+"""A copy to host memory moves so many pages at a time, so that half of one can be seen."""
+PARTS = frozenset(("poison", "books", "late-kv"))
+
+
+class Bed:
+    """The platform of this process: its settings, device, report and lessons."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        off = set(filter(None, environment.get("ASYNC_PLATFORM_OFF", "").split(",")))
+        assert off <= PARTS, f"ASYNC_PLATFORM_OFF={','.join(off)}; there are {', '.join(PARTS)}"
+        self.parts = PARTS - off
+        self.report = Report(environment.get("ASYNC_PLATFORM_REPORT"))
+        delays = Delays(
+            seed=int(environment.get("ASYNC_PLATFORM_SEED", "0")),
+            mode=environment.get("ASYNC_PLATFORM_MODE", "random"),
+            horizon_s=float(environment.get("ASYNC_PLATFORM_HORIZON_S", "0.15")),
+        )
+        self.device = Device(delays, self.report.violation)
+        self.lessons = Lessons(self.report)
+
+
+BED = Bed(os.environ)
+
+
+def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put ``around(original)`` in the place of an attribute that the owner defines itself."""
+    original = vars(owner).get(name)
+    assert original is not None, f"{owner} has no {name}: the asynchronous platform must follow"
+    setattr(owner, name, functools.wraps(original)(around(original)))
+
+
+# ---- Books of pools, kept with the pools ----
+
+_HOST, _DEVICE = "_async_platform_pages", "_async_platform_slots"
+
+
+def pages_of(pool: Any) -> HostPages | None:
+    """The books of a host pool; None where none are kept."""
+    book: HostPages | None = vars(pool).get(_HOST) if hasattr(pool, "__dict__") else None
+    return book
+
+
+def slots_of(pool: Any, *, page_size: int | None = None) -> DeviceSlots | None:
+    """The books of a device pool; begun here by who knows its page size."""
+    if pool is None or not hasattr(pool, "__dict__") or "books" not in BED.parts:
+        return None
+    pool = getattr(pool, "full_kv_pool", pool)
+    book: DeviceSlots | None = vars(pool).get(_DEVICE)
+    if book is None and page_size is not None:
+        poisons = "poison" in BED.parts
+        made = DeviceSlots(pool, BED.device, BED.report, poisons, page_size)
+        if made.number:
+            book = vars(pool)[_DEVICE] = made
+    return book
+
+
+# ---- Copies ----
+
+
+class Deferred:
+    """A host pool whose copies are queued on the current stream. The host's indices are taken at
+    the call, as CUDA stages them; the device's are read when a copy runs."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def backup_from_device_all_layer_physical(
+        self,
+        device_pool: Any,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        import torch
+
+        BED.report.ran("d2h")
+        pool, host_indices, stream = self._pool, host_indices.clone(), streams.current_stream()
+        pages, slots = pages_of(pool), slots_of(device_pool)
+
+        def end() -> None:
+            if pages is not None:
+                pages.end_write(host_indices)
+            if slots is not None:
+                slots.end_copy_out(device_indices)
+
+        def move(host: torch.Tensor, device: torch.Tensor) -> None:
+            with torch.inference_mode():
+                pool.backup_from_device_all_layer_physical(device_pool, host, device, io_backend)
+
+        with BED.device.lock:
+            if pages is not None:
+                pages.begin_write(host_indices, "d2h")
+            if slots is not None:
+                slots.begin_copy_out(device_indices, stream)
+            size = CHUNK_PAGES * int(getattr(pool, "logical_page_size", pool.page_size))
+            chunks = list(zip(host_indices.split(size), device_indices.split(size), strict=True))
+            draw = functools.partial(BED.device.delays.number, stream.end)
+            order = sorted(range(len(chunks)), key=lambda number: (draw(number), number))
+            for number in order:
+                stream.copy(
+                    functools.partial(move, *chunks[number]),
+                    "d2h",
+                    end if number == order[-1] else None,
+                )
+
+    def load_to_device_per_layer_physical(
+        self,
+        device_pool: Any,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        import torch
+
+        BED.report.ran("h2d")
+        pool, host_indices, stream = self._pool, host_indices.clone(), streams.current_stream()
+        pages, slots = pages_of(pool), slots_of(device_pool)
+
+        def move() -> None:
+            with torch.inference_mode():
+                pool.load_to_device_per_layer_physical(
+                    device_pool,
+                    host_indices,
+                    device_indices,
+                    layer_id,
+                    io_backend,
+                    is_draft=is_draft,
+                )
+
+        def end() -> None:
+            if pages is not None:
+                pages.end_read(host_indices)
+
+        with BED.device.lock:
+            if pages is not None:
+                pages.begin_read(host_indices, "h2d")
+            if slots is not None:
+                slots.begin_copy_in(device_indices, stream)
+            index = stream.copy(move, f"h2d of layer {layer_id}", end)
+            if slots is not None:
+                slots.copied_in(device_indices, stream, index)
+
+
+def _transfers(module: ModuleType) -> None:
+    engine = module.L2TransferEngine
+
+    def with_lazy_streams(original: Any) -> Any:
+        def __init__(self: Any, io_backend: str) -> None:
+            original(self, io_backend)
+            self.device_to_host_stream.called("d2h", lazy=True)
+            self.host_to_device_stream.called("h2d", lazy=True)
+
+        return __init__
+
+    def deferred(original: Any) -> Any:
+        def prepare(self: Any, transfers: list[Any]) -> list[Any]:
+            prepared = original(self, transfers)
+            for one in prepared if "books" in BED.parts else ():
+                page_size = int(one.host_pool.page_size)
+                if one.host_pool.layout == "page_first_direct":
+                    for indices in (one.host_indices, one.device_indices):
+                        check_aligned(BED.report, type(one.host_pool).__name__, indices, page_size)
+            return [one._replace(host_pool=Deferred(one.host_pool)) for one in prepared]
+
+        return prepare
+
+    wrap(engine, "__init__", with_lazy_streams)
+    wrap(engine, "_prepare_transfers", deferred)
+
+
+# ---- Host pages ----
+
+
+def _host_pools(module: ModuleType) -> None:
+    pool_class = module.HostKVCache
+    _watch_pages(pool_class)
+
+    def after_copies(original: Any) -> Any:
+        def destroy(self: Any) -> Any:
+            BED.device.synchronize()
+            return original(self)
+
+        return destroy
+
+    wrap(pool_class, "destroy", after_copies)
+
+
+def _watch_pages(pool_class: Any) -> None:
+    def allocating(original: Any) -> Any:
+        def alloc(self: Any, need_size: int) -> Any:
+            indices = original(self, need_size)
+            book = pages_of(self)
+            if book is not None and indices is not None and len(indices):
+                BED.report.ran("host-alloc")
+                with BED.device.lock:
+                    book.allocated(indices)
+            return indices
+
+        return alloc
+
+    def freeing(original: Any) -> Any:
+        def free(self: Any, indices: torch.Tensor) -> Any:
+            book = pages_of(self)
+            if book is not None and len(indices):
+                BED.report.ran("host-free")
+                with BED.device.lock:
+                    book.freed(indices)
+            return original(self, indices)
+
+        return free
+
+    def clearing(original: Any) -> Any:
+        def clear(self: Any) -> None:
+            book = pages_of(self)
+            if book is not None:
+                with BED.device.lock:
+                    book.cleared()
+            original(self)
+            if book is None and _keeps_own_pages(self):
+                vars(self)[_HOST] = HostPages(self, BED.report, "poison" in BED.parts)
+
+        return clear
+
+    wrap(pool_class, "alloc", allocating)
+    wrap(pool_class, "free", freeing)
+    wrap(pool_class, "clear", clearing)
+
+
+def _mamba_pools(module: ModuleType) -> None:
+    _watch_pages(module.MambaPoolHost)
+
+
+def _keeps_own_pages(pool: Any) -> bool:
+    return (
+        "books" in BED.parts
+        and getattr(pool, "kv_buffer", None) is not None
+        and pool.shared_allocation_domain is None
+    )
+
+
+# ---- Device slots ----
+
+
+def _paged_allocator(module: ModuleType) -> None:
+    def releasing(original: Any) -> Any:
+        def release(self: Any, *page_ids: torch.Tensor) -> None:
+            book = slots_of(self.get_kvcache(), page_size=self.page_size)
+            if book is not None:
+                BED.report.ran("device-free")
+                with BED.device.lock:
+                    for pages in page_ids:
+                        first = pages.cpu().numpy()[:, None] * self.page_size
+                        book.freed((first + np.arange(self.page_size)).reshape(-1))
+            original(self, *page_ids)
+
+        return release
+
+    wrap(module.PagedTokenToKVPoolAllocator, "_release_page_ids", releasing)
+    _watch_clear(module.PagedTokenToKVPoolAllocator)
+
+
+def _token_allocator(module: ModuleType) -> None:
+    def freeing(original: Any) -> Any:
+        def free(self: Any, free_index: torch.Tensor) -> None:
+            book = slots_of(self.get_kvcache(), page_size=1)
+            if book is not None and self.free_group is None and free_index.numel():
+                BED.report.ran("device-free")
+                with BED.device.lock:
+                    book.freed(free_index.cpu().numpy())
+            original(self, free_index)
+
+        return free
+
+    wrap(module.TokenToKVPoolAllocator, "free", freeing)
+    _watch_clear(module.TokenToKVPoolAllocator)
+
+
+def _watch_clear(allocator_class: Any) -> None:
+    def clearing(original: Any) -> Any:
+        def clear(self: Any) -> None:
+            book = slots_of(self.get_kvcache(), page_size=self.page_size)
+            if book is not None:
+                with BED.device.lock:
+                    book.cleared()
+            original(self)
+
+        return clear
+
+    wrap(allocator_class, "clear", clearing)
+
+
+# ---- Storage ----
+
+
+def _storage(module: ModuleType) -> None:
+    def storing(original: Any) -> Any:
+        def _store(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor | None) -> Any:
+            book = pages_of(self._pool(pool)) if host_indices is not None and hashes else None
+            if book is None or host_indices is None:
+                return original(self, pool, hashes, host_indices)
+            BED.report.ran("store")
+            with BED.device.lock:
+                before = book.begin_store(host_indices)
+            try:
+                return original(self, pool, hashes, host_indices)
+            finally:
+                with BED.device.lock:
+                    book.end_store(host_indices, before)
+
+        return _store
+
+    def loading(original: Any) -> Any:
+        def _load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor | None) -> Any:
+            book = pages_of(self._pool(pool)) if host_indices is not None and hashes else None
+            if book is None or host_indices is None:
+                return original(self, pool, hashes, host_indices)
+            BED.report.ran("load")
+            with BED.device.lock:
+                book.begin_write(host_indices, "load")
+            loaded: list[bool] = [False] * len(hashes)
+            try:
+                loaded = original(self, pool, hashes, host_indices)
+                return loaded
+            finally:
+                with BED.device.lock:
+                    book.end_write(host_indices)
+                    for page, is_there in zip(host_indices.split(book.size), loaded, strict=True):
+                        if not is_there:
+                            book.not_written(page)
+
+        return _load
+
+    wrap(module.TieredStorage, "_store", storing)
+    wrap(module.TieredStorage, "_load", loading)
+
+
+def _load_scheduling(module: ModuleType) -> None:
+    def counting(original: Any) -> Any:
+        def note_batch(self: Any, spans: Any, seconds: float) -> None:
+            BED.report.ran("lesson")
+            if "books" in BED.parts:
+                BED.lessons.note()
+            original(self, spans, seconds)
+
+        return note_batch
+
+    wrap(module.LoadingRadixCache, "note_batch", counting)
+
+
+# ---- Streams ----
+
+
+def _torch_cpu(module: ModuleType) -> None:
+    for name in ("Stream", "Event", "StreamContext", "stream", "current_stream", "synchronize"):
+        assert hasattr(module, name), f"torch.cpu has no {name}"
+    streams.install(module, BED.device)
+
+
+def _scheduler(module: ModuleType) -> None:
+    def with_late_results(original: Any) -> Any:
+        def init_overlap(self: Any) -> None:
+            from sglang.srt.runtime_context import get_parallel
+
+            BED.report.ran("scheduler")
+            BED.device.rank = int(get_parallel().tp_rank or 0)
+            original(self)
+            copies: Stream = self.copy_stream
+            copies.called("results", lazy=True)
+
+        return init_overlap
+
+    wrap(module.Scheduler, "init_overlap", with_late_results)
+
+
+class _Over:
+    """A module with some attributes changed."""
+
+    def __init__(self, module: Any, **changed: Any) -> None:
+        vars(self).update(changed)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _disaggregation_prefill(module: ModuleType) -> None:
+    """It asks CUDA for its events by name; with one of ours a cached prefix can be sent early."""
+
+    class Event(streams.Event):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            BED.report.ran("early-send")
+            super().__init__(*arguments, **named)
+
+    torch = module.torch
+    assert hasattr(torch, "cuda")
+    cuda = _Over(torch.cuda, Event=Event, current_stream=streams.current_stream)
+    module.torch = _Over(torch, cuda=cuda)
+
+
+def _model_runner(module: ModuleType) -> None:
+    import forwards
+
+    wrap(module.ModelRunner, "forward", forwards.late(BED, slots_of))
+
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch.cpu": _torch_cpu,
+    "sglang.srt.mem_cache.l2_transfer": _transfers,
+    "sglang.srt.mem_cache.pool_host.base": _host_pools,
+    "sglang.srt.mem_cache.pool_host.mamba": _mamba_pools,
+    "sglang.srt.mem_cache.allocator.paged": _paged_allocator,
+    "sglang.srt.mem_cache.allocator.token": _token_allocator,
+    "sglang.srt.managers.scheduler": _scheduler,
+    "sglang.srt.model_executor.model_runner": _model_runner,
+    "sglang.srt.disaggregation.prefill": _disaggregation_prefill,
+    "sglang_tiered.integration.storage_backend": _storage,
+    "sglang_tiered.integration.load_scheduling": _load_scheduling,
+}
