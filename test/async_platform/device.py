@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODES", "Delays", "Device", "Event", "Record", "Stream", "current_stream", "install"]
 
-MODES = ("random", "late", "late-forward")
+MODES = ("random", "late", "late-forward", "all-late")
 STUCK_S = 60.0
 """A host thread that waited so long for an event never would see it."""
 KEPT_TASKS = 512
@@ -61,7 +61,7 @@ class Delays:
 
     def of(self, rank: int, kind: str, ordinal: int) -> float:
         """Random: a quarter none, half short, a quarter half the horizon or more."""
-        if self.mode == "late" and kind == "d2h":
+        if self.mode == "all-late" or (self.mode == "late" and kind == "d2h"):
             return self.horizon_s
         if self.mode == "late-forward" and kind in ("forward", "d2h"):
             return self.horizon_s if kind == "forward" else 0.0

@@ -455,15 +455,6 @@ def main(names: Iterable[str]) -> None:
     load_plugins()
     from seams import BED
 
-    class Never:
-        """Visible only to who waits."""
-
-        number = staticmethod(BED.device.delays.number)
-
-        def of(self, rank: int, kind: str, ordinal: int) -> float:
-            return 1000.0
-
-    BED.device.delays = Never()  # type: ignore[assignment]
     found = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "environment", "run"]
+__all__ = ["FOLDER", "WHEN_WAITED_FOR", "environment", "run"]
+
+WHEN_WAITED_FOR = {"MODE": "all-late", "HORIZON_S": "1000"}
+"""Settings with which nothing is done before somebody waits for it."""
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -272,6 +272,7 @@ def test_the_same_operations_get_the_same_delays_and_ranks_differ() -> None:
 
 def test_modes_say_which_end_is_late() -> None:
     late, forward = Delays(mode="late"), Delays(mode="late-forward")
+    assert {Delays(mode="all-late").of(0, kind, 1) for kind in ("d2h", "h2d", "x")} == {0.15}
     assert {late.of(0, "d2h", number) for number in range(9)} == {0.15}
     assert {forward.of(0, "forward", number) for number in range(9)} == {0.15}
     assert {forward.of(0, "d2h", number) for number in range(9)} == {0.0}

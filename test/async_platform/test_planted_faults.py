@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from planted_faults import FAULTS
-from platform_process import environment, run
+from platform_process import WHEN_WAITED_FOR, environment, run
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def said() -> Any:
-    return run("planted_faults.py", timeout_s=500, **environment())
+    return run("planted_faults.py", timeout_s=500, **environment(**WHEN_WAITED_FOR))
 
 
 @pytest.mark.parametrize("name", FAULTS)

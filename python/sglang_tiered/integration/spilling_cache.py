@@ -95,9 +95,13 @@ class SpillingRadixCache(LoadingRadixCache):
         return self.fence.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
     def queue_store(self, node_id: int) -> int | None:
-        """Queue a store now, for the spiller; the operation, or None if SGLang declined it."""
+        """Queue a store now, for the spiller; the operation, or None if there is none: SGLang
+        declined it, or the node's host pages are still being copied, and then comes the store with
+        the end of the copy."""
         if self.fence and self.fence.blocks(self.tenant_of(node_id)):
             return None  # purged, and perhaps not out of the tree yet
+        if self._is_being_copied(node_id):
+            return None
         num_before = len(self.ongoing_backup)
         super().write_backup_storage(node_id)
         if len(self.ongoing_backup) == num_before:
@@ -117,6 +121,13 @@ class SpillingRadixCache(LoadingRadixCache):
             self.dec_lock_ref(*self._stores_on_device.pop(operation))
         return result
 
+    def _is_being_copied(self, node_id: int) -> bool:
+        """Whether host pages of a node are not filled yet. SGLang calls a node backed up once its
+        copy is queued, and the copy also waits for the forward under way. The same on all ranks."""
+        return any(
+            node_id in pending.publish_node_ids for pending in self.ongoing_write_through.values()
+        )
+
     def store_soon(self, path: Sequence[TreePathNodeInfo]) -> None:
         """Somebody waits until these nodes are stored. Copies to host memory come first, and bring
         the store with them. What a disk holds already is asked only where no other rank must queue
@@ -132,6 +143,8 @@ class SpillingRadixCache(LoadingRadixCache):
             if not self.tree_core.is_backuped(node_id):
                 if not self.back_up(node_id):
                     self._spiller.backup_skipped(node_id)
+            elif self._is_being_copied(node_id):
+                continue
             elif self._spiller.is_under_way(node_id):
                 self._spiller.queue.promote(node_id)
             else:

@@ -93,6 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.tp_world_size, cache.pp_size = 1, 1
     cache.tree_core = SimpleNamespace(is_backuped=lambda node: node in backed_up, page_size=PAGE)
     cache.ongoing_backup = {}
+    cache.ongoing_write_through = {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )
@@ -118,6 +119,16 @@ def test_operation_of_a_queued_store_is_the_one_sglang_began(made: Made) -> None
     made.cache.ongoing_backup[5] = "earlier"
     assert made.cache.queue_store(1) is None
     made.upstream["write_backup_storage"] = lambda node: made.cache.ongoing_backup.update({7: node})
+    assert made.cache.queue_store(1) == 7
+
+
+def test_store_of_a_node_whose_host_copy_is_under_way_is_left_to_the_end_of_the_copy(
+    made: Made,
+) -> None:
+    made.upstream["write_backup_storage"] = lambda node: made.cache.ongoing_backup.update({7: node})
+    made.cache.ongoing_write_through[2] = SimpleNamespace(publish_node_ids=[1, 2])
+    assert made.cache.queue_store(1) is None and not made.cache.ongoing_backup
+    made.cache.ongoing_write_through.clear()
     assert made.cache.queue_store(1) == 7
 
 
