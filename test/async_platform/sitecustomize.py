@@ -1,6 +1,6 @@
 """An asynchronous CPU for servers started with this folder first on ``PYTHONPATH``.
 
-Python imports this module in every process of the server. With ``ASYNC_PLATFORM_SEED`` set, streams,
+Python imports this module in every process of the server. With ``ASYNC_PLATFORM_SEED``, streams,
 events and copies of torch's CPU become those of ``device.py`` and SGLang is watched by ``seams.py``;
 without it nothing happens. The settings:
 
@@ -62,7 +62,7 @@ def _execute_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if "ASYNC_PLATFORM_SEED" in os.environ:
+if os.environ.get("ASYNC_PLATFORM_SEED"):
     if FOLDER not in sys.path:
         sys.path.append(FOLDER)
     sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,86 @@
+"""The real scheduler on the asynchronous platform: right answers from three tiers and no violation,
+and whatever is broken on purpose is noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from platform_process import environment, run
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+SEAMS = {"scheduler", "forward", "d2h", "h2d", "host-alloc", "host-free", "device-free"} | {
+    *("store", "load", "lesson")
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "demo"
+    command = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Any:
+    """What the same scheduler answers where copies are done when their calls return."""
+    said = run("scheduler_rounds.py", model, "none", timeout_s=500)
+    assert "error" not in said, said["error"]
+    return said["rounds"]
+
+
+def rounds(model: str, mutation: str = "none", **settings: str) -> Any:
+    return run("scheduler_rounds.py", model, mutation, timeout_s=500, **environment(**settings))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "random",
+        pytest.param("late", marks=pytest.mark.slow),
+        pytest.param("late-forward", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_a_cpu_without_delays_and_nothing_is_violated(
+    model: str, expected: Any, mode: str
+) -> None:
+    said = rounds(model, MODE=mode)
+    assert "error" not in said, said["error"]
+    assert said["violations"] == []
+    assert said["rounds"] == expected
+    assert said["overlap"]
+    tiers = {tier for cached in said["cached"] for tier, tokens in cached.items() if tokens}
+    assert {"host", "storage"} <= tiers
+    assert said["seams"].keys() >= SEAMS
+    assert said["counts"]["due"] > 0, "nothing was late"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutation", "mode", "noticed"),
+    [
+        ("nothing_waits_for_loads", "late", "forward-read-before-load"),
+        ("copies_count_as_done_at_once", "late", "store-of-poison"),
+        ("nodes_are_stored_while_they_are_copied", "late", "store-of-poison"),
+        ("copies_begin_at_once_without_a_fence", "late-forward", "d2h-not-ordered-after-writer"),
+        ("copies_begin_at_once_without_a_fence", "late-forward", "store-of-poison"),
+        ("prefills_teach_twice", "random", "too-many-lessons"),
+    ],
+)
+def test_a_mutation_is_noticed(model: str, mutation: str, mode: str, noticed: str) -> None:
+    assert noticed in rounds(model, mutation, MODE=mode)["violations"]
+
+
+@pytest.mark.slow
+def test_copies_that_begin_a_forward_earlier_are_no_violation_behind_their_fence(
+    model: str, expected: Any
+) -> None:
+    said = rounds(model, "copies_begin_at_once", MODE="late-forward")
+    assert said["violations"] == []
+    assert said["rounds"] == expected
