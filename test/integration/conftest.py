@@ -3,13 +3,17 @@ where they can be."""
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import platform_process
 import pytest
+import report
 
 from prefill_decode import ENVIRONMENT
 from server_process import Server, free_port
@@ -24,6 +28,59 @@ ALWAYS = ("--tier-load", "always")
 SMALL = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB", *ALWAYS)
 
 Launch = Callable[..., Server]
+
+_FORWARDS = {"scheduler", "forward"}
+_COPIES = _FORWARDS | {"host-alloc", "d2h"}
+ASYNCHRONOUS = {
+    "test_disaggregation": _COPIES,
+    "test_disaggregation_kinds": _FORWARDS,
+    "test_families": _COPIES,
+    "test_object_tier": _COPIES,
+    "test_peer_tier": _COPIES,
+    "test_spilling": _COPIES,
+    "test_tenants": _COPIES,
+    "test_tensor_parallel": _COPIES,
+    "test_tiers": _COPIES,
+    "test_warm_host": _COPIES,
+}
+"""Modules whose servers are on the asynchronous platform (``test/async_platform``), each with seams
+that any of its tests passes. The others stay on a CPU whose copies are done at once, as users have
+it; ``test_costs`` does because it measures."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asynchronous(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Nothing that the servers of a module did was wrong, and the platform was there to see it.
+
+    ``ASYNC_PLATFORM_SEED`` of the environment is another seed, or without a number none of it;
+    ``ASYNC_PLATFORM_MODE`` another mode.
+    """
+    seed = os.environ.get("ASYNC_PLATFORM_SEED", "1")
+    seams = ASYNCHRONOUS.get(request.module.__name__.rpartition(".")[2])
+    if seams is None or not seed:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
+            yield
+        return
+    path = tmp_path_factory.mktemp("platform") / "report.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in platform_process.environment(path, seed=int(seed)).items():
+            patch.setenv(name, value)
+        started: list[Server] = []
+        spawn = Server.spawn
+
+        def spawn_and_note(*arguments: Any, **named: Any) -> Server:
+            started.append(spawn(*arguments, **named))
+            return started[-1]
+
+        patch.setattr(Server, "spawn", spawn_and_note)
+        yield
+    seen = report.read(path)
+    assert not seen.violations, seen.told()
+    missing = seams - seen.seams if started else set()
+    assert not missing, f"the platform was not there: {', '.join(sorted(missing))} never ran"
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +101,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         model,
         tmp_path_factory.mktemp("stock") / "server.log",
         *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
     )
     try:
         server.wait_until_it_generates()

@@ -31,7 +31,7 @@ def slowness(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory, slowness: Path) -> Server:
     folder = str(Path(__file__).parent / "slow_disk")
     with pytest.MonkeyPatch.context() as patch:
-        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         patch.setenv("SLOW_DISK_FILE", str(slowness))
         return launch(

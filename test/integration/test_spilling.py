@@ -41,7 +41,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     disk = Disk(tmp_path_factory.mktemp("disk") / "speed")
     disk.set_speed("0")
     with pytest.MonkeyPatch.context() as patch:
-        folders = [str(ROOT / "benchmark" / "slow_disk"), os.environ.get("PYTHONPATH", "")]
+        folders = [os.environ.get("PYTHONPATH", ""), str(ROOT / "benchmark" / "slow_disk")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
         patch.setenv("SLOW_DISK_FILE", str(disk.path))
         yield disk
