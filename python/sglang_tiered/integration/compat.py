@@ -26,6 +26,7 @@ _CORE = f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInte
 _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+_DECODE = "sglang.srt.disaggregation.decode:Decode"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 # Every parameter we pass by name or rely on by position, per seam.
@@ -69,6 +70,26 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "req_id",
         "storage_hit_end",
     ),
+    f"{_CACHE}.storage_prefetch:StoragePrefetchRetries.pop_ready": (
+        "self",
+        "waiting_queue",
+        "interval",
+        "max_attempts",
+    ),
+    f"{_TREE}.query_storage_hit_length": ("self", "last_host_node_id", "new_input_tokens"),
+    f"{_TREE}.finish_storage_prefetch_admission": (
+        "self",
+        "request",
+        "fulfilled_tokens",
+        "reason",
+    ),
+    f"{_CACHE}.common:_req_radix_key": ("tree_cache", "req", "token_ids", "max_prefix_len"),
+    f"{_DECODE}PreallocQueue._update_handshake_waiters": ("self",),
+    f"{_DECODE}PreallocQueue._start_hicache_prefetch": ("self", "req", "prefix_match"),
+    f"{_DECODE}PreallocQueue._uses_swa_tail_prealloc": ("self",),
+    f"{_DECODE}PreallocQueue._swa_tail_len": ("self", "seq_len"),
+    f"{_DECODE}PreallocQueue.pop_preallocated": ("self",),
+    f"{_DECODE}TransferQueue.pop_transferred": ("self",),
     f"{_TREE}._drain_storage_control_queues_impl": (
         "self",
         "n_storage_hit",

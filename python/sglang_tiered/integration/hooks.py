@@ -21,6 +21,7 @@
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look |
+| DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it is loaded, and fails the request when less arrives; ``decode_loads`` loads first |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -134,6 +135,7 @@ def register() -> None:
         HookType.BEFORE,
     )
     _register_transfer_backend()
+    _register_decode_loads()
     target = logging.getLogger("sglang.srt.managers.cache_controller")
     if not any(isinstance(existing, RepeatFilter) for existing in target.filters):
         target.addFilter(RepeatFilter(_REPEATED_MESSAGES))
@@ -164,6 +166,20 @@ def _register_transfer_backend() -> None:
         _after_decode_queue,
         HookType.AFTER,
     )
+
+
+def _register_decode_loads() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_tiered.integration import decode_loads
+
+    for method, hook in {
+        "DecodePreallocQueue._update_handshake_waiters": decode_loads.after_handshakes,
+        "DecodePreallocQueue._start_hicache_prefetch": decode_loads.after_match,
+        "DecodePreallocQueue.pop_preallocated": decode_loads.after_preallocation,
+        "DecodeTransferQueue.pop_transferred": decode_loads.after_transfers,
+    }.items():
+        HookRegistry.register(f"sglang.srt.disaggregation.decode.{method}", hook, HookType.AFTER)
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

@@ -34,8 +34,9 @@ from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Container
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, DecLockRefParams
 
     from sglang_tiered.storage.layered.tiers import Span
 
@@ -55,6 +56,9 @@ class LoadingRadixCache(AgreeingRadixCache):
     fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
     _num_asks_left = 0  # in this step
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
+
+    # Locks of host copies, by the request whose prefix prefill was promised.
+    _promised: dict[CacheRequestHandle, tuple[int, DecLockRefParams]]
 
     def begin_loading(self, window_tokens: int) -> None:
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
@@ -234,13 +238,17 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
+        return self.load_has_ended(request) and not self._yields(request)
+
+    def load_has_ended(self, request: CacheRequestHandle) -> bool:
+        """Whether nothing of a request is loading or to be loaded any more."""
         if self._window is not None and self._window.is_put_off(request.rid):
             if self._num_asks_left == 0:
                 return False
             self._num_asks_left -= 1
             return not self._awaits_its_turn(request)
-        ready: bool = super().check_prefetch_progress(request)
-        return ready and not self._yields(request)
+        has_ended: bool = super().check_prefetch_progress(request)
+        return has_ended
 
     def _yields(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits a moment for loads of others that are nearly there."""
@@ -312,6 +320,30 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._planner.leaves(request)
         super().release_aborted_request(request)
 
+    # ---- The decode side of a handoff, see ``decode_loads`` ----
+
+    @property
+    def plans_loads(self) -> bool:
+        return self._planner is not None
+
+    def query_storage_hit_length(self, *_: Any, **__: Any) -> int:
+        """Nothing. SGLang's decode alone asks, to promise it before it is loaded."""
+        return 0
+
+    @property
+    def has_promised(self) -> bool:
+        """Whether host copies are locked for requests."""
+        return bool(self._promised)
+
+    def lock_promised(self, request: CacheRequestHandle, node_id: int) -> None:
+        """Keep the host copies up to a node, which a request is about to be promised."""
+        self._promised[request] = node_id, self.inc_host_lock_ref(node_id).to_dec_params()
+
+    def unlock_promised(self, waiting: Container[CacheRequestHandle]) -> None:
+        """Let go of what is locked for other requests than those that still wait for it."""
+        for request in [request for request in self._promised if request not in waiting]:
+            self.dec_host_lock_ref(*self._promised.pop(request))
+
     def is_loading_or_waiting(self) -> bool:
         """Whether a load is under way or a request waits to be admitted."""
         has_waiting = self._planner is not None and self._planner.queue_wait_s > 0
@@ -331,6 +363,7 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def reset(self) -> None:
         super().reset()
+        self._promised = {}
         if self._window is not None:
             self._window.clear()
         if self._planner is not None:
