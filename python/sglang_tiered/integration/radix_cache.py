@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.runtime_context import get_context, get_memory
+from sglang.srt.runtime_context import get_context, get_disagg, get_memory
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration import small_host_core
@@ -144,6 +144,9 @@ class TieredRadixCache(SpillingRadixCache):
             self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
         )
         super().init_hicache(server_args, params)
+        if get_disagg().disaggregation_mode == "decode":
+            # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
+            self.load_back_threshold = 1
         self.fence.use_secret(least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0])
         if self.pp_size == 1 and self.storage is not None:
             own_tokens = self.own_host_tokens()

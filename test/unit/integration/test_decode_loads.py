@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE, LAYERS, HEADS, HEAD_DIM = 16, 2, 2, 64
+SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
 TOKENS = array("q", range(20 * PAGE))
 DEVICE_TOKENS = 64 * PAGE
 DEADLINE_S = 30.0
@@ -208,6 +209,16 @@ def test_a_damaged_page_shortens_the_promise(decode: Decode) -> None:
     promised = decode.promise(entry)
     assert 0 < promised < len(TOKENS)
     assert decode.restores(entry) == promised
+
+
+@pytest.mark.parametrize("decode", [SMALL_PAGE], indirect=True)
+def test_a_promise_of_few_tokens_is_kept(decode: Decode) -> None:
+    tokens = TOKENS[: 2 * SMALL_PAGE]
+    decode.store(tokens)
+    entry = decode.arrives(tokens)
+    decode.until(lambda: not decode.waits(entry))
+    assert decode.promise(entry) == len(tokens)
+    assert decode.restores(entry) == len(tokens)
 
 
 def test_ranks_agree_in_the_next_step_and_decode_asks_again(
