@@ -1,0 +1,187 @@
+"""Tiers on both sides of a handoff: decode's hits are not sent again, however its disk behaves no
+request fails, and prefill goes on with what decode answered where they share a tier."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from object_server import ObjectServer, s3_environment
+from redis_server import RedisServer
+from transfer_pair import eventually
+
+from conftest import PAGE, aligned, make_prompts
+from prefill_decode import PrefillDecode, Reply, transfer_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+NUM_PROMPTS, LENGTH = 10, 1500
+PROMPTS = make_prompts(91, NUM_PROMPTS, LENGTH)
+HANG_S = 10.0  # of each read, many times what prefill takes
+FLIP_EVERY_BYTES = 2_000_000  # several times in what a conversation takes
+DEVICE = ("--max-total-tokens", "4096", "--chunked-prefill-size", "512")
+
+
+@dataclass
+class Tiered:
+    """A pair whose decode instance loads by measured cost from a disk that tests make slow."""
+
+    pair: PrefillDecode
+    tier: Path
+    slowness: Path
+    expected: list[list[int]] = field(default_factory=list)
+    cold_bytes: int = 0  # handed over where decode holds nothing
+
+    @property
+    def decode(self) -> Server:
+        return self.pair.decode
+
+    def ask(self) -> list[Reply]:
+        return self.pair.generate_all(PROMPTS, concurrency=2)
+
+    def num_handed_over(self) -> int:
+        state = transfer_state(self.decode)
+        return state["wire_bytes"] + state["same_host_bytes"]
+
+    def ask_again(self) -> int:
+        """All answer as before, out of the store; returns the bytes that prefill sent."""
+        self.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        self.decode.flush()
+        before = self.num_handed_over()
+        replies = self.ask()
+        assert [reply.error for reply in replies if reply.status != 200] == []
+        assert [reply.output_ids for reply in replies] == self.expected
+        return self.num_handed_over() - before
+
+    def loaded(self) -> float:
+        return self.decode.tier_state()["nvme_pages_loaded"] * PAGE
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one_rank"),
+        pytest.param(2, id="two_ranks", marks=pytest.mark.slow),
+    ],
+)
+def tiered(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tiered]:
+    folder = tmp_path_factory.mktemp("tiered")
+    with pytest.MonkeyPatch.context() as patch:
+        slow_disk = str(Path(__file__).parent / "slow_disk")
+        paths = [slow_disk, *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv("SLOW_DISK_FILE", str(folder / "slowness"))
+        patch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
+        pair = PrefillDecode.spawn(
+            model,
+            folder,
+            prefill=(
+                *("--tier-mode", "off", "--page-size", str(PAGE)),
+                *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
+            ),
+            decode=(
+                *(*DEVICE, "--tp", str(request.param), "--tier-host-bytes", "36MiB"),
+                *("--tier-dir", str(folder / "kv"), "--tier-load", "measured"),
+            ),
+        )
+    try:
+        pair.wait_until_ready()
+        tiered = Tiered(pair, folder / "kv", folder / "slowness")
+        tiered.expected = [reply.output_ids for reply in tiered.ask()]
+        tiered.cold_bytes = tiered.num_handed_over()
+        yield tiered
+    finally:
+        pair.kill()
+
+
+class TestDecode:
+    """In this order, on one pair."""
+
+    def test_what_nvme_holds_is_not_sent_again(self, tiered: Tiered) -> None:
+        assert tiered.ask_again() < 0.1 * tiered.cold_bytes
+        assert tiered.loaded() >= 0.9 * NUM_PROMPTS * aligned(LENGTH)
+
+    def test_damaged_pages_cost_their_hits_and_no_request(self, tiered: Tiered) -> None:
+        tiered.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        damage(tiered.tier)
+        loaded = tiered.loaded()
+        assert tiered.ask_again() < 0.95 * tiered.cold_bytes
+        assert tiered.loaded() > loaded, "nothing was used of what is whole"
+        assert tiered.decode.tier_state()["nvme_page_outcomes:load:corrupt"] > 0
+
+    def test_a_disk_slower_than_prefill_holds_up_no_request(self, tiered: Tiered) -> None:
+        tiered.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        tiered.decode.flush()
+        tiered.slowness.write_text(str(HANG_S))
+        replies = tiered.ask()
+        tiered.slowness.write_text("0")
+        assert [reply.error for reply in replies if reply.status != 200] == []
+        assert [reply.output_ids for reply in replies] == tiered.expected
+        assert max(reply.seconds for reply in replies) < HANG_S, "a request waited for the disk"
+        assert tiered.decode.tier_state()["nvme_load_decisions:gave_up"] > 0
+
+
+def damage(tier: Path) -> None:
+    """Flip a byte every so often, under the running server."""
+    for file in tier.glob("shard-*/region-*.kv"):
+        with file.open("r+b", buffering=0) as region:
+            for offset in range(0, file.stat().st_size, FLIP_EVERY_BYTES):
+                byte = os.pread(region.fileno(), 1, offset)
+                os.pwrite(region.fileno(), bytes([byte[0] ^ 0x40]) if byte else b"", offset)
+            os.fsync(region.fileno())
+
+
+@pytest.fixture(params=["bucket", "index"])
+def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The flags of a tier that both instances share."""
+    if request.param == "index":
+        with RedisServer() as redis:
+            yield ["--tier-index", redis.url]
+        return
+    with ObjectServer() as server:
+        for name, value in s3_environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        yield ["--tier-object-url", f"s3://{server.make_bucket()}/kv"]
+
+
+@pytest.mark.slow
+def test_prefill_goes_on_with_what_decode_answered(
+    sharing: list[str], model: Path, tmp_path: Path
+) -> None:
+    opening = make_prompts(92, 1, 700)[0]
+    pair = PrefillDecode.spawn(
+        model,
+        tmp_path,
+        *("--max-total-tokens", "8192", "--chunked-prefill-size", "512"),
+        *("--tier-host-bytes", "64MiB", *sharing),
+        prefill=("--tier-dir", str(tmp_path / "prefill"), "--tier-load", "always"),
+        decode=("--tier-dir", str(tmp_path / "decode")),
+    )
+    try:
+        pair.wait_until_ready()
+        answer = pair.generate(opening, 1000).output_ids
+        turn = [*opening, *answer]
+        wanted = 0.95 * len(turn)
+        shared = "peer" if "--tier-index" in sharing else "object"
+        eventually(lambda: residency(pair.prefill, turn)[shared] >= wanted, 120.0)
+        prefilled, decoded = pair.both([*turn, *make_prompts(93, 1, 100)[0]])
+        assert decoded.status == 200, decoded.error
+        found: dict[str, Any] = prefilled.body["meta_info"]
+        assert found["cached_tokens"] >= wanted, found
+    finally:
+        pair.kill()
+
+
+def residency(server: Server, tokens: list[int]) -> dict[str, int]:
+    held: dict[str, int] = server.request("/tier/residency", {"input_ids": tokens})
+    return held
