@@ -48,6 +48,7 @@ class Tier:
     """The parts of the cache and of the storage class that the spiller asks, over a real tree."""
 
     decides_alone = True
+    has_small_host = False
     takes_stores = True
 
     def __init__(self, num_nodes: int) -> None:

@@ -256,7 +256,7 @@ def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_bac
             launch_server._claim_directory(settings, held)
             engines = []
             for _ in range(num_ranks):
-                engine, _ = open_shard(settings, storage_config(), namespace)
+                engine, _ = open_shard(settings, storage_config(), namespace, 4096)
                 held.callback(engine.close)
                 engines.append(engine)
             yield engines
