@@ -80,7 +80,7 @@ _NVME_FLAGS = (
     *PEER_FLAGS,
 )
 
-# SGLang flags that select another cache below or instead of the radix cache.
+# SGLang flags that select another cache below, beside or instead of the radix cache.
 _EXCLUSIVE_FLAGS = {
     "disable_radix_cache": "--disable-radix-cache",
     "enable_lmcache": "--enable-lmcache",
@@ -88,6 +88,9 @@ _EXCLUSIVE_FLAGS = {
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "radix_cache_backend": "--radix-cache-backend",
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "disaggregation_decode_enable_offload_kvcache": (
+        "--disaggregation-decode-enable-offload-kvcache"
+    ),
 }
 
 

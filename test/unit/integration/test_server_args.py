@@ -133,6 +133,10 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
         ("--enable-lmcache", "--enable-lmcache cannot run with tiering"),
         ("--radix-cache-backend flexkv", "--radix-cache-backend cannot run with tiering"),
+        (
+            "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache",
+            "--disaggregation-decode-enable-offload-kvcache cannot run with tiering; drop it",
+        ),
         ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
         ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
