@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 __all__ = [
+    "DEFAULT_OBJECT_BYTES",
     "ENVIRONMENT_VARIABLE",
     "MIN_REGIONS",
     "MIN_REGIONS_PER_DAY",
@@ -54,6 +55,7 @@ MAX_DEFAULT_REGION_BYTES = 256 * MiB
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
+DEFAULT_OBJECT_BYTES = TiB
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 OBJECT_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
@@ -117,13 +119,13 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The object tier below NVMe, shared by all servers that name it. ``capacity_bytes`` bounds
-    what servers with the same model, weights and settings have in it together (None: no limit),
+    what servers with the same model, weights and settings have in it together,
     ``ttl_s`` the age of what they find there. ``writes_per_day`` and ``requests_per_day`` are what
     this server, all ranks together, may write and ask in any 24 hours. Credentials are no part of
     it: they stay in the environment."""
 
     url: str
-    capacity_bytes: int | None = None
+    capacity_bytes: int = DEFAULT_OBJECT_BYTES
     ttl_s: float | None = None
     writes_per_day: int | None = None
     requests_per_day: int | None = None

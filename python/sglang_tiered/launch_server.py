@@ -291,9 +291,8 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
         writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
         lines.append(f"  nvme    {size} in {config.nvme.directory}{writes}")
     if config.object is not None:
-        cap = config.object.capacity_bytes
-        size = "" if cap is None else f"{format_bytes(cap)} in "
-        lines.append(f"  object  {size}{config.object.shown_url}, shared")
+        size = format_bytes(config.object.capacity_bytes)
+        lines.append(f"  object  {size} in {config.object.shown_url}, shared")
     if config.index is not None:
         lines.append(f"  peers   those in the index at {config.index.shown_url}")
     if server_args.disaggregation_mode in ("prefill", "decode"):

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import ObjectConfig, parse_bytes, parse_duration
+from sglang_tiered.config import (
+    DEFAULT_OBJECT_BYTES,
+    ObjectConfig,
+    parse_bytes,
+    parse_duration,
+)
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.integration.tier_flags import OBJECT_FLAGS
@@ -34,17 +39,18 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
             raise ConfigError(f"{flag} {value} needs --tier-object-url; pass it, or drop this.")
         return None
 
-    def size(flag: str) -> int | None:
-        text = given.get(flag)
-        return None if text is None else parse_bytes(flag, text, otherwise="drop it for no limit")
-
+    cap, writes = given.get("--tier-object-bytes"), given.get("--tier-object-writes-per-day")
     require("--tier-object-url", "obstore")
     ttl = given.get("--tier-object-ttl")
     config = ObjectConfig(
         url=_url(given["--tier-object-url"]),
-        capacity_bytes=size("--tier-object-bytes"),
+        capacity_bytes=DEFAULT_OBJECT_BYTES
+        if cap is None
+        else parse_bytes("--tier-object-bytes", cap, otherwise="drop it for 1TiB"),
         ttl_s=None if ttl is None else parse_duration("--tier-object-ttl", ttl),
-        writes_per_day=size("--tier-object-writes-per-day"),
+        writes_per_day=None
+        if writes is None
+        else parse_bytes("--tier-object-writes-per-day", writes, otherwise="drop it for no limit"),
         requests_per_day=_count(given.get("--tier-object-requests-per-day")),
         codec=_codec(given.get("--tier-object-codec", NO_CODEC)),
         sse=given.get("--tier-object-sse"),
@@ -99,12 +105,11 @@ def _settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
     def share(value: int | None) -> int | None:
         return None if value is None else max(1, value // num_ranks)
 
-    capacity_bytes = share(config.capacity_bytes)
-    # The cap goes by whole objects: one that holds few of them would keep next to nothing.
-    small = OBJECT_BYTES if capacity_bytes is None else capacity_bytes // _OBJECTS_PER_CAP
+    capacity_bytes = max(1, config.capacity_bytes // num_ranks)
     return ObjectSettings(
         url=config.url,
-        object_bytes=max(1, min(OBJECT_BYTES, small)),
+        # The cap goes by whole objects: one that holds few of them would keep next to nothing.
+        object_bytes=max(1, min(OBJECT_BYTES, capacity_bytes // _OBJECTS_PER_CAP)),
         capacity_bytes=capacity_bytes,
         ttl_s=config.ttl_s,
         writes_per_day=share(config.writes_per_day),

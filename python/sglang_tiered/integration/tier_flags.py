@@ -82,7 +82,7 @@ OBJECT_FLAGS = {
     "--tier-object-bytes": (
         "SIZE",
         "Cap of what all servers with the same model and settings have there, kept by their "
-        "collectors; the oldest goes first. Default: no limit.",
+        "collectors; the oldest goes first. Default: 1TiB.",
     ),
     "--tier-object-ttl": (
         "TIME",

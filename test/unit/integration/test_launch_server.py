@@ -13,7 +13,7 @@ import pytest
 from host_pools import storage_config
 
 from sglang_tiered import launch_server
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.integration.shards import has_geometry, shard_name
 from sglang_tiered.integration.tier_engines import open_shard
 from sglang_tiered.storage.base import Reason, Run
@@ -317,3 +317,6 @@ def test_banner_quotes_a_request_that_parses() -> None:
     assert "8,192 tokens" in text and "16,448 tokens in 48MiB" in text
     body = text.split("-d '", 1)[1].split("'\n", 1)[0]
     assert json.loads(body)["model"] == 'odd "name"'
+    assert "object" not in text
+    config = TieredConfig(mode=TierMode.NVME, nvme=nvme, object=ObjectConfig(url="s3://b/p"))
+    assert "object  1TiB in s3://b/p, shared" in launch_server.banner(args, config, info)

@@ -234,6 +234,14 @@ def test_there_is_no_object_tier_unless_a_url_names_one(resolve: Any, tmp_path: 
     assert shared.codec == "none"
 
 
+def test_a_bucket_does_not_grow_for_ever_by_default(resolve: Any) -> None:
+    config = resolve("--tier-dir {tmp}/kv --tp 2 --tier-object-url {tmp}/shared").config
+    assert config.object.capacity_bytes == 1 << 40
+    settings = object_args.object_settings(config)
+    assert settings is not None and settings.capacity_bytes == 1 << 39
+    assert "Default: 1TiB" in tier_flags.OBJECT_FLAGS["--tier-object-bytes"][1]
+
+
 def test_limits_of_the_object_tier_are_shared_by_the_ranks(resolve: Any) -> None:
     line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
     more = " --tier-object-bytes 1TiB --tier-object-ttl 7d --tier-object-requests-per-day 1000"
