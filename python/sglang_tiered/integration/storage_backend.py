@@ -56,7 +56,10 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStorage(ZeroCopyStorage):
-    """Pages of every registered host pool, in one engine, under one namespace."""
+    """Pages of every registered host pool, in one engine, under one namespace.
+
+    ``gate.lock`` guards what decides whether a page may be stored, and under which name:
+    ``_stores_suspended`` and ``_namespace``."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = TieredConfig.from_environment()
@@ -77,7 +80,7 @@ class TieredStorage(ZeroCopyStorage):
         self.told_purges: ToldPurges | None = None  # of other servers, where there are any
         self._gate: StoreGate | None = None
         self._namespace = b""
-        self._stores_suspended = False
+        self._stores_suspended = False  # the tree holds KV of other weights
         self._planner: LoadPlanner[Any] | None = None
         self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
         self.ledger: HostLedger  # from when the host pools are registered
@@ -168,11 +171,14 @@ class TieredStorage(ZeroCopyStorage):
         If the tree still holds KV of the old weights, stores are refused until it is reset, since
         nothing tells those pages from new ones.
         """
-        self._stores_suspended = not tree_was_flushed
-        self._namespace = namespace.successor(self._namespace)
-        # Nobody can name the namespace of an update again: its space is the first to be reused.
-        engine = self._layered or self.region_engine
-        engine.set_namespace(self._namespace, keep=not self._was_updated)
+        with self.gate.lock:
+            # What the backup thread decides before this is stored under the old namespace, and what
+            # it decides after sees the flag.
+            self._stores_suspended = not tree_was_flushed
+            self._namespace = namespace.successor(self._namespace)
+            # Nobody can name the namespace of an update again: its space is the first to be reused.
+            engine = self._layered or self.region_engine
+            engine.set_namespace(self._namespace, keep=not self._was_updated)
         self._was_updated = True
         logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
 
@@ -203,9 +209,11 @@ class TieredStorage(ZeroCopyStorage):
 
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
-        self._stores_suspended = False
-        if self._gate is not None:
-            self._gate.tree_was_reset()
+        if self._gate is None:  # and nothing was stored yet
+            return
+        with self._gate.lock:
+            self._stores_suspended = False
+        self._gate.tree_was_reset()
 
     @property
     def gate(self) -> StoreGate:
@@ -371,9 +379,9 @@ class TieredStorage(ZeroCopyStorage):
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         is_kv = pool == PoolName.KV
-        suspended, stored = self._stores_suspended, []
-        job = None
+        job, stored = None, []
         with self.gate.lock:
+            suspended = self._stores_suspended
             admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from sglang_tiered.policy.admission import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+TIMEOUT_S = 20.0
 
 
 class Fixture:
@@ -150,6 +154,44 @@ def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
     storage.tree_was_reset()
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
     assert storage.batch_exists(hashes("a")) == 1
+
+
+class HeldLock:
+    """A lock at which one thread waits until it is let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.held: threading.Thread | None = None
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self.held:
+            self.reached.set()
+            assert self.let_go.wait(TIMEOUT_S)
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
+    make: Fixture,
+) -> None:
+    storage = make.open(make_pool(0))
+    storage.gate.lock = lock = HeldLock(storage.gate.lock)
+    stored: list[bool] = []
+    lock.held = threading.Thread(
+        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+    )
+    lock.held.start()
+    assert lock.reached.wait(TIMEOUT_S)
+    storage.change_weights(tree_was_flushed=False)
+    lock.let_go.set()
+    lock.held.join(TIMEOUT_S)
+    assert stored == [False]
+    assert storage.batch_exists(hashes("a")) == 0
+    storage.tree_was_reset()
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
 
 
 def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:

@@ -310,10 +310,8 @@ class LayeredEngine(TierEngine):
                 self._demoter.suspend()
             for source in self.far.values():
                 source.set_namespace(namespace)
-            jobs = self.upper.begin_namespace(namespace, keep=keep)
+            self.upper.set_namespace(namespace, keep=keep)
             self._generation += 1  # last, as for a purge
-        for job in jobs:
-            job.wait()
 
     # ---- Books ----
 

@@ -13,7 +13,6 @@ from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.region.jobs import ClearOrder, PurgeOrder
 
 if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["begin", "set_namespace", "tenants"]
@@ -44,9 +43,8 @@ def tenants(state: StoreState, limit: int) -> list[TenantUsage]:
     return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
 
-def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> list[Job]:
-    """See ``RegionEngine.begin_namespace``."""
+def set_namespace(state: StoreState, namespace: bytes, *, keep: bool) -> None:
+    """See ``RegionEngine.set_namespace``."""
     with state.lock:
         state.forget_all(keep=keep)
         state.namespace = namespace
-        return state.jobs.inflight

@@ -312,18 +312,12 @@ class RegionEngine(TierEngine):
         """Continue under another namespace, as when a running server's weights are replaced.
 
         Pages of the old one stop being visible at once; stores and loads submitted before finish
-        under it, and this waits for them. Their bytes stay on disk until reclaimed, which takes
-        them first unless ``keep`` says that some later process may open the old one again. Raises
+        under it. Their bytes stay on disk until reclaimed, which takes them first unless ``keep``
+        says that some later process may open the old one again. Memory only, any thread. Raises
         ``ValueError`` for a digest of the wrong length.
         """
-        for job in self.begin_namespace(namespace, keep=keep):
-            job.wait()
-
-    def begin_namespace(self, namespace: bytes, *, keep: bool = True) -> list[Job]:
-        """The part of ``set_namespace`` that waits for nothing; returns the jobs under way. Memory
-        only."""
         check_namespace(namespace)
-        return forgetting.set_namespace(self._state, namespace, keep=keep)
+        forgetting.set_namespace(self._state, namespace, keep=keep)
 
     def begin_purge(self, tenant: bytes | None) -> Forgetting:
         """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
