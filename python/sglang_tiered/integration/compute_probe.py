@@ -9,7 +9,6 @@ cost (attention) keeps the prior's share.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,13 @@ PRODUCT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def probe_prefill(
-    model_path: str, revision: str | None, *, dtype: torch.dtype, device: str, num_ranks: int
+    model_path: str,
+    revision: str | None,
+    download_dir: str | None = None,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    num_ranks: int,
 ) -> PrefillCost:
     """A cost with a prior of this machine and model; takes some 100 ms on a CPU, less on a GPU.
 
@@ -34,7 +39,8 @@ def probe_prefill(
     (``--load-format dummy``) or the format has no matrix product here.
     """
     dtype = dtype if dtype in PRODUCT_TYPES else torch.bfloat16
-    num_weights = sum(Path(file).stat().st_size for file in find_weight_files(model_path, revision))
+    files = find_weight_files(model_path, revision, download_dir)
+    num_weights = sum(file.stat().st_size for file in files)
     num_weights //= dtype.itemsize * max(1, num_ranks)
     rate = _operations_per_s(dtype, device) if num_weights else None
     if not rate:

@@ -120,7 +120,9 @@ def working_set(server_args: Any, host_bytes: int | None) -> WorkingSet:
 
     from sglang_tiered.integration.model_identity import find_weight_files
 
-    files = find_weight_files(server_args.model_path, server_args.revision)
+    files = find_weight_files(
+        server_args.model_path, server_args.revision, server_args.download_dir
+    )
     model = model_config_of(server_args)
     return WorkingSet(
         weights=int(_weight_bytes(files) * _widening(model)),

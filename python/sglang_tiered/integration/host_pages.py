@@ -41,7 +41,7 @@ def check(pools: Mapping[PoolName, Any]) -> int:
     return largest
 
 
-def engine_keys(pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
+def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:
     """Engine keys of SGLang's page hashes: the KV pool's are the hashes themselves, another
     pool's are derived from them, so that one log holds all pools of a page."""
     digests = [bytes.fromhex(text) for text in hashes]

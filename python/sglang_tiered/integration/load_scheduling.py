@@ -77,6 +77,7 @@ class LoadingRadixCache(AgreeingRadixCache):
         prefill = probe_prefill(
             model.model_path,
             model.revision,
+            model.download_dir,
             dtype=getattr(pool, "dtype", torch.float16),
             device=str(self.device),
             num_ranks=int(self.tp_world_size * self.pp_size),

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_disagg, get_memory
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration import small_host_core
+from sglang_tiered.integration import namespace, small_host_core
 from sglang_tiered.integration.conversations import (
     RecentRequests,
     Selector,
@@ -271,7 +271,9 @@ class TieredRadixCache(SpillingRadixCache):
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
-        if self._warm_host is not None:
+        if self.storage is not None:
+            self.storage.settle_namespace()
+        if self._warm_host is not None and (self.storage is None or self.storage.knows_namespace):
             self._warm_host.tick()
         self._act_on_told_purges()
         if self._exporter is not None:
@@ -300,6 +302,7 @@ class TieredRadixCache(SpillingRadixCache):
 
     def change_weights(self, *, tree_was_flushed: bool) -> None:
         """The model's weights were replaced: nothing stored so far may be read again."""
+        namespace.forget_files()
         if self.storage is not None:
             self.storage.change_weights(tree_was_flushed=tree_was_flushed)
 

@@ -11,7 +11,8 @@ a page that was freed and given to another request would be silent corruption.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -28,6 +29,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import host_pages, namespace
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
+from sglang_tiered.integration.namespace_search import NamespaceSearch
 from sglang_tiered.integration.object_args import lossy_codec
 from sglang_tiered.integration.page_layout import check_codec
 from sglang_tiered.integration.store_gate import StoreGate
@@ -37,6 +39,7 @@ from sglang_tiered.integration.tier_transfers import TierTransfers
 from sglang_tiered.integration.told_purges import ToldPurges
 from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
+from sglang_tiered.storage.layered.forgetting import LateForgetting, LayeredForgetting
 from sglang_tiered.storage.layered.tiers import FAR_TIERS, Span, Tier
 
 if TYPE_CHECKING:
@@ -55,11 +58,23 @@ __all__ = ["TieredStorage"]
 logger = logging.getLogger(__name__)
 
 
+_NO_POOL = "no pool has this name"
+"""Of its pages no tier holds any."""
+
+
+class _LatePurge(NamedTuple):
+    tenant: bytes | None
+    was_told: bool
+    tells_peers: bool
+    forgetting: LateForgetting
+
+
 class TieredStorage(ZeroCopyStorage):
     """Pages of every registered host pool, in one engine, under one namespace.
 
-    ``gate.lock`` guards what decides whether a page may be stored, and under which name:
-    ``_stores_suspended`` and ``_namespace``."""
+    As long as the namespace is not known (``namespace_search``), every page is a miss and none is
+    stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
+    ``_search``, ``_stores_suspended`` and ``_namespace``."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = TieredConfig.from_environment()
@@ -80,6 +95,8 @@ class TieredStorage(ZeroCopyStorage):
         self.told_purges: ToldPurges | None = None  # of other servers, where there are any
         self._gate: StoreGate | None = None
         self._namespace = b""
+        self._search: NamespaceSearch | None = None  # while the namespace is not known
+        self._late_purges: list[_LatePurge] = []  # to begin when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._planner: LoadPlanner[Any] | None = None
         self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
@@ -92,15 +109,20 @@ class TieredStorage(ZeroCopyStorage):
         """Open the shard: the identity of the bytes is complete once the pools are known."""
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
         max_page_bytes = host_pages.check(pools)
+        nvme = self._config.nvme
+        assert nvme is not None
         identity = namespace.server_identity(self._storage_config)
         codec = lossy_codec(self._config)
         if codec is not None:
             check_codec(codec, pools)
             identity["lossy_codec"] = codec
-        self._namespace = namespace.digest(
+        search = NamespaceSearch(
             identity,
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
+            Path(nvme.directory),
         )
+        self._namespace = search.namespace
+        self._search = search if search.answer is None else None
         where = self._storage_config
         self._region, replica = open_shard(self._config, where, self._namespace, max_page_bytes)
         self._engine = self._region
@@ -127,6 +149,8 @@ class TieredStorage(ZeroCopyStorage):
         )
         if self._far_tiers is not None:
             self._engine = self._layered = self._far_tiers.engine
+            if self.knows_namespace:
+                self._far_tiers.collect()
         self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
         stats = self._region.stats()
         logger.info(
@@ -155,8 +179,37 @@ class TieredStorage(ZeroCopyStorage):
         """Small files beside the pages."""
         return self.region_engine.notes
 
+    @property
+    def knows_namespace(self) -> bool:
+        """Whether pages can be loaded and stored: the weights were read."""
+        return self._search is None
+
+    def settle_namespace(self) -> None:
+        """Use the tiers from now on if the weights have been read. Memory only.
+
+        Ranks need not do so in the same step: what one of them does not find none loads, as plans
+        and hits are reduced over ranks, and what one of them stores is its own.
+        """
+        search = self._search
+        if search is None or search.answer is None:
+            return
+        with self.gate.lock:
+            if search.answer != self._namespace:
+                self._namespace = search.answer
+                if self._layered is None:
+                    self.region_engine.set_namespace(self._namespace)
+                else:
+                    self._layered.set_namespace(self._namespace, is_nameless=False)
+            self._search = None  # from now on pages are found
+            self._begin_late_purges()
+        if self._far_tiers is not None:
+            self._far_tiers.collect()
+        logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
+
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
+        if self._search is not None:
+            self._search.close()
         owner = self._far_tiers or self._engine
         if owner is not None:
             owner.close()
@@ -171,6 +224,8 @@ class TieredStorage(ZeroCopyStorage):
         If the tree still holds KV of the old weights, stores are refused until it is reset, since
         nothing tells those pages from new ones.
         """
+        if self._search is not None:
+            self._search.stop()
         with self.gate.lock:
             # What the backup thread decides before this is stored under the old namespace, and what
             # it decides after sees the flag.
@@ -179,6 +234,8 @@ class TieredStorage(ZeroCopyStorage):
             # Nobody can name the namespace of an update again: its space is the first to be reused.
             engine = self._layered or self.region_engine
             engine.set_namespace(self._namespace, keep=not self._was_updated)
+            self._search = None
+            self._begin_late_purges()
         self._was_updated = True
         logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
 
@@ -205,7 +262,21 @@ class TieredStorage(ZeroCopyStorage):
             self.gate.purge(tenant)
             if self._layered is None:
                 return self.region_engine.begin_purge(tenant)
-            return self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            if self._search is None:
+                return self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            # In the bucket and the index a purge is of a namespace.
+            late = _LatePurge(tenant, was_told, tells_peers, LateForgetting())
+            self._late_purges.append(late)
+            return LayeredForgetting(self.region_engine.begin_purge(tenant), late.forgetting)
+
+    def _begin_late_purges(self) -> None:
+        """Those that came before the namespace. The caller holds the gate's lock."""
+        for tenant, was_told, tells_peers, forgetting in self._late_purges:
+            assert self._layered is not None
+            forgetting.begin(
+                self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            )
+        self._late_purges.clear()
 
     def tree_was_reset(self) -> None:
         """No page of an earlier state is left in the tree: stores are safe again."""
@@ -223,16 +294,20 @@ class TieredStorage(ZeroCopyStorage):
 
     # ---- Queries (any thread, memory only) ----
 
+    def _keys(self, pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
+        """What pages go by in the tiers: by nothing that is there before the namespace is known."""
+        return engine_keys(pool if self._search is None else _NO_POOL, hashes)
+
     def holds(self, page_hash: str) -> bool:
         """Whether a KV page is stored, or about to be. What other servers hold is theirs."""
-        keys = engine_keys(PoolName.KV, [page_hash])
+        keys = self._keys(PoolName.KV, [page_hash])
         if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
             return True
         return self._layered is not None and self._layered.contains_below(keys)[0]
 
     def num_kept(self, hashes: Sequence[str]) -> int:
         """Leading KV pages that are stored; for the scheduler thread."""
-        keys = engine_keys(PoolName.KV, hashes)
+        keys = self._keys(PoolName.KV, hashes)
         num_hits = self.region_engine.lookup(keys).num_hits
         if self._layered is not None and num_hits < len(keys):
             above = self.region_engine.view.contains(keys)
@@ -243,18 +318,18 @@ class TieredStorage(ZeroCopyStorage):
 
     def lookup_leading(self, hashes: Sequence[str]) -> int:
         """Leading KV pages a load could serve now; for the scheduler thread."""
-        return self._require_engine().lookup(engine_keys(PoolName.KV, hashes)).num_hits
+        return self._require_engine().lookup(self._keys(PoolName.KV, hashes)).num_hits
 
     def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
         """The leading KV pages a load could serve now, by tier; for the scheduler thread."""
         if self._layered is not None:
-            return self._layered.lookup_spans(engine_keys(PoolName.KV, hashes))
+            return self._layered.lookup_spans(self._keys(PoolName.KV, hashes))
         num_pages = self.lookup_leading(hashes)
         return [Span(Tier.NVME, num_pages)] if num_pages else []
 
     def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
         """Leading KV pages in each tier that there is. Memory only."""
-        keys = engine_keys(PoolName.KV, hashes)
+        keys = self._keys(PoolName.KV, hashes)
         found = {Tier.NVME: self.region_engine.lookup(keys).num_hits}
         for tier, source in ({} if self._layered is None else self._layered.far).items():
             found[tier] = source.lookup(keys).num_hits
@@ -264,12 +339,12 @@ class TieredStorage(ZeroCopyStorage):
         """Engine keys of pages in every pool, those of KV first."""
         pools = [PoolName.KV, *getattr(self, "registered_pools", {})]
         names = dict.fromkeys(pools)  # KV may be registered by name too
-        return [key for name in names for key in engine_keys(name, hashes)]
+        return [key for name in names for key in self._keys(name, hashes)]
 
     @property
     def takes_stores(self) -> bool:
-        """Whether NVMe is well enough to be given pages."""
-        return self.region_engine.stats().health is Health.RUNNING
+        """Whether NVMe is well enough to be given pages, and knows whose they are."""
+        return self.knows_namespace and self.region_engine.stats().health is Health.RUNNING
 
     @property
     def serves_loads(self) -> bool:
@@ -329,7 +404,7 @@ class TieredStorage(ZeroCopyStorage):
 
     def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
         engine = self._require_engine()
-        return [engine.lookup([key]).num_hits == 1 for key in engine_keys(pool, hashes)]
+        return [engine.lookup([key]).num_hits == 1 for key in self._keys(pool, hashes)]
 
     # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
 
@@ -369,7 +444,7 @@ class TieredStorage(ZeroCopyStorage):
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self.transfers.load(Run(tuple(engine_keys(pool, hashes)), pages), hashes[0])
+        return self.transfers.load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
@@ -381,7 +456,7 @@ class TieredStorage(ZeroCopyStorage):
         is_kv = pool == PoolName.KV
         job, stored = None, []
         with self.gate.lock:
-            suspended = self._stores_suspended
+            suspended = self._stores_suspended or self._search is not None
             admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]

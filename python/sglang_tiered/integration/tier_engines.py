@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.storage.layered.tiers import Tier
     from sglang_tiered.storage.object import ObjectEngine
+    from sglang_tiered.storage.object.settings import ObjectSettings
 
 __all__ = ["FarTiers", "open_far_tiers", "open_shard"]
 
@@ -44,11 +46,21 @@ PROMOTED_PAGES = 8
 """So many pages from far tiers may wait in memory for NVMe, however large one is."""
 
 
-class FarTiers(NamedTuple):
+@dataclass(slots=True)
+class FarTiers:
     """The whole with the far tiers in it, and what keeps the bucket in bounds."""
 
     engine: LayeredEngine
-    collector: BucketCollector | None
+    lower: ObjectEngine | None
+    settings: ObjectSettings | None
+    collector: BucketCollector | None = None
+
+    def collect(self) -> None:
+        """Keep the bucket in bounds from now on: the namespace is known."""
+        if self.lower is not None and self.settings is not None:
+            from sglang_tiered.integration.bucket_collector import BucketCollector
+
+            self.collector = BucketCollector(self.settings, self.lower.namespace)
 
     def close(self) -> None:
         if self.collector is not None:
@@ -141,18 +153,11 @@ def open_far_tiers(
         peers = _open_peers(config, rank, shard, namespace, purge)
     if lower is None and peers is None:
         return None
-    collector = None
-    if lower is not None:
-        from sglang_tiered.integration.bucket_collector import BucketCollector
-
-        settings = object_settings(config)
-        assert settings is not None
-        collector = BucketCollector(settings, lower.namespace)
     bounds = LayeredSettings()
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
     engine = LayeredEngine(shard, lower, bounds, peers=peers, order=order, may_promote=may_promote)
-    return FarTiers(engine, collector)
+    return FarTiers(engine, lower, object_settings(config))
 
 
 def _open_object_tier(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _GEOMETRY = re.compile(r"shard-tp\d+of(\d+)-pp\d+of(\d+)-dp\d+-\d+")
-_TEMPORARY_MANIFEST = re.compile(r"STORE\.tmp-\d+")
+_TEMPORARY = re.compile(r"(STORE|WEIGHTS)\.tmp-\d+")
 _IGNORED = frozenset({"lost+found"})  # the kernel's, where a filesystem is mounted here
 _SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *LEFTOVERS})
 
@@ -124,8 +124,8 @@ def _make_plan(target: Target, kept: Sequence[str], jobs: int, *, owned: bool) -
     plan = _Plan()
     if target.is_tier and (owned or not target.holder().may_write):
         for name in sorted(os.listdir(target.path)):
-            if _TEMPORARY_MANIFEST.fullmatch(name):
-                plan.add(target.path / name, "leftover", "a manifest that was never finished")
+            if _TEMPORARY.fullmatch(name):
+                plan.add(target.path / name, "leftover", "a file that was never finished")
     stored: dict[str, list[RegionView]] = {}
     for shard in target.shards:
         stored[shard.name] = _plan_shard(plan, shard, kept, jobs, owned=owned)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from host_pools import storage_config
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.fields.spec import Spec
+from sglang.srt.runtime_context import get_context
 
 from sglang_tiered.integration import namespace
+from sglang_tiered.integration.namespace_search import NamespaceSearch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+TIMEOUT_S = 20.0
 IDENTITY: dict[str, Any] = {"model": "abc", "weight_version": "default", "tp": [0, 2]}
 
 
@@ -76,98 +84,185 @@ def test_weights_changed_in_place_never_return_to_a_namespace() -> None:
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, SimpleNamespace]:
-    """SGLang's published configuration, with the fields it has in 0.5.23."""
-    from sglang.srt import runtime_context
-
-    (tmp_path / "config.json").write_text("{}")
-    groups = {
-        "get_model": SimpleNamespace(
-            model_path=str(tmp_path),
-            revision=None,
-            load_format="auto",
-            dtype="auto",
-            quantization=None,
-            kv_cache_dtype="fp8_e4m3",
-            quantization_param_path=None,
-            json_model_override_args="{}",
-            context_length=None,
-        ),
-        "get_spec": SimpleNamespace(
-            speculative_draft_model_path=None,
-            speculative_draft_model_revision=None,
-            speculative_draft_kv_cache_dtype=None,
-            speculative_draft_model_quantization=None,
-            speculative_algorithm=None,
-        ),
-        "get_lora": SimpleNamespace(lora_paths=None),
-        "get_serving": SimpleNamespace(weight_version="default"),
-    }
-    for name, group in groups.items():
-        monkeypatch.setattr(runtime_context, name, lambda group=group: group)
-    return groups
+def model(tmp_path: Path) -> Path:
+    root = tmp_path / "model"
+    root.mkdir()
+    (root / "config.json").write_text("{}")
+    (root / "model.safetensors").write_bytes(b"weights")
+    return root
 
 
-RANKS = SimpleNamespace(
-    tp_rank=0,
-    tp_size=1,
-    pp_rank=0,
-    pp_size=1,
-    attn_cp_rank=0,
-    attn_cp_size=1,
-    dcp_rank=0,
-    dcp_size=1,
-)
+@pytest.fixture
+def identify(model: Path, tmp_path: Path) -> Callable[..., bytes]:
+    """The namespace of a process with these settings, by SGLang's own published configuration."""
+
+    def identify(**settings: Any) -> bytes:
+        with get_context().override_server_args(**{"model_path": str(model), **settings}):
+            identity = namespace.server_identity(storage_config())
+        answer = NamespaceSearch(identity, {}, tmp_path / "kv", patience_s=TIMEOUT_S).answer
+        assert answer is not None
+        return answer
+
+    return identify
+
+
+def adapter(path: Path) -> SimpleNamespace:
+    return SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(path))
 
 
 @pytest.mark.parametrize(
-    ("group", "field", "value"),
+    "settings",
     [
-        ("get_model", "kv_cache_dtype", "fp8_e5m2"),  # the same storage type as fp8_e4m3
-        ("get_model", "dtype", "float32"),
-        ("get_model", "quantization", "fp8"),
-        ("get_model", "quantization_param_path", "scales.json"),
-        ("get_model", "json_model_override_args", '{"rope_theta": 1}'),
-        ("get_model", "context_length", 4096),
-        ("get_spec", "speculative_algorithm", "EAGLE"),
-        ("get_spec", "speculative_draft_kv_cache_dtype", "fp8_e4m3"),
-        ("get_spec", "speculative_draft_model_quantization", "fp8"),
-        ("get_serving", "weight_version", "v2"),
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"dtype": "float32"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+        {"context_length": 4096},
+        {"load_format": "bitsandbytes"},
+        {"model_loader_extra_config": '{"pattern": "x"}'},
+        {"model_impl": "transformers"},
+        {"modelopt_quant": "fp8"},
+        {"quantize_and_serve": True},
+        {"qsa_indexer_dtype": "fp8_e4m3"},
+        {"custom_weight_loader": ["a.b"]},
+        {"kt_method": "AMXINT8"},
+        {"kt_num_gpu_experts": 4},
+        {"kt_max_deferred_experts_per_token": 2},
+        {"enable_w4a4_mxfp4_megamoe": True},
+        {"enforce_shared_experts_fusion": True},
+        {"mamba_ssm_dtype": "bfloat16"},
+        {"prefill_kv_cache_dequant_dtype": "bfloat16"},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
+        {"speculative_draft_model_quantization": "fp8"},
+        {"speculative_draft_window_size": 128},
+        {"weight_version": "v2"},
     ],
+    ids=lambda settings: next(iter(settings)),
 )
 def test_every_setting_that_gives_kv_its_meaning_is_in_the_identity(
-    published: dict[str, SimpleNamespace], group: str, field: str, value: Any
+    identify: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
-    before = namespace.digest(namespace.server_identity(RANKS), {})
-    assert namespace.digest(namespace.server_identity(RANKS), {}) == before
-    setattr(published[group], field, value)
-    assert namespace.digest(namespace.server_identity(RANKS), {}) != before
+    assert identify() == identify()
+    assert identify(**settings) != identify()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"download_dir": "/somewhere"},
+        {"weight_loader_disable_mmap": True},
+        {"modelopt_export_path": "/somewhere"},
+        {"startup_weight_load_mode": "overlap"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_how_weights_are_loaded_is_no_part_of_what_they_are(
+    identify: Callable[..., bytes], settings: dict[str, Any]
+) -> None:
+    assert identify(**settings) == identify()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "quantization_param_path",
+        "decrypted_config_file",
+        "decrypted_draft_config_file",
+        "rl_quant_profile",
+        "modelopt_checkpoint_restore_path",
+        "kt_weight_path",
+        "uno_lora_path",
+    ],
+)
+def test_file_that_a_setting_names_counts_by_its_bytes_not_its_place(
+    identify: Callable[..., bytes], tmp_path: Path, setting: str
+) -> None:
+    files = [tmp_path / folder / "file" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"scales")
+    one, two = (identify(**{setting: str(file)}) for file in files)
+    assert one == two != identify()
+    files[1].write_bytes(b"other scales")
+    assert identify(**{setting: str(files[1])}) != one
+
+
+def test_adapter_that_the_loader_is_told_of_counts_by_its_bytes(
+    identify: Callable[..., bytes], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "qlora"
+    adapter.mkdir()
+    (adapter / "adapter_model.bin").write_bytes(b"old")
+    config = json.dumps({"qlora_adapter_name_or_path": str(adapter)})
+    before = identify(model_loader_extra_config=config)
+    assert identify(model_loader_extra_config=config) == before
+    (adapter / "adapter_model.bin").write_bytes(b"new")
+    assert identify(model_loader_extra_config=config) != before
+
+
+def test_draft_model_counts_by_its_bytes(identify: Callable[..., bytes], tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"old")
+    before = identify(speculative_draft_model_path=str(draft))
+    assert identify(speculative_draft_model_path=str(draft)) == before != identify()
+    (draft / "model.safetensors").write_bytes(b"new")
+    assert identify(speculative_draft_model_path=str(draft)) != before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"load_format": "dummy"}, {"load_format": "remote_instance"}, {"weight_cache_mode": "client"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_weights_that_come_from_no_file_start_anew(
+    identify: Callable[..., bytes], settings: dict[str, Any]
+) -> None:
+    assert identify(**settings) != identify(**settings)
+
+
+def test_folder_without_weights_starts_anew(identify: Callable[..., bytes], model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert identify() != identify()
+
+
+def test_storage_attached_after_an_update_does_not_go_by_the_files(
+    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace, "_files_are_old", False)
+    assert identify() == identify()
+    namespace.forget_files()
+    assert identify() != identify()
 
 
 def test_setting_that_sglang_renamed_stops_the_server_instead_of_reading_as_absent(
-    published: dict[str, SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    del published["get_model"].kv_cache_dtype
-    with pytest.raises(AttributeError, match="kv_cache_dtype"):
-        namespace.server_identity(RANKS)
+    with get_context().override_server_args(model_path=str(model)):
+        spec = {
+            name: getattr(runtime_context.get_spec(), name)
+            for name in Spec.__struct_fields__
+            if name != "speculative_draft_kv_cache_dtype"
+        }
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**spec))
+        with pytest.raises(AttributeError, match="speculative_draft_kv_cache_dtype"):
+            namespace.server_identity(storage_config())
 
 
 def test_adapter_retrained_in_place_is_another_namespace(
-    published: dict[str, SimpleNamespace], tmp_path: Path
+    identify: Callable[..., bytes], tmp_path: Path
 ) -> None:
     """SGLang makes the id of a ``--lora-paths`` adapter from its name and path alone, so KV of the
     old weights would be found under the new ones after a restart."""
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    weights = adapter / "adapter_model.safetensors"
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    weights = folder / "adapter_model.safetensors"
     weights.write_bytes(b"old weights")
-    published["get_lora"].lora_paths = [
-        SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(adapter))
-    ]
-    before = namespace.digest(namespace.server_identity(RANKS), {})
-    assert namespace.digest(namespace.server_identity(RANKS), {}) == before
+    before = identify(lora_paths=[adapter(folder)])
+    assert identify(lora_paths=[adapter(folder)]) == before
     weights.write_bytes(b"new weights")
-    assert namespace.digest(namespace.server_identity(RANKS), {}) != before
+    assert identify(lora_paths=[adapter(folder)]) != before
 
 
 def test_adapters_and_the_base_model_have_page_keys_of_their_own() -> None:

@@ -3,6 +3,8 @@ one bit for bit, what it holds does not count as kept here, and purges cross ove
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration import namespace
+from sglang_tiered.integration import namespace, namespace_search
+from sglang_tiered.integration.model_identity import identify_model
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.storage.layered.tiers import Span, Tier
 
@@ -166,3 +169,34 @@ def test_after_a_weight_update_nothing_is_shared(
     store(a, keys, slots(0))
     assert b.storage._layered.peers.refresh(TIMEOUT_S)
     assert b.storage.lookup_leading(keys) == 0
+
+
+def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
+    open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the index and the bucket a purge is of a namespace, which nobody knows yet."""
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(b"weights")
+    identity = {"model": identify_model(str(model), None, "auto")}
+    monkeypatch.setattr(namespace, "server_identity", lambda _: identity)
+    a = open_side("a", 7)
+    keys = hashes("x")
+    store(a, keys, slots(0))
+    (tmp_path / "b").mkdir()
+    held = os.open(tmp_path / "b", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
+    b = open_side("b", None)
+    assert not b.storage.knows_namespace
+    purge = b.storage.begin_purge(TENANT)
+    assert not purge.done and not purge.wait(0.0)
+    assert a.storage.num_kept(keys) == 1
+    os.close(held)
+
+    def is_settled() -> bool:
+        b.storage.settle_namespace()
+        return bool(b.storage.knows_namespace)
+
+    until(is_settled, "weights were not read")
+    assert purge.wait(TIMEOUT_S) and purge.done
+    until(lambda: a.storage.num_kept(keys) == 0, "not purged")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
@@ -15,12 +19,15 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration import namespace
+from sglang_tiered.integration import file_digests, namespace, namespace_search
+from sglang_tiered.integration.durability import make_durable
+from sglang_tiered.integration.model_identity import identify_model
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_digest
 from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.storage.layered.tiers import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,6 +199,154 @@ def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
     assert storage.batch_exists(hashes("a")) == 0
     storage.tree_was_reset()
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+# ---- Weights that take long to read ----
+
+
+class Weights:
+    """Of a model; read only while nobody else has the turn."""
+
+    def __init__(self, root: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root.mkdir()
+        directory.mkdir()
+        self._file = root / "model.safetensors"
+        self._file.write_bytes(bytes(1 << 20))
+        self._directory = directory
+        self._held: int | None = None
+        monkeypatch.setattr(
+            namespace, "server_identity", lambda _: {"m": identify_model(str(root), None, "auto")}
+        )
+        monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
+        monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
+
+    def take_long(self) -> None:
+        self._held = os.open(self._directory, os.O_RDONLY)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+
+    def are_read(self, storage: Any) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+        deadline = time.monotonic() + TIMEOUT_S
+        while not storage.knows_namespace:
+            assert time.monotonic() < deadline
+            storage.settle_namespace()
+
+    def are_fetched_anew(self, edit: bytes = b"") -> None:
+        anew = self._file.with_suffix(".tmp")
+        anew.write_bytes(self._file.read_bytes())
+        with anew.open("r+b") as stream:
+            stream.seek(8192)  # between two samples
+            stream.write(edit)
+        anew.replace(self._file)
+
+
+@pytest.fixture
+def weights(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    return Weights(tmp_path / "model", tmp_path / "kv", monkeypatch)
+
+
+def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    storage.settle_namespace()
+    assert not storage.knows_namespace and not storage.takes_stores
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    assert storage.batch_exists(hashes("a")) == 0 and not storage.holds(hashes("a")[0])
+    weights.are_read(storage)
+    assert storage.takes_stores
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    make.opened.pop().close()
+    again = make.open(make_pool(None))
+    assert again.knows_namespace, "they are remembered"
+    assert again.batch_get_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    weights.are_fetched_anew()
+    weights.take_long()
+    pool = make_pool(None)
+    storage = make.open(pool)
+    keys = hashes("a")
+    assert storage.region_engine.stats().num_pages == 1
+    assert storage.batch_exists(keys) == 0 and storage.num_kept(keys) == 0
+    assert storage.lookup_spans(keys) == [] and set(storage.pages_by_tier(keys).values()) == {0}
+    assert storage.batch_exists_v2(keys).kv_hit_pages == 0
+    assert storage.batch_get_v1(keys, slots(0)) == [False]
+    assert not pool.buffer.any()
+    assert make_durable(storage, keys, Tier.NVME, b"t" * 16, work_s=0.0) == 0
+    weights.are_read(storage)
+    assert storage.batch_get_v1(keys, slots(0)) == [True]
+
+
+def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    storage.change_weights(tree_was_flushed=True)
+    assert storage.knows_namespace
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    weights.are_read(storage)
+    assert storage.exists(hashes("a")[0])
+    make.opened.pop().close()
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    assert not storage.exists(hashes("a")[0])
+
+
+def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
+    make: Fixture, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
+    environment: dict[str, str] = {}
+    msgspec.structs.replace(make.config, object=bucket).to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    assert storage._far_tiers.collector is None, "it would collect for nobody"
+    weights.are_read(storage)
+    assert storage._far_tiers.collector is not None
+    assert storage._far_tiers.lower.namespace == storage._namespace
+    keys = hashes("a")
+    storage.batch_set_v1(keys, slots(0))
+    assert make_durable(storage, keys, Tier.OBJECT, b"t" * 16, work_s=TIMEOUT_S) == 1
+    deadline = time.monotonic() + TIMEOUT_S
+    while not storage.layered_engine.layered_stats().num_demoted:
+        assert time.monotonic() < deadline
+
+
+def test_closing_waits_for_no_weights(make: Fixture, weights: Weights) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    search = storage._search
+    storage.close()
+    assert not search._thread.is_alive()
 
 
 def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:

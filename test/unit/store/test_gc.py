@@ -57,13 +57,16 @@ def untidy(
     (shard / "PROBE").write_bytes(b"")
     (shard / "CHECKPOINT.tmp").write_bytes(b"x")
     (tier / "STORE.tmp-123").write_bytes(b"x")
+    (tier / "WEIGHTS.tmp-123").write_bytes(b"x")
+    (tier / "WEIGHTS").write_bytes(b"x")
     return tier
 
 
 @pytest.fixture
 def expected(shard: Path) -> dict[str, str]:
     return {
-        "STORE.tmp-123": "a manifest that was never finished",
+        "STORE.tmp-123": "a file that was never finished",
+        "WEIGHTS.tmp-123": "a file that was never finished",
         f"{shard.name}/CHECKPOINT.tmp": "left by a process that died",
         f"{shard.name}/PROBE": "left by a process that died",
         f"{shard.name}/{region_name(0)}": "its header does not verify",
@@ -82,7 +85,7 @@ def test_the_plan_touches_nothing(
     before = digest(untidy)
     assert plan(cli, untidy) == expected
     outcome = cli("gc", untidy)
-    assert "5 could go" in outcome.out
+    assert "6 could go" in outcome.out
     assert "nothing was deleted" in outcome.out
     assert digest(untidy) == before
 
@@ -309,7 +312,7 @@ def test_what_cannot_be_deleted_is_told(
     failures = [c["failure"] for c in report["candidates"] if not c["deleted"]]
     assert failures == ["Permission denied"]
     assert report["deleted_bytes"] < report["candidate_bytes"]
-    assert "4 of 5" in cli_text(report)
+    assert "5 of 6" in cli_text(report)
 
 
 def cli_text(report: dict[str, Any]) -> str:

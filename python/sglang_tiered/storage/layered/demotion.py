@@ -117,6 +117,10 @@ class Demoter:
             self.wake()
         return chain.submitted
 
+    def look_again(self) -> None:
+        """The lower tier has another namespace: what it holds there is to be seen first."""
+        self._knows_lower = False
+
     def suspend(self) -> None:
         """Copy nothing any more unless asked to: nobody could name the pages."""
         self._suspended = True

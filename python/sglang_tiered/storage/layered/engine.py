@@ -302,14 +302,18 @@ class LayeredEngine(TierEngine):
         """Far tiers are waited for a minute: they may be out of reach for longer."""
         return self.begin_purge(None).wait(_CLEAR_TIMEOUT_S)
 
-    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
-        """As ``RegionEngine.set_namespace``, for a namespace that nobody can name again: nothing
-        of it is copied down unless ``flush`` asks for it."""
+    def set_namespace(
+        self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
+    ) -> None:
+        """As ``RegionEngine.set_namespace``. Of a namespace that nobody can name again
+        (``is_nameless``) nothing is copied down unless ``flush`` asks for it."""
         with self._gate:
-            if self._demoter is not None:
+            if self._demoter is not None and is_nameless:
                 self._demoter.suspend()
             for source in self.far.values():
                 source.set_namespace(namespace)
+            if self._demoter is not None:
+                self._demoter.look_again()
             self.upper.set_namespace(namespace, keep=keep)
             self._generation += 1  # last, as for a purge
 

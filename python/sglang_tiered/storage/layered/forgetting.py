@@ -1,14 +1,15 @@
-"""``LayeredForgetting``: one purge of two tiers."""
+"""``LayeredForgetting``: one purge of two tiers. ``LateForgetting``: one that cannot begin yet."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.layered.tiers import Unfinished
 
-__all__ = ["LayeredForgetting"]
+__all__ = ["LateForgetting", "LayeredForgetting"]
 
 
 class LayeredForgetting:
@@ -30,3 +31,30 @@ class LayeredForgetting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             durable = part.wait(left) and durable
         return durable
+
+
+class LateForgetting:
+    """A purge that waits for whoever can begin it. Any thread."""
+
+    def __init__(self) -> None:
+        self._begun: Unfinished | None = None
+        self._has_begun = threading.Event()
+
+    def begin(self, purge: Unfinished) -> None:
+        """``purge`` was begun."""
+        self._begun = purge
+        self._has_begun.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._begun is not None and self._begun.done
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it is durable; false when the time runs out."""
+        begun = time.monotonic()
+        if not self._has_begun.wait(timeout_s):
+            return False
+        assert self._begun is not None
+        spent = time.monotonic() - begun
+        return self._begun.wait(None if timeout_s is None else max(0.0, timeout_s - spent))

@@ -4,6 +4,7 @@
 
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
+    <tier-dir>/WEIGHTS      digests of weight files, by whoever serves from it; may be deleted
     <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST_NAME",
+    "WEIGHTS_NAME",
     "DirectoryState",
     "inspect",
     "prepare",
@@ -54,7 +56,8 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "STORE"
-_TEMPORARY = re.compile(r"STORE\.tmp-\d+")
+WEIGHTS_NAME = "WEIGHTS"
+_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
 _SHARD = re.compile(r"shard-[A-Za-z0-9._-]+")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
@@ -184,8 +187,8 @@ def _is_ours(path: Path) -> bool:
     mode = path.lstat().st_mode
     if _SHARD.fullmatch(path.name):
         return stat.S_ISDIR(mode)
-    known = path.name in (MANIFEST_NAME, LOCK_NAME) or _TEMPORARY.fullmatch(path.name) is not None
-    return stat.S_ISREG(mode) and known
+    known = path.name in (MANIFEST_NAME, LOCK_NAME, WEIGHTS_NAME)
+    return stat.S_ISREG(mode) and (known or _TEMPORARY.fullmatch(path.name) is not None)
 
 
 def _inspect_shard(shard: Path) -> None:

@@ -13,6 +13,7 @@ from sglang_tiered.storage.region import directory as directory_module
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import (
     MANIFEST_NAME,
+    WEIGHTS_NAME,
     DirectoryState,
     inspect,
     prepare,
@@ -47,6 +48,14 @@ def test_absent_then_ours(store: Path) -> None:
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
     assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 3 ")
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
+
+
+def test_directory_that_remembers_weights_is_ours_without_its_manifest(store: Path) -> None:
+    for name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.tmp-123"):
+        (store / name).write_bytes(b"x")
+    (store / MANIFEST_NAME).unlink()
+    assert prepare(store) is DirectoryState.OURS_DAMAGED
+    assert prepare(store) is DirectoryState.OURS
 
 
 def test_inspecting_touches_nothing(tmp_path: Path) -> None:
