@@ -30,6 +30,7 @@ __all__ = [
     "find_weight_files",
     "identify_files",
     "identify_model",
+    "is_nameless",
     "spell_out",
     "unresolved",
 ]
@@ -60,6 +61,8 @@ _MEANINGLESS_SUFFIXES |= {".png", ".pyc", ".svg", ".tmp"}
 # SGLang never loads them (``filter_files_not_needed_for_inference``).
 _TRAINERS_FILES = {"optimizer.bin", "optimizer.pt", "scaler.pt", "scheduler.pt"}
 _TRAINERS_FILES |= {"training_args.bin"}
+
+_UNRESOLVED = "unresolved-"
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,14 @@ def unresolved(what: str, why: str) -> str:
         what,
         why,
     )
-    return f"unresolved-{uuid.uuid4().hex}"
+    return f"{_UNRESOLVED}{uuid.uuid4().hex}"
+
+
+def is_nameless(identity: Any) -> bool:
+    """Whether no other process can have an identity that is spelled out."""
+    if isinstance(identity, Mapping):
+        return any(map(is_nameless, identity.values()))
+    return isinstance(identity, str) and identity.startswith(_UNRESOLVED)
 
 
 def find_weight_files(

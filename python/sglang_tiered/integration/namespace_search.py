@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import format_bytes
 from sglang_tiered.integration import namespace
 from sglang_tiered.integration.file_digests import FileDigests
-from sglang_tiered.integration.model_identity import contents_of, spell_out
+from sglang_tiered.integration.model_identity import contents_of, is_nameless, spell_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 class NamespaceSearch:
     """Scheduler thread. ``namespace`` is what to open the tiers under; as long as ``answer`` is
-    None it may be another model's, so nothing in it may be used and nothing added. ``directory`` is
-    where digests are remembered."""
+    None it may be another model's, so nothing in it may be used and nothing added. ``is_nameless``:
+    the answer is one that nobody will have again. ``directory`` is where digests are remembered."""
 
     def __init__(
         self,
@@ -55,12 +55,13 @@ class NamespaceSearch:
         self._digests.recall()
         self._stopped = threading.Event()
         self.answer: bytes | None = None
+        self.is_nameless = False
         files = {file for contents in contents_of(identity) for _, file in contents.files}
         found = {file: self._digests.known(file) for file in files}
         known = {file: digest for file, digest in found.items() if digest is not None}
         unknown = sorted(files - known.keys(), key=lambda file: file.path)
         if not unknown:
-            self.answer = self.namespace = self._digest(known)
+            self.answer = self.namespace = self._conclude(known)
             return
         likely = {file: self._digests.likely(file) for file in unknown}
         self._thread = threading.Thread(
@@ -73,7 +74,9 @@ class NamespaceSearch:
             return
         looks = {file: digest for file, digest in likely.items() if digest is not None}
         is_likely = len(looks) == len(unknown)
-        self.namespace = self._digest(known | looks) if is_likely else namespace.successor(b"")
+        self.namespace = namespace.successor(b"")
+        if is_likely:
+            self.namespace = namespace.digest(spell_out(identity, known | looks), pools)
         logger.warning(
             "reading %s of weights in the background, to know them from others: nothing is loaded "
             "from the tiers and nothing stored until that is done",
@@ -90,8 +93,10 @@ class NamespaceSearch:
         if self.answer is None:
             self._thread.join(JOIN_S)
 
-    def _digest(self, digests: Mapping[SeenFile, bytes]) -> bytes:
-        return namespace.digest(spell_out(self._identity, digests), self._pools)
+    def _conclude(self, digests: Mapping[SeenFile, bytes]) -> bytes:
+        identity = spell_out(self._identity, digests)
+        self.is_nameless = is_nameless(identity)
+        return namespace.digest(identity, self._pools)
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:
         # Of this thread alone, on Linux: what computes goes first.
@@ -102,9 +107,10 @@ class NamespaceSearch:
             if self._stopped.is_set():
                 return
             seconds = time.monotonic() - begun
-            answer = self._digest(known | found)
+            answer = self._conclude(known | found)
         except Exception:
             logger.exception("weights could not be read by our own fault; the tiers start anew")
+            self.is_nameless = True
             self.answer = namespace.successor(b"")
             return
         num_read = format_bytes(self._digests.num_bytes_read)

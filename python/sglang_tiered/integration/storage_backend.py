@@ -149,6 +149,8 @@ class TieredStorage(ZeroCopyStorage):
         )
         if self._far_tiers is not None:
             self._engine = self._layered = self._far_tiers.engine
+            if search.answer is not None and search.is_nameless:
+                self._layered.set_namespace(self._namespace)  # of which nothing goes down
             if self.knows_namespace:
                 self._far_tiers.collect()
         self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
@@ -199,7 +201,7 @@ class TieredStorage(ZeroCopyStorage):
                 if self._layered is None:
                     self.region_engine.set_namespace(self._namespace)
                 else:
-                    self._layered.set_namespace(self._namespace, is_nameless=False)
+                    self._layered.set_namespace(self._namespace, is_nameless=search.is_nameless)
             self._search = None  # from now on pages are found
             self._begin_late_purges()
         if self._far_tiers is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from host_pools import storage_config
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups.fields.model import Model
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
 
@@ -161,6 +162,12 @@ def test_how_weights_are_loaded_is_no_part_of_what_they_are(
     identify: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
     assert identify(**settings) == identify()
+
+
+def test_settings_left_out_are_settings_that_sglang_has() -> None:
+    """One that was renamed would come back under its new name."""
+    apart = namespace._PLACES | namespace._FILES | namespace._WITHOUT_MEANING
+    assert apart <= set(Model.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_weights_replaced_while_they_wait_to_be_read_are_nobody_s(
     answers = {answer(search) for search in searches}
     assert len(answers) == 2 and tier.search(model).answer not in answers
     assert "changed since it was loaded" in caplog.text
+    assert all(search.is_nameless for search in searches) and not tier.search(model).is_nameless
 
 
 def test_closing_ends_the_wait(tier: Tier, model: Path) -> None:

@@ -319,14 +319,34 @@ def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
     assert not storage.exists(hashes("a")[0])
 
 
-def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
-    make: Fixture, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
+@pytest.fixture
+def bucket(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below NVMe."""
+    place = ObjectConfig(url=(tmp_path / "bucket").as_uri())
     environment: dict[str, str] = {}
-    msgspec.structs.replace(make.config, object=bucket).to_environment(environment)
+    msgspec.structs.replace(make.config, object=place).to_environment(environment)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a server of their namespace nobody would ever collect them."""
+    monkeypatch.setattr(
+        namespace, "server_identity", lambda _: {"m": identify_model("m", None, "dummy")}
+    )
+    storage = make.open(make_pool(0))
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert storage.layered_engine.layered_stats().demote_backlog == 0
+    assert storage.layered_engine._demoter._suspended
+
+
+@pytest.mark.usefixtures("bucket")
+def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
+    make: Fixture, weights: Weights
+) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     assert storage._far_tiers.collector is None, "it would collect for nobody"
