@@ -163,6 +163,126 @@ def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
     assert storage.batch_exists(hashes("a")) == 1
 
 
+def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:
+    """By SGLang's own function: it clears the storage, then resets the tree."""
+    from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
+
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a"), slots(0))
+    emptied: list[str] = []
+    pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
+    scheduler: Any = SimpleNamespace(
+        disable_radix_cache=False,
+        tree_cache=SimpleNamespace(
+            clear_storage_backend=storage.clear, reset=lambda: emptied.append("tree")
+        ),
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=pool,
+    )
+    _release_prefix_cache_for_role_switch(scheduler)
+    assert emptied == ["tree", "pool", "pool"]
+    assert storage.batch_exists(hashes("a")) == 1
+    assert storage.region_engine.stats().num_pages_purged == 0
+
+
+def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
+    storage, fence = make.open(make_pool(0)), Fence()
+    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
+    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
+        key = key_of_request(extra_key + (lora_id or ""), lora_id)
+        tenant = fence.tenant_of(key, "salt")
+        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
+        assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
+    assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
+    assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
+
+
+def gate_that_admits(
+    monkeypatch: pytest.MonkeyPatch, storage: TieredStorage, *pages: int
+) -> list[bool]:
+    """Stand in for admission: so many leading pages of each call. Returns which were KV."""
+    answers, calls = iter(pages), []
+
+    def num_admitted(hashes: list[str], *, is_kv: bool) -> int:
+        calls.append(is_kv)
+        return next(answers)
+
+    monkeypatch.setattr(storage.gate, "num_admitted", num_admitted)
+    return calls
+
+
+def test_dropped_pages_are_answered_false_and_never_touched(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(0)
+    storage = make.open(pool)
+    gate_that_admits(monkeypatch, storage, 0, 2)
+    before = storage.stats()
+    keys = hashes("a", "b", "c")
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
+    assert storage.stats() == before
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
+    expected = pool.buffer.clone()
+    assert storage.batch_exists(keys) == 2
+    assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
+    assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
+
+
+def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
+    calls = gate_that_admits(monkeypatch, storage, 1, 2)
+    keys = hashes("a", "b")
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, False]}
+    assert storage.batch_set_v1(keys, slots(0, 1)) == [True, True]
+    assert calls == [False, True]
+
+
+def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) -> None:
+    storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
+    for first in range(0, 24, 8):
+        keys = hashes(*(str(number) for number in range(first, first + 8)))
+        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
+        storage.batch_set_v1(keys, slots(*range(8)))
+    stats = storage.stats()
+    assert 8 <= stats.num_pages < 12
+    assert stats.bytes_written <= 4 * MiB
+    assert stats.admission[Outcome.ADMITTED] == stats.num_pages
+    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - stats.num_pages
+    assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
+    assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+
+
+def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    storage.tree_was_reset()
+    assert len(storage.gate._offers) == 0
+
+
+def test_every_rank_of_a_latent_attention_model_writes_its_own_shard(make: Fixture) -> None:
+    config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
+    TieredStorage(config, {})
+    assert config.is_storage_writer
+
+
+@pytest.mark.parametrize("make", [2], indirect=True)
+def test_replicas_with_equal_ranks_get_shards_of_their_own(make: Fixture) -> None:
+    first, second = make.open(make_pool(0)), make.open(make_pool(0))
+    first.batch_set_v1(hashes("a"), slots(0))
+    assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
+    with pytest.raises(StoreLockedError):
+        make.open(make_pool(0))
+
+
+def test_start_without_our_launcher_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_TIERED_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=r"python -m sglang_tiered\.launch_server"):
+        TieredStorage(storage_config(), {})
+
+
 class HeldLock:
     """A lock at which one thread waits until it is let go."""
 
@@ -367,123 +487,3 @@ def test_closing_waits_for_no_weights(make: Fixture, weights: Weights) -> None:
     search = storage._search
     storage.close()
     assert not search._thread.is_alive()
-
-
-def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:
-    """By SGLang's own function: it clears the storage, then resets the tree."""
-    from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
-
-    storage = make.open(make_pool(0))
-    storage.batch_set_v1(hashes("a"), slots(0))
-    emptied: list[str] = []
-    pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
-    scheduler: Any = SimpleNamespace(
-        disable_radix_cache=False,
-        tree_cache=SimpleNamespace(
-            clear_storage_backend=storage.clear, reset=lambda: emptied.append("tree")
-        ),
-        req_to_token_pool=pool,
-        token_to_kv_pool_allocator=pool,
-    )
-    _release_prefix_cache_for_role_switch(scheduler)
-    assert emptied == ["tree", "pool", "pool"]
-    assert storage.batch_exists(hashes("a")) == 1
-    assert storage.region_engine.stats().num_pages_purged == 0
-
-
-def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
-    storage, fence = make.open(make_pool(0)), Fence()
-    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
-    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
-        key = key_of_request(extra_key + (lora_id or ""), lora_id)
-        tenant = fence.tenant_of(key, "salt")
-        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
-        assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
-    assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
-    assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
-
-
-def gate_that_admits(
-    monkeypatch: pytest.MonkeyPatch, storage: TieredStorage, *pages: int
-) -> list[bool]:
-    """Stand in for admission: so many leading pages of each call. Returns which were KV."""
-    answers, calls = iter(pages), []
-
-    def num_admitted(hashes: list[str], *, is_kv: bool) -> int:
-        calls.append(is_kv)
-        return next(answers)
-
-    monkeypatch.setattr(storage.gate, "num_admitted", num_admitted)
-    return calls
-
-
-def test_dropped_pages_are_answered_false_and_never_touched(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = make_pool(0)
-    storage = make.open(pool)
-    gate_that_admits(monkeypatch, storage, 0, 2)
-    before = storage.stats()
-    keys = hashes("a", "b", "c")
-    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
-    assert storage.stats() == before
-    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
-    expected = pool.buffer.clone()
-    assert storage.batch_exists(keys) == 2
-    assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
-    assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
-
-
-def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
-    calls = gate_that_admits(monkeypatch, storage, 1, 2)
-    keys = hashes("a", "b")
-    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
-    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, False]}
-    assert storage.batch_set_v1(keys, slots(0, 1)) == [True, True]
-    assert calls == [False, True]
-
-
-def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) -> None:
-    storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
-    for first in range(0, 24, 8):
-        keys = hashes(*(str(number) for number in range(first, first + 8)))
-        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
-        storage.batch_set_v1(keys, slots(*range(8)))
-    stats = storage.stats()
-    assert 8 <= stats.num_pages < 12
-    assert stats.bytes_written <= 4 * MiB
-    assert stats.admission[Outcome.ADMITTED] == stats.num_pages
-    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - stats.num_pages
-    assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
-    assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
-
-
-def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
-    storage = make.open(make_pool(0))
-    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
-    storage.tree_was_reset()
-    assert len(storage.gate._offers) == 0
-
-
-def test_every_rank_of_a_latent_attention_model_writes_its_own_shard(make: Fixture) -> None:
-    config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
-    TieredStorage(config, {})
-    assert config.is_storage_writer
-
-
-@pytest.mark.parametrize("make", [2], indirect=True)
-def test_replicas_with_equal_ranks_get_shards_of_their_own(make: Fixture) -> None:
-    first, second = make.open(make_pool(0)), make.open(make_pool(0))
-    first.batch_set_v1(hashes("a"), slots(0))
-    assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
-    with pytest.raises(StoreLockedError):
-        make.open(make_pool(0))
-
-
-def test_start_without_our_launcher_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_TIERED_CONFIG", raising=False)
-    with pytest.raises(ConfigError, match=r"python -m sglang_tiered\.launch_server"):
-        TieredStorage(storage_config(), {})
