@@ -9,6 +9,7 @@ somebody edited a few numbers; or under one that nobody can name, if none did.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -99,8 +100,10 @@ class NamespaceSearch:
         return namespace.digest(identity, self._pools)
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:
-        # Of this thread alone, on Linux: what computes goes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        with contextlib.suppress(
+            OSError
+        ):  # of this thread alone, on Linux: what computes goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
         begun = time.monotonic()
         try:
             found = self._digests.read(unknown, self._stopped)

@@ -122,7 +122,8 @@ class TieredStorage(ZeroCopyStorage):
             Path(nvme.directory),
         )
         self._namespace = search.namespace
-        self._search = search if search.answer is None else None
+        # An answer may have come since; then the next step takes it.
+        self._search = None if search.answer == search.namespace else search
         where = self._storage_config
         self._region, replica = open_shard(self._config, where, self._namespace, max_page_bytes)
         self._engine = self._region
@@ -149,9 +150,9 @@ class TieredStorage(ZeroCopyStorage):
         )
         if self._far_tiers is not None:
             self._engine = self._layered = self._far_tiers.engine
-            if search.answer is not None and search.is_nameless:
-                self._layered.set_namespace(self._namespace)  # of which nothing goes down
             if self.knows_namespace:
+                if search.is_nameless:
+                    self._layered.set_namespace(self._namespace)  # of which nothing goes down
                 self._far_tiers.collect()
         self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
         stats = self._region.stats()

@@ -21,9 +21,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration import file_digests, namespace, namespace_search
+from sglang_tiered.integration import (
+    file_digests,
+    namespace,
+    namespace_search,
+    storage_backend,
+)
 from sglang_tiered.integration.durability import make_durable
 from sglang_tiered.integration.model_identity import identify_model
+from sglang_tiered.integration.namespace_search import NamespaceSearch
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_digest
 from sglang_tiered.policy.admission import Outcome
@@ -344,10 +350,13 @@ class Weights:
         self._held = os.open(self._directory, os.O_RDONLY)
         fcntl.flock(self._held, fcntl.LOCK_EX)
 
-    def are_read(self, storage: Any) -> None:
+    def let_go(self) -> None:
         if self._held is not None:
             os.close(self._held)
             self._held = None
+
+    def are_read(self, storage: Any) -> None:
+        self.let_go()
         deadline = time.monotonic() + TIMEOUT_S
         while not storage.knows_namespace:
             assert time.monotonic() < deadline
@@ -421,6 +430,34 @@ def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
     weights.are_read(storage)
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(
+    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+
+    def search(*arguments: Any) -> NamespaceSearch:
+        begun = NamespaceSearch(*arguments)
+        assert begun.answer is None
+        weights.let_go()
+        deadline = time.monotonic() + TIMEOUT_S
+        while begun.answer is None:
+            assert time.monotonic() < deadline
+        return begun
+
+    monkeypatch.setattr(storage_backend, "NamespaceSearch", search)
+    storage = make.open(make_pool(None))
+    assert storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    storage.settle_namespace()
+    assert storage.knows_namespace
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
 
 
 def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
