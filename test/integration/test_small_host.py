@@ -48,3 +48,16 @@ def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(server: 
         assert sum(answer.num_cached for answer in answers) >= 0.8 * wanted
     assert lost_for_lack_of_host_memory(server) == 0
     assert "Traceback" not in server.log
+
+
+def test_what_is_below_a_prefix_that_the_device_still_holds_comes_back(server: Server) -> None:
+    """The prefix's host copy gave way long ago; its suffixes left the device."""
+    (stem,) = make_prompts(8, 1, 1_024)
+    prompts = [stem + tail for tail in make_prompts(9, 5, 3_000)]
+    num_pages = server.tier_state()["nvme_pages"] + 1_024 // 64 + len(prompts) * (3_000 // 64 - 1)
+    expected = [server.generate(prompt).output_ids for prompt in prompts]
+    server.wait_for_state("nvme_pages", num_pages)
+    answers = [server.generate(prompt) for prompt in prompts]
+    assert [answer.output_ids for answer in answers] == expected
+    from_tiers = sum(answer.num_cached - answer.cached["device"] for answer in answers)
+    assert from_tiers >= 0.8 * sum(aligned(len(prompt)) - len(stem) for prompt in prompts)

@@ -326,7 +326,8 @@ def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
     from sglang_tiered.integration import purging
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
-    if not isinstance(scheduler.tree_cache, TieredRadixCache):
+    cache = scheduler.tree_cache
+    if not isinstance(cache, TieredRadixCache) or cache.storage is None:  # another's storage
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 

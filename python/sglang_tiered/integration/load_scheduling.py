@@ -327,9 +327,11 @@ class LoadingRadixCache(AgreeingRadixCache):
     def plans_loads(self) -> bool:
         return self._planner is not None
 
-    def query_storage_hit_length(self, *_: Any, **__: Any) -> int:
-        """Nothing. SGLang's decode alone asks, to promise it before it is loaded."""
-        return 0
+    def query_storage_hit_length(self, *args: Any, **kwargs: Any) -> int:
+        """Nothing of our tier. SGLang's decode alone asks, to promise it before it is loaded."""
+        if self.storage is not None:
+            return 0
+        return int(super().query_storage_hit_length(*args, **kwargs))
 
     @property
     def has_promised(self) -> bool:

@@ -100,7 +100,8 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     ):
         return default_radix_cache_factory(ctx)
     config, params = TieredConfig.from_environment(), ctx.params
-    if config is not None and config.nvme is not None and params.pp_size == 1 and is_small(params):
+    is_ours = config is not None and config.nvme is not None and params.pp_size == 1
+    if is_ours and memory.hicache_write_policy == "write_through" and is_small(params):
         least = f"{SMALL_RATIO * 100:.0f}% of device memory"
         if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
             logger.warning(
@@ -190,12 +191,14 @@ class TieredRadixCache(SpillingRadixCache):
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._tier_events is not None:
             self._tier_events.note(params.best_match_node)
+        if self._warm_host is None and self._residents is None:
+            return result
+        path = self.tree_core.collect_path_info([params.best_match_node])[0]
+        # Between a purge and the next reset, keys carry marks that mean nothing later.
+        if self._warm_host is not None and params.req is not None and path and not self.fence:
+            hashes = [self.tree_core.get_last_hash_value(node.node_id) for node in path]
+            self._warm_host.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
         if self._residents is not None:
-            path = self.tree_core.collect_path_info([params.best_match_node])[0]
-            # Between a purge and the next reset, keys carry marks that mean nothing later.
-            if self._warm_host is not None and params.req is not None and path and not self.fence:
-                hashes = [self.tree_core.get_last_hash_value(node.node_id) for node in path]
-                self._warm_host.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
             for node in path:
                 # A longer prompt uses the resident that its prefix is.
                 if self.tree_core.get_last_hash_value(node.node_id) in self._residents:

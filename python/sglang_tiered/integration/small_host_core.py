@@ -16,6 +16,7 @@ only component is full attention, whose host values are the only ones.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND_NAME", "SmallHostTreeCore", "register"]
 
 BACKEND_NAME = "tiered_small_host"
+
+MAX_LOOKS = 64
+"""Copies that are looked at from either end, in the order they were made, for what may go: about
+2.5 us each."""
 
 COPY_SHARE = 1 / 4
 """Of the host tier, what one node's copy may take: a longer node is copied in parts."""
@@ -77,8 +82,9 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
     max_copy_tokens: int = 1 << 62
     may_give_up: Callable[[int], bool] = staticmethod(lambda _: True)
     """Whether nothing is going to read a node's host copy."""
-    is_stored: Callable[[str], bool] = staticmethod(lambda _: True)
-    """Whether NVMe holds the node with this last hash, whose copy was given up."""
+    is_stored: Callable[[str], bool] | None = None
+    """Whether NVMe holds the node with this last hash, whose copy was given up. None where ranks
+    may differ in that: then it is taken for granted, and stored again now and then."""
 
     @property
     def is_write_back(self) -> bool:
@@ -125,8 +131,12 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         return [*parts, node_id]
 
     def _has_left_a_copy(self, node: UnifiedTreeNode) -> bool:
-        """Whether a node without a host copy is on NVMe."""
-        return _was_given_up(node) and bool(node.hash_value) and self.is_stored(node.hash_value[-1])
+        """Whether a node without a host copy is on NVMe, as far as one can tell."""
+        if not _was_given_up(node) or not node.hash_value:
+            return False
+        if self.is_stored is None:
+            return bool(node.hit_count & (node.hit_count - 1))  # a store may have been refused
+        return self.is_stored(node.hash_value[-1])
 
     def has_copied_path(self, node_id: int) -> bool:
         """Whether a node and all above it are in host memory."""
@@ -156,24 +166,28 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
 
     def _give_up_copies(self, num_tokens: int, result: DriveHostEvictionResult) -> None:
         """The latest first: what the device has used for longest, it gives up next, and that copy
-        is then the only one. From the leaves up, so that a copy keeps those above it."""
-        gone = []
-        for node in reversed(self.full_host_duplicates.values()):
-            if result.tracker[BASE_COMPONENT_TYPE] >= num_tokens:
-                break
+        is then the only one. From the leaves up, so that a copy keeps those above it. Looks at a
+        bounded number: where stores wait for long, thousands of copies may not go."""
+        latest = islice(reversed(self.full_host_duplicates.values()), MAX_LOOKS)
+        oldest = islice(self.full_host_duplicates.values(), MAX_LOOKS)
+        for candidate in (*latest, *oldest):
+            node = candidate
             if node.evicted or not node.backuped:
-                gone.append(node.id)
-            elif (
-                self._can_reclaim_full_host_duplicate(node)
-                and not any(child.backuped for child in node.children.values())
-                and self.may_give_up(node.id)
-            ):
+                self.full_host_duplicates.pop(node.id, None)
+            while result.tracker[BASE_COMPONENT_TYPE] < num_tokens and self._may_give_up(node):
                 frees = {name: getattr(result, name) for name in _FREES[1:]}
                 self._release_full_host_duplicate(node, result.tracker, **frees)
                 node.copy_given_up = True
-                gone.append(node.id)
-        for node_id in gone:
-            del self.full_host_duplicates[node_id]
+                del self.full_host_duplicates[node.id]
+                node = node.parent  # the next one up may have been kept by this one alone
+
+    def _may_give_up(self, node: UnifiedTreeNode) -> bool:
+        return bool(
+            node.id in self.full_host_duplicates
+            and self._can_reclaim_full_host_duplicate(node)
+            and not any(child.backuped for child in node.children.values())
+            and self.may_give_up(node.id)
+        )
 
     def _split_node(
         self, key: RadixKey, child: UnifiedTreeNode, split_len: int
@@ -194,6 +208,10 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
             return kept
         result = EvictDeviceLeafResult()
         frees = {name: getattr(result, name) for name in _FREES[1:]}
+        if node.backuped:
+            self._release_full_host_duplicate(node, {BASE_COMPONENT_TYPE: 0}, **frees)
+        elif not self._has_left_a_copy(node):
+            result.unbacked_tokens = len(node.key)
         if node.children:  # in host memory only, since a lock kept them there
             dropped = self.drop_subtree_no_host(node_id)
             for name in _FREES:
@@ -201,10 +219,6 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
                 into.extend(given) if isinstance(into, list) else into.update(given)
                 given.clear()
             return result
-        if node.backuped:
-            self._release_full_host_duplicate(node, {BASE_COMPONENT_TYPE: 0}, **frees)
-        elif not self._has_left_a_copy(node):
-            result.unbacked_tokens = len(node.key)
         self._delete_unbacked_device_leaf(node, result.tracker, **frees)
         return result
 

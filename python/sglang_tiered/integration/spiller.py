@@ -127,8 +127,10 @@ class Spiller:
             self._queue.promote(ancestor.node_id)
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
-        self._dropped.pop(node_id, None)
+        dropped = self._dropped.pop(node_id, None)
         dirty = _Dirty(hashes[-1], node.path_start, node.path_end)
+        if dropped is not None and self._cache.has_small_host:
+            dirty.num_retries = dropped.num_retries  # copied again for this retry
         self._wait(node_id, dirty, returned=returned)
 
     def _wait(self, node_id: int, dirty: _Dirty, *, returned: bool) -> None:
@@ -291,8 +293,9 @@ class Spiller:
             return
         if is_there:
             self._wait(node_id, dirty, returned=False)
-        else:
-            self.backup_skipped(node_id)  # a small host tier let the copy go
+        elif self._cache.has_small_host:  # which let the copy go; the next one brings the offer
+            self._remember(node_id, dirty)
+            self.backup_skipped(node_id)
 
     # ---- Host copies that were skipped for lack of host memory ----
 

@@ -31,6 +31,10 @@ __all__ = ["SpillingRadixCache"]
 
 MIN_COST_S = 1e-6
 
+LOCKED_SHARE = 1 / 2
+"""Of device memory: while running requests and stores lock more, several ranks begin no store that
+locks any."""
+
 
 class SpillingRadixCache(LoadingRadixCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
@@ -50,7 +54,7 @@ class SpillingRadixCache(LoadingRadixCache):
                 core = self.tree_core
                 core.max_copy_tokens = max(int(self.page_size), int(host_tokens * COPY_SHARE))
                 core.may_give_up = lambda node_id: not self._spiller.is_under_way(node_id)
-                core.is_stored = self._is_stored
+                core.is_stored = self._is_stored if self._decides_alone() else None
 
     @property
     def decides_alone(self) -> bool:
@@ -63,8 +67,12 @@ class SpillingRadixCache(LoadingRadixCache):
         return isinstance(self.tree_core, SmallHostTreeCore)
 
     def _is_stored(self, last_hash: str) -> bool:
-        """Whether NVMe holds a node; taken for granted where several ranks must agree."""
-        return not self._decides_alone() or self.storage is None or self.storage.holds(last_hash)
+        return self.storage is not None and self.storage.holds(last_hash)
+
+    def is_backuped(self, node_id: int) -> bool:
+        """SGLang asks before it lets us look for what NVMe holds below a node. In a small host tier
+        the copy of a node on the device may have given way; ``has_host_path`` makes it again."""
+        return self.has_small_host or bool(super().is_backuped(node_id))
 
     def own_host_tokens(self) -> int:
         """What the host tier holds beyond device memory: a prefix there keeps its host copy, unless
@@ -102,16 +110,33 @@ class SpillingRadixCache(LoadingRadixCache):
             return None  # purged, and perhaps not out of the tree yet
         if self._is_being_copied(node_id):
             return None
+        # The host copy cannot go while it is read, and the device must not give up a node whose
+        # copy it could not keep: SGLang counts only what is locked there as unevictable.
+        core = self.tree_core
+        needs_device = (
+            self.has_small_host
+            and not core.is_full_device_evicted(node_id)
+            and not core.has_copied_path(node_id)
+        )
+        if needs_device and not self._decides_alone() and self._locks_too_much():
+            return None
         num_before = len(self.ongoing_backup)
         super().write_backup_storage(node_id)
         if len(self.ongoing_backup) == num_before:
             return None
         operation: int = next(reversed(self.ongoing_backup))
-        if self.has_small_host and not self.tree_core.is_full_device_evicted(node_id):
-            # The host copy cannot go while it is read, and the device must not give up a node whose
-            # copy it could not keep: SGLang counts only what is locked there as unevictable.
+        if needs_device:
             self._stores_on_device[operation] = node_id, self.inc_lock_ref(node_id).to_dec_params()
         return operation
+
+    def _locks_too_much(self) -> bool:
+        """Whether stores lock as much of device memory as they may; alike on all ranks. One that
+        decides alone queues no more than the disk takes."""
+        protected: int = self.tree_core.full_protected_size()
+        return bool(
+            self._stores_on_device
+            and protected > self.token_to_kv_pool_allocator.size_full * LOCKED_SHARE
+        )
 
     def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._drain_storage_control_queues_impl(*args, **kwargs)
@@ -198,9 +223,15 @@ class SpillingRadixCache(LoadingRadixCache):
         core = self.tree_core
         if not self.has_small_host or core.has_copied_path(node_id):
             return True
-        for node in core.collect_path_info([node_id])[0]:
-            self.back_up(node.node_id)
-        return bool(core.has_copied_path(node_id))
+        path = core.collect_path_info([node_id])[0]
+        if path and path[-1].path_end > self.cache_controller.mem_pool_host.logical_size:
+            return False
+        # What is copied first must not give way to what is copied next.
+        lock = self.inc_host_lock_ref(node_id).to_dec_params()
+        try:
+            return all(self.back_up(node.node_id) for node in path)
+        finally:
+            self.dec_host_lock_ref(node_id, lock)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         written: int = super()._execute_and_commit_kv_backup(action, write_back)

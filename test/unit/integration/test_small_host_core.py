@@ -211,6 +211,7 @@ TestSmallHost.settings = settings(max_examples=25, stateful_step_count=30, deadl
 @pytest.fixture
 def small() -> Iterator[SmallHost]:
     small = SmallHost()
+    small.core.is_stored = lambda _: True
     yield small
     small.teardown()
 
@@ -291,3 +292,49 @@ def test_a_load_below_what_the_device_alone_holds_is_dropped(small: SmallHost) -
     small.cache._execute_and_commit_kv_backup(BackupKV([node.id]))
     small.a_load_lands("ab")
     assert len(small.nodes()) == 2
+
+
+def test_a_chain_gives_its_copies_up_in_one_go_however_it_came(small: SmallHost) -> None:
+    for letters in ("ab", "abca", "abcabc"):
+        small.a_load_lands(letters)
+    small.load_back("abcabc")  # which notes the leaf first
+    assert sum(node.backuped and not node.evicted for node in small.nodes()) == 3
+    assert small.cache.evict_host(6 * PAGE) >= 6 * PAGE
+
+
+def test_thousands_of_copies_that_may_not_go_are_not_all_looked_at(small: SmallHost) -> None:
+    node = insert_and_copy(small, "a")
+    looks = []
+    small.core.may_give_up = lambda node_id: bool(looks.append(node_id))
+    for number in range(-1, -5000, -1):
+        small.core.full_host_duplicates[number] = node
+    node_id, node.id = node.id, -1
+    small.core.drive_host_eviction(ComponentType.FULL, PAGE)
+    node.id = node_id
+    assert len(looks) <= 2 * small_host_core.MAX_LOOKS
+
+
+def test_where_ranks_may_differ_a_refused_store_is_made_up_now_and_then(small: SmallHost) -> None:
+    small.core.is_stored = None
+    node = insert_and_copy(small, "a")
+    copied = []
+    for _ in range(16):
+        small.host_memory_is_short(HOST_PAGES)
+        assert not node.backuped
+        insert_and_copy(small, "ab" if len(copied) % 2 else "ac")
+        copied.append(node.backuped)
+    assert 2 <= sum(copied) <= 5
+
+
+def test_a_lock_that_kept_a_node_in_host_memory_does_not_end_the_eviction(
+    small: SmallHost,
+) -> None:
+    insert_and_copy(small, "a")
+    small.host_memory_is_short(HOST_PAGES)
+    insert_and_copy(small, "ab")
+    leaf = insert_and_copy(small, "abc")
+    lock = small.cache.inc_host_lock_ref(leaf.id).to_dec_params()
+    small.cache.evict(EvictParams(num_tokens=2 * PAGE))
+    small.cache.dec_host_lock_ref(leaf.id, lock)
+    small.cache.evict(EvictParams(num_tokens=2 * PAGE))
+    assert small.allocator.available_size() == DEVICE_PAGES * PAGE
