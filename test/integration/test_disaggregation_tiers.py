@@ -69,7 +69,7 @@ class Tiered:
     scope="module",
     params=[
         pytest.param(1, id="one_rank"),
-        pytest.param(2, id="two_ranks", marks=pytest.mark.slow),
+        pytest.param(2, id="two_ranks", marks=pytest.mark.long),
     ],
 )
 def tiered(

@@ -18,7 +18,9 @@ PROMPT_TOKENS = 4_224
 TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head dimension, float32
 
 
-@pytest.fixture(params=[0.65, 0.42], ids="host{}".format, scope="module")
+@pytest.fixture(
+    params=[pytest.param(0.65, marks=pytest.mark.long), 0.42], ids="host{}".format, scope="module"
+)
 def server(
     request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> Server:
