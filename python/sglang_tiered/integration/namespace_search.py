@@ -4,7 +4,8 @@ The namespace digests the bytes of the weights. Where those are remembered it is
 weights of a few gigabytes are read in the time that a start may wait for. More is read on a thread
 while the server serves, with no page loaded and none stored. The tiers are open meanwhile: under
 the namespace of the last weights that looked the same, which is confirmed in the end unless
-somebody edited a few numbers; or under one that nobody can name, if none did.
+somebody edited a few numbers; if none did, under the last one that was found for the shard. What is
+in it is indexed, and hidden until the answer confirms it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from sglang_tiered.config import format_bytes
 from sglang_tiered.integration import namespace
 from sglang_tiered.integration.file_digests import FileDigests
 from sglang_tiered.integration.model_identity import contents_of, is_nameless, spell_out
+from sglang_tiered.sealed import seal, unseal
+from sglang_tiered.storage.region.format import NAMESPACE_BYTES
+from sglang_tiered.storage.region.notes import read_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from sglang_tiered.integration.file_digests import SeenFile
+    from sglang_tiered.storage.region.notes import Notes
 
-__all__ = ["NamespaceSearch"]
+__all__ = ["NOTE", "NamespaceSearch", "recall_namespace", "remember_namespace"]
+
+NOTE = "NAMESPACE"
 
 PATIENCE_S = 2.0
 """How long a start waits."""
@@ -39,9 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class NamespaceSearch:
-    """Scheduler thread. ``namespace`` is what to open the tiers under; as long as ``answer`` is
-    None it may be another model's, so nothing in it may be used and nothing added. ``is_nameless``:
-    the answer is one that nobody will have again. ``directory`` is where digests are remembered."""
+    """Scheduler thread. ``namespace`` is what to open the tiers under, None where nothing says; as
+    long as ``answer`` is None it may be another model's, so nothing in it may be used and nothing
+    added. ``is_nameless``: the answer is one that nobody will have again. ``directory`` is where
+    digests are remembered."""
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class NamespaceSearch:
         self._digests.recall()
         self._stopped = threading.Event()
         self.answer: bytes | None = None
+        self.namespace: bytes | None = None
         self.is_nameless = False
         files = {file for contents in contents_of(identity) for _, file in contents.files}
         found = {file: self._digests.known(file) for file in files}
@@ -74,9 +83,7 @@ class NamespaceSearch:
             self.namespace = self.answer
             return
         looks = {file: digest for file, digest in likely.items() if digest is not None}
-        is_likely = len(looks) == len(unknown)
-        self.namespace = namespace.successor(b"")
-        if is_likely:
+        if len(looks) == len(unknown):
             self.namespace = namespace.digest(spell_out(identity, known | looks), pools)
         logger.warning(
             "reading %s of weights in the background, to know them from others: nothing is loaded "
@@ -119,3 +126,22 @@ class NamespaceSearch:
         num_read = format_bytes(self._digests.num_bytes_read)
         logger.info("weights known after %.1f s, %s of them read here", seconds, num_read)
         self.answer = answer
+
+
+def recall_namespace(shard: Path) -> bytes:
+    """The last one that was found for a shard, or one of which it holds nothing."""
+    found = unseal(read_note(shard, NOTE), bytes)
+    if found is None or len(found) != NAMESPACE_BYTES:
+        return namespace.successor(b"")
+    return found
+
+
+def remember_namespace(notes: Notes, found: bytes) -> None:
+    """For the next start that must read its weights. Waits for the disk."""
+    data = seal(found)
+    if notes.read(NOTE) == data:
+        return
+    try:
+        notes.write(NOTE, data)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s)", NOTE, error.strerror)

@@ -11,6 +11,7 @@ a page that was freed and given to another request would be silent corruption.
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +30,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import host_pages, namespace
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.namespace_search import NamespaceSearch
+from sglang_tiered.integration.namespace_search import NamespaceSearch, remember_namespace
 from sglang_tiered.integration.object_args import lossy_codec
 from sglang_tiered.integration.page_layout import check_codec
 from sglang_tiered.integration.store_gate import StoreGate
@@ -57,6 +58,7 @@ __all__ = ["TieredStorage"]
 
 logger = logging.getLogger(__name__)
 
+NOTE_JOIN_S = 10.0
 
 _NO_POOL = "no pool has this name"
 """Of its pages no tier holds any."""
@@ -96,6 +98,7 @@ class TieredStorage(ZeroCopyStorage):
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
+        self._noting: threading.Thread | None = None
         self._late_purges: list[_LatePurge] = []  # to begin when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._planner: LoadPlanner[Any] | None = None
@@ -121,11 +124,11 @@ class TieredStorage(ZeroCopyStorage):
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
             Path(nvme.directory),
         )
-        self._namespace = search.namespace
-        # An answer may have come since; then the next step takes it.
-        self._search = None if search.answer == search.namespace else search
         where = self._storage_config
-        self._region, replica = open_shard(self._config, where, self._namespace, max_page_bytes)
+        self._region, replica = open_shard(self._config, where, search.namespace, max_page_bytes)
+        self._namespace = self._region.namespace
+        # An answer may have come since; where it is another, the next step takes it.
+        self._search = None if search.answer == self._namespace else search
         self._engine = self._region
         self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
         writes_per_day = self._config.nvme_writes_per_day_per_rank
@@ -154,6 +157,8 @@ class TieredStorage(ZeroCopyStorage):
                 if search.is_nameless:
                     self._layered.set_namespace(self._namespace)  # of which nothing goes down
                 self._far_tiers.collect()
+        if self.knows_namespace and not search.is_nameless:
+            self._remember_namespace()
         self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
         stats = self._region.stats()
         logger.info(
@@ -207,12 +212,25 @@ class TieredStorage(ZeroCopyStorage):
             self._begin_late_purges()
         if self._far_tiers is not None:
             self._far_tiers.collect()
+        if not search.is_nameless:
+            self._remember_namespace()
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
+
+    def _remember_namespace(self) -> None:
+        self._noting = threading.Thread(
+            target=remember_namespace,
+            args=(self.notes, self._namespace),
+            name="tier-namespace",
+            daemon=True,
+        )
+        self._noting.start()
 
     def close(self) -> None:
         """Finish running I/O and release the shard. Idempotent."""
         if self._search is not None:
             self._search.close()
+        if self._noting is not None:
+            self._noting.join(NOTE_JOIN_S)
         owner = self._far_tiers or self._engine
         if owner is not None:
             owner.close()

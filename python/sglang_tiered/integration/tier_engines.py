@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from sglang_tiered.config import MIN_REGIONS, MIN_REGIONS_PER_DAY, format_bytes
 from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration.namespace_search import recall_namespace
 from sglang_tiered.integration.object_args import object_settings
 from sglang_tiered.integration.shards import num_replicas, shard_name
 from sglang_tiered.storage.layered import LayeredEngine
@@ -69,10 +70,11 @@ class FarTiers:
 
 
 def open_shard(
-    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes, page_bytes: int
+    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes | None, page_bytes: int
 ) -> tuple[RegionEngine, int]:
-    """The first free shard of this rank's geometry, and its number among them. ``page_bytes`` is
-    the largest page of any pool; raises ``ConfigError`` where the tier is too small for it.
+    """The first free shard of this rank's geometry, and its number among them; without a namespace
+    under the last one that was found for it. ``page_bytes`` is the largest page of any pool; raises
+    ``ConfigError`` where the tier is too small for it.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -93,10 +95,11 @@ def open_shard(
             dp_rank=where.dp_rank,
             replica=replica,
         )
+        path = shard_path(Path(nvme.directory), name)
         try:
             engine = RegionEngine(
-                shard_path(Path(nvme.directory), name),
-                namespace=namespace,
+                path,
+                namespace=namespace or recall_namespace(path),
                 capacity_bytes=config.nvme_bytes_per_rank,
                 region_bytes=region_bytes,
                 max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),

@@ -27,6 +27,7 @@ from sglang_tiered.storage.region.directory import (
 )
 from sglang_tiered.storage.region.format import FORMAT_VERSION, parse_region_name
 from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+from sglang_tiered.storage.region.notes import NOTE_NAMES
 from sglang_tiered.storage.region.purges import PURGES_NAME
 from sglang_tiered.store.holder import Holder
 from sglang_tiered.store.report import MAX_LISTED, describe, holder_json
@@ -48,7 +49,7 @@ __all__ = ["run"]
 _GEOMETRY = re.compile(r"shard-tp\d+of(\d+)-pp\d+of(\d+)-dp\d+-\d+")
 _TEMPORARY = re.compile(r"(STORE|WEIGHTS)\.tmp-\d+")
 _IGNORED = frozenset({"lost+found"})  # the kernel's, where a filesystem is mounted here
-_SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *LEFTOVERS})
+_SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVERS})
 
 
 @dataclass(frozen=True)

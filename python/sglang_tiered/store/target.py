@@ -14,6 +14,7 @@ from sglang_tiered.storage.region.device import PROBE_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.directory import MANIFEST_NAME, DirectoryState, inspect
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.storage.region.lock import LOCK_NAME
+from sglang_tiered.storage.region.notes import NOTE_NAMES
 from sglang_tiered.storage.region.purges import PURGES_NAME
 from sglang_tiered.store.holder import find_holder
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["LEFTOVERS", "SHARD_PREFIX", "Shard", "Target", "resolve"]
 
 SHARD_PREFIX = "shard-"
-LEFTOVERS = (PROBE_NAME, CHECKPOINT_NAME + TEMPORARY_SUFFIX, PURGES_NAME + TEMPORARY_SUFFIX)
+LEFTOVERS = (
+    PROBE_NAME,
+    *(name + TEMPORARY_SUFFIX for name in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)),
+)
 """Files in a shard that exist for an instant, unless their process died in it."""
 
 _WAY_OUT = "pass the --tier-dir of a server, or one of its shard-* directories"
@@ -104,7 +108,8 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
     ours = (CHECKPOINT_NAME, PURGES_NAME)
     if any(name in ours or parse_region_name(name) is not None for name in names):
         return True
-    return path.resolve().name.startswith(SHARD_PREFIX) and {*names} <= {LOCK_NAME, *LEFTOVERS}
+    empty = {LOCK_NAME, *NOTE_NAMES, *LEFTOVERS}
+    return path.resolve().name.startswith(SHARD_PREFIX) and {*names} <= empty
 
 
 def _stated_version(path: Path) -> int | None:

@@ -29,11 +29,13 @@ from sglang_tiered.integration import (
 )
 from sglang_tiered.integration.durability import make_durable
 from sglang_tiered.integration.model_identity import identify_model
-from sglang_tiered.integration.namespace_search import NamespaceSearch
+from sglang_tiered.integration.namespace_search import NOTE, NamespaceSearch
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_digest
 from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.storage.layered.tiers import Tier
+from sglang_tiered.storage.region.directory import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -362,6 +364,9 @@ class Weights:
             assert time.monotonic() < deadline
             storage.settle_namespace()
 
+    def are_forgotten(self) -> None:
+        (self._directory / WEIGHTS_NAME).unlink()
+
     def are_fetched_anew(self, edit: bytes = b"") -> None:
         anew = self._file.with_suffix(".tmp")
         anew.write_bytes(self._file.read_bytes())
@@ -430,6 +435,77 @@ def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
     weights.are_read(storage)
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    weights.are_forgotten()
+    weights.take_long()
+    pool = make_pool(None)
+    storage = make.open(pool)
+    assert storage.region_engine.stats().num_pages == 1
+    assert not storage.knows_namespace and storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False] and not pool.buffer.any()
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_other_weights_are_never_used_although_nothing_says_which_were_read(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    weights.are_forgotten()
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    make.opened.pop().close()
+    storage = make.open(make_pool(None))
+    assert storage.knows_namespace and not storage.exists(hashes("a")[0])
+
+
+def test_namespace_of_replaced_weights_is_not_what_the_next_start_tries(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    storage.change_weights(tree_was_flushed=True)
+    storage.batch_set_v1(hashes("b"), slots(0))
+    make.opened.pop().close()
+    weights.are_forgotten()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.exists(hashes("a")[0]) and not storage.exists(hashes("b")[0])
+
+
+@pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
+def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
+    make: Fixture, weights: Weights, note: bytes
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    notes = storage.notes
+    make.opened.pop().close()
+    weights.are_forgotten()
+    notes.write(NOTE, note)
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    make.opened.pop().close()
+    assert unseal(notes.read(NOTE), bytes) == storage._namespace
 
 
 def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(

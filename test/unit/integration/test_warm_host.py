@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration import warm_host
+from sglang_tiered.integration import namespace_search, warm_host
 from sglang_tiered.integration.tenants import Fence, tenant_digest
 from sglang_tiered.integration.warm_host import NAME, WarmHost, remove_list
 from sglang_tiered.policy.warm_list import decode
@@ -178,4 +178,4 @@ def test_without_the_flag_the_list_of_an_earlier_run_goes(
 
 
 def test_a_shard_that_is_removed_takes_every_note_with_it() -> None:
-    assert set(NOTE_NAMES) == {NAME, purge_memory.NOTE}
+    assert set(NOTE_NAMES) == {NAME, namespace_search.NOTE, purge_memory.NOTE}

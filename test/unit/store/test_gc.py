@@ -16,6 +16,7 @@ from sglang_tiered.storage.region import RegionEngine, purges
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import MANIFEST_NAME, shard_path
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
+from sglang_tiered.storage.region.notes import NOTE_NAMES
 from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
 from sglang_tiered.store import gc
 
@@ -56,6 +57,9 @@ def untidy(
     flip(shard / region_name(0), 8)
     (shard / "PROBE").write_bytes(b"")
     (shard / "CHECKPOINT.tmp").write_bytes(b"x")
+    for name in NOTE_NAMES:
+        (shard / name).write_bytes(b"x")
+    (shard / "NAMESPACE.tmp").write_bytes(b"x")
     (tier / "STORE.tmp-123").write_bytes(b"x")
     (tier / "WEIGHTS.tmp-123").write_bytes(b"x")
     (tier / "WEIGHTS").write_bytes(b"x")
@@ -68,6 +72,7 @@ def expected(shard: Path) -> dict[str, str]:
         "STORE.tmp-123": "a file that was never finished",
         "WEIGHTS.tmp-123": "a file that was never finished",
         f"{shard.name}/CHECKPOINT.tmp": "left by a process that died",
+        f"{shard.name}/NAMESPACE.tmp": "left by a process that died",
         f"{shard.name}/PROBE": "left by a process that died",
         f"{shard.name}/{region_name(0)}": "its header does not verify",
         f"{shard.name}/{region_name(1)}": "every page of it was stored again later",
@@ -85,9 +90,17 @@ def test_the_plan_touches_nothing(
     before = digest(untidy)
     assert plan(cli, untidy) == expected
     outcome = cli("gc", untidy)
-    assert "6 could go" in outcome.out
+    assert "7 could go" in outcome.out
     assert "nothing was deleted" in outcome.out
     assert digest(untidy) == before
+
+
+def test_notes_are_ours_and_stay(cli: Cli, untidy: Path, shard: Path) -> None:
+    report = json.loads(cli("gc", untidy, "--delete", "--json").out)
+    assert report["kept"] == []
+    assert all((shard / name).exists() for name in NOTE_NAMES)
+    (untidy / "STORE").unlink()
+    assert cli("gc", shard).code == 0
 
 
 def test_deleting_leaves_a_store_that_serves_the_rest(
@@ -312,7 +325,7 @@ def test_what_cannot_be_deleted_is_told(
     failures = [c["failure"] for c in report["candidates"] if not c["deleted"]]
     assert failures == ["Permission denied"]
     assert report["deleted_bytes"] < report["candidate_bytes"]
-    assert "5 of 6" in cli_text(report)
+    assert "6 of 7" in cli_text(report)
 
 
 def cli_text(report: dict[str, Any]) -> str:

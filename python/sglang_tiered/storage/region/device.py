@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["PROBE_NAME", "TEMPORARY_SUFFIX", "Device", "FileDevice", "aligned_buffer"]
+__all__ = [
+    "PROBE_NAME",
+    "TEMPORARY_SUFFIX",
+    "Device",
+    "FileDevice",
+    "aligned_buffer",
+    "read_small_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +46,13 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 def aligned_buffer(nbytes: int) -> memoryview:
     """Anonymous writable memory starting at a block boundary; freed with its last view."""
     return memoryview(mmap.mmap(-1, nbytes))
+
+
+def read_small_file(path: Path) -> bytes:
+    """All of a regular file; never follows a symlink. Raises ``OSError``."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(_regular(os.open(path, flags), path.name), "rb") as file:
+        return file.read()
 
 
 class Device(ABC):
@@ -233,9 +247,7 @@ class FileDevice(Device):
             os.close(fd)
 
     def read_file(self, name: str) -> bytes:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(_regular(os.open(self._directory / name, flags), name), "rb") as file:
-            return file.read()
+        return read_small_file(self._directory / name)
 
     def replace_file(self, name: str, data: bytes) -> None:
         temporary = f"{name}{TEMPORARY_SUFFIX}"

@@ -5,7 +5,7 @@
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
     <tier-dir>/WEIGHTS      digests of weight files, by whoever serves from it; may be deleted
-    <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES and region files, one shard per rank
+    <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES, notes and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds nothing but our names.

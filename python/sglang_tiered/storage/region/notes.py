@@ -8,15 +8,25 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.device import TEMPORARY_SUFFIX
+from sglang_tiered.storage.region.device import TEMPORARY_SUFFIX, read_small_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["NOTE_NAMES", "Notes"]
+__all__ = ["NOTE_NAMES", "Notes", "read_note"]
 
-NOTE_NAMES = ("APPLIED-PURGES", "WARM")
+NOTE_NAMES = ("APPLIED-PURGES", "NAMESPACE", "WARM")
 """Every note there is: whoever removes a shard removes them too."""
+
+
+def read_note(shard: Path, name: str) -> bytes:
+    """As ``Notes.read``, of a shard that need not be open."""
+    try:
+        return read_small_file(shard / name)
+    except OSError:
+        return b""
 
 
 class Notes:

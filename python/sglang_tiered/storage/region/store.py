@@ -188,6 +188,11 @@ class RegionEngine(TierEngine):
             )
         return report
 
+    @property
+    def namespace(self) -> bytes:
+        """The one that pages are found and stored under."""
+        return self._state.namespace
+
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         if self._check_health() is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
