@@ -202,7 +202,7 @@ class TieredStorage(ZeroCopyStorage):
         if search is None or search.answer is None:
             return
         with self.gate.lock:
-            if search.answer != self._namespace:
+            if search.is_nameless or search.answer != self._namespace:
                 self._namespace = search.answer
                 if self._layered is None:
                     self.region_engine.set_namespace(self._namespace)

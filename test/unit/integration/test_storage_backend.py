@@ -577,6 +577,28 @@ def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
 
 
 @pytest.mark.usefixtures("bucket")
+def test_pages_of_a_nameless_setting_stay_out_of_the_bucket_although_the_weights_were_guessed(
+    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guess holds the same nameless part, so the answer equals it."""
+    weights.are_read(make.open(make_pool(0)))
+    make.opened.pop().close()
+    weights.are_fetched_anew()
+    weights.take_long()
+    of_weights = namespace.server_identity
+    monkeypatch.setattr(
+        namespace,
+        "server_identity",
+        lambda config: {**of_weights(config), "draft": identify_model("m", None, "dummy")},
+    )
+    storage = make.open(make_pool(0))
+    guess = storage._namespace
+    weights.are_read(storage)
+    assert storage._namespace == guess
+    assert storage.layered_engine._demoter._suspended
+
+
+@pytest.mark.usefixtures("bucket")
 def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
     make: Fixture, weights: Weights
 ) -> None:
