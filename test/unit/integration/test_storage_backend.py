@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from types import SimpleNamespace
@@ -18,13 +16,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from slow_weights import Weights
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration import (
-    file_digests,
     namespace,
-    namespace_search,
     storage_backend,
 )
 from sglang_tiered.integration.durability import make_durable
@@ -35,7 +32,6 @@ from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_dige
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.storage.layered.tiers import Tier
-from sglang_tiered.storage.region.directory import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -330,50 +326,6 @@ def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
 
 
 # ---- Weights that take long to read ----
-
-
-class Weights:
-    """Of a model; read only while nobody else has the turn."""
-
-    def __init__(self, root: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        root.mkdir()
-        directory.mkdir()
-        self._file = root / "model.safetensors"
-        self._file.write_bytes(bytes(1 << 20))
-        self._directory = directory
-        self._held: int | None = None
-        monkeypatch.setattr(
-            namespace, "server_identity", lambda _: {"m": identify_model(str(root), None, "auto")}
-        )
-        monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
-        monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
-
-    def take_long(self) -> None:
-        self._held = os.open(self._directory, os.O_RDONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-
-    def let_go(self) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-
-    def are_read(self, storage: Any) -> None:
-        self.let_go()
-        deadline = time.monotonic() + TIMEOUT_S
-        while not storage.knows_namespace:
-            assert time.monotonic() < deadline
-            storage.settle_namespace()
-
-    def are_forgotten(self) -> None:
-        (self._directory / WEIGHTS_NAME).unlink()
-
-    def are_fetched_anew(self, edit: bytes = b"") -> None:
-        anew = self._file.with_suffix(".tmp")
-        anew.write_bytes(self._file.read_bytes())
-        with anew.open("r+b") as stream:
-            stream.seek(8192)  # between two samples
-            stream.write(edit)
-        anew.replace(self._file)
 
 
 @pytest.fixture
