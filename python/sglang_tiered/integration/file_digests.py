@@ -2,10 +2,10 @@
 
 A digest is remembered under what no edit leaves as it was: device, inode, size, and the times at
 which content and status changed, in nanoseconds. (The first time can be set back, the second
-cannot.) Samples all over the file must agree too: images of a file system may be built with equal
-times and inodes. The memory is one small sealed file in the tier directory. Processes that share
-the directory, such as the ranks of a server, take turns: the first reads, the others find what it
-remembered.
+cannot.) Samples all over the file must agree too. Images of a file system may be built with equal
+times and inodes: a file that may lie in one is read at every start. The memory is one small sealed
+file in the tier directory. Processes that share the directory, such as the ranks of a server, take
+turns: the first reads, the others find what it remembered.
 
 A file that is not remembered may still look like one that was read before, as when a container
 fetches its weights anew at every start. What its digest probably is can be told at once, what it
@@ -72,6 +72,7 @@ class SeenFile(NamedTuple):
     path: Path
     stamp: Stamp
     sample: int  # a digest of blocks all over it
+    times_tell: bool  # an edit would show in the stamp
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +94,11 @@ def see(path: Path) -> SeenFile:
         sample = xxhash.xxh3_64()
         for number in range(NUM_SAMPLES + 1):
             sample.update(os.pread(stream.fileno(), SAMPLE_BYTES, last * number // NUM_SAMPLES))
-    return SeenFile(path, stamp, sample.intdigest())
+        # SquashFS, EROFS and ISO 9660 keep one time, chosen by whoever built the image, and give it
+        # out for both.
+        is_read_only = os.fstatvfs(stream.fileno()).f_flag & os.ST_RDONLY
+        times_tell = not is_read_only or stamp.modified_ns != stamp.changed_ns
+    return SeenFile(path, stamp, sample.intdigest(), times_tell)
 
 
 class FileDigests:
@@ -124,6 +129,8 @@ class FileDigests:
 
     def known(self, file: SeenFile) -> bytes | None:
         """The digest of a file, if it was read before and not touched since."""
+        if not file.times_tell:
+            return None
         entry = self._entries.get(file.stamp)
         return entry.digest if entry is not None and entry.sample == file.sample else None
 

@@ -118,6 +118,41 @@ def test_other_content_under_equal_inode_and_times_is_not_taken_for_the_old(
     file.write_bytes(content)
 
 
+class Statvfs:
+    """What the system says of the file system of a file."""
+
+    def __init__(self, flags: int) -> None:
+        self.f_flag = flags
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_times_that_an_image_made_up_are_not_believed(
+    memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, *, is_read_only: bool
+) -> None:
+    """There ctime is what the builder chose, like mtime: a rebuilt image may repeat all of them."""
+    flags = os.ST_RDONLY if is_read_only else 0
+    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(flags))
+    (digest,), _ = read(memory, file)
+    seen = see(file)
+    assert seen.stamp.changed_ns == seen.stamp.modified_ns
+    digests = FileDigests(memory)
+    digests.recall()
+    assert digests.likely(seen) == digest
+    assert digests.known(seen) == (None if is_read_only else digest)
+    assert read(memory, file) == ([digest], SIZE if is_read_only else 0)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_disk_that_is_mounted_read_only_keeps_times_of_its_own(
+    memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(os.ST_RDONLY))
+    os.utime(file, ns=(1, 1))
+    (digest,), _ = read(memory, file)
+    assert known(memory, see(file)) == digest
+
+
 def test_file_that_changed_a_moment_ago_is_not_remembered(memory: Path, file: Path) -> None:
     """Within one tick of its file system's clock it could change again unseen."""
     os.utime(file)
