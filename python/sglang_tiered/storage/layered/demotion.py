@@ -80,7 +80,8 @@ class Demoter:
         self._num_flying = 0
         self._closed = False
         self._suspended = False
-        self._knows_lower = False
+        self._num_changes = 0  # of the lower tier's namespace
+        self._known_change = -1  # the last behind which its listing was seen
         self.num_demoted = 0
         self.bytes_demoted = 0
         self.num_dropped = 0
@@ -119,7 +120,7 @@ class Demoter:
 
     def look_again(self) -> None:
         """The lower tier has another namespace: what it holds there is to be seen first."""
-        self._knows_lower = False
+        self._num_changes += 1
 
     def suspend(self) -> None:
         """Copy nothing any more unless asked to: nobody could name the pages."""
@@ -175,9 +176,10 @@ class Demoter:
 
     def _has_begun(self) -> bool:
         """Whether the lower tier knows what it holds: before, all of it would be copied again."""
-        if not self._knows_lower:
-            self._knows_lower = self._lower.refresh(REFRESH_S)
-        return self._knows_lower
+        change = self._num_changes  # another may come while we look
+        if self._known_change != change and self._lower.refresh(REFRESH_S):
+            self._known_change = change
+        return self._known_change == self._num_changes
 
     def _demote(self, chain: Chain) -> None:
         generation = self._generation()

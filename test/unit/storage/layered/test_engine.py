@@ -429,6 +429,33 @@ def test_a_new_namespace_is_not_copied_down(
     assert engine.lookup(run.keys).num_hits == 4
 
 
+def test_what_the_lower_tier_holds_is_seen_again_if_the_namespace_changes_behind_the_look(
+    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was of the old namespace: all of the new one would be copied again."""
+    looked = [threading.Event(), threading.Event(), threading.Event()]
+    opened = threading.Event()
+    num_looks = 0
+
+    def refresh(_: float) -> bool:
+        nonlocal num_looks
+        assert opened.wait(TIMEOUT_S)
+        is_first = num_looks == 0
+        if is_first:
+            engine.set_namespace(b"\x22" * 32, is_nameless=False)
+        looked[min(num_looks, 2)].set()
+        num_looks += 1
+        return is_first
+
+    monkeypatch.setattr(tiers.lower, "refresh", refresh)
+    engine = tiers.open()
+    opened.set()
+    assert looked[0].wait(TIMEOUT_S)
+    finished(engine.submit_store(of(TENANT, make_run(1, PAGES))))
+    until(looked[2].is_set, "the lower tier was not looked at again")
+    assert engine.layered_stats().num_demoted == 0
+
+
 def test_what_is_read_while_the_namespace_changes_is_not_copied_into_the_new_one(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
