@@ -172,13 +172,21 @@ def _claim_directory(config: TieredConfig, held: ExitStack) -> None:
     """Check, lock and complete the tier directory; the lock lives as long as this process."""
     if config.nvme is None:
         return
-    from sglang_tiered.integration.shards import has_geometry
-
     path = Path(config.nvme.directory)
     if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
         store_directory.prepare(path)
     held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
     store_directory.prepare(path)
+
+
+def _remove_other_shards(config: TieredConfig) -> None:
+    """Remove what no server of these parallel sizes opens. The caller holds the directory, and has
+    refused what it can refuse: a mistyped command must cost nothing that is stored."""
+    if config.nvme is None:
+        return
+    from sglang_tiered.integration.shards import has_geometry
+
+    path = Path(config.nvme.directory)
 
     def serves(name: str) -> bool:
         return has_geometry(
@@ -216,6 +224,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     if any(getattr(server_args, name) for name in special):
         from sglang.launch_server import run_server
 
+        _remove_other_shards(config)
         run_server(server_args)
         return
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -236,6 +245,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     def announce() -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
+    _remove_other_shards(config)
     launch_server(server_args, launch_callback=announce)
 
 

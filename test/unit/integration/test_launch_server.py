@@ -7,6 +7,7 @@ import errno
 import hashlib
 import pathlib
 import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from host_pools import storage_config
 
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.shards import has_geometry, shard_name
 from sglang_tiered.integration.tier_engines import open_shard
 from sglang_tiered.storage.base import Reason, Run
@@ -212,6 +214,51 @@ def test_shards_of_other_parallel_sizes_give_their_space_back(tmp_path: Path) ->
     assert (directory.shard_path(path, names[0]) / format.region_name(0)).read_bytes() == b"pages"
 
 
+def shard_of_two_ranks(path: Path) -> Path:
+    """What a server of two ranks left in a tier directory."""
+    directory.prepare(path)
+    name = shard_name(tp_rank=0, tp_size=2, pp_rank=0, pp_size=1, dp_rank=0, replica=0)
+    shard = directory.shard_path(path, name)
+    shard.mkdir()
+    (shard / format.region_name(0)).write_bytes(b"pages")
+    return shard
+
+
+def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
+    """One mistyped model, and all that a larger server had stored was gone."""
+    from sglang.srt.server_args import prepare_server_args
+
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "kv"
+    shard = shard_of_two_ranks(path)
+    flags = ["--model-path", str(tmp_path / "empty"), "--port", "0", "--tier-dir", str(path)]
+    resolved = launch_server._resolve(flags)
+    assert resolved.config.nvme is not None
+    with contextlib.ExitStack() as held:
+        launch_server._claim_directory(resolved.config, held)
+        with pytest.raises(ConfigError, match="SGLang refuses this command line"):
+            launch_server._run(prepare_server_args(resolved.sglang_arguments), resolved.config)
+    assert (shard / format.region_name(0)).read_bytes() == b"pages"
+
+
+def test_shards_of_other_parallel_sizes_are_gone_when_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sglang.launch_server
+
+    path = tmp_path / "kv"
+    shard = shard_of_two_ranks(path)
+    nvme = NvmeConfig(directory=str(path), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
+    config = TieredConfig(mode=TierMode.NVME, nvme=nvme)
+    found: list[bool] = []
+    monkeypatch.setattr(sglang.launch_server, "run_server", lambda _: found.append(shard.exists()))
+    with contextlib.ExitStack() as held:
+        launch_server._claim_directory(config, held)
+        assert shard.exists()
+        launch_server._run(SimpleNamespace(encoder_only=True), config)
+    assert found == [False]
+
+
 @pytest.mark.parametrize(
     ("ranks", "kept"),
     [
@@ -254,6 +301,7 @@ def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_bac
         settings = config(num_ranks)
         with contextlib.ExitStack() as held:
             launch_server._claim_directory(settings, held)
+            launch_server._remove_other_shards(settings)
             engines = []
             for _ in range(num_ranks):
                 engine, _ = open_shard(settings, storage_config(), namespace, 4096)
@@ -298,7 +346,6 @@ def test_shard_with_a_foreign_file_keeps_it(tmp_path: Path) -> None:
 
 def test_banner_quotes_a_request_that_parses() -> None:
     import json
-    from types import SimpleNamespace
 
     nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
