@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 PREFIX = "sglang_tiered."
+DETACHED = (
+    "the NVMe tier is detached: what it holds was not purged, only memory was; attach it and purge "
+    "again"
+)
 _MAX_ANSWERS = 256
 
 logger = logging.getLogger(__name__)
@@ -82,6 +86,10 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
     done = all(purge.done for purge in purges)
     durable = done and all(purge.wait(0.0) for purge in purges)
     done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+    config = TieredConfig.from_environment()
+    if cache.storage is None and config is not None and config.nvme is not None:
+        del _desk.purges[number]  # whoever asks again begins anew
+        return {"error": DETACHED}
     return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
 
 

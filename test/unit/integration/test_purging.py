@@ -198,6 +198,32 @@ def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
     assert scheduler.num_flushes == 1
 
 
+def test_a_purge_while_the_tier_is_detached_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, fence: Fence
+) -> None:
+    """Attached again, the tier would serve what its owner was told is gone."""
+    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=False))
+    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+    scheduler = Scheduler(idle=False)
+    controller = scheduler.tree_cache.cache_controller
+    storage, controller.storage_backend = controller.storage_backend, None
+    for _ in range(2):
+        answer = ask(scheduler, "detached", extra_key="a")
+        assert "attach it and purge again" in answer["error"]
+    assert fence.blocks(A), "memory forgets it all the same"
+    controller.storage_backend = storage
+    assert ask(scheduler, "detached", extra_key="a")["durable"] is False
+    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+
+
+def test_a_server_without_nvme_has_purged_when_memory_forgot() -> None:
+    scheduler = Scheduler(idle=True)
+    scheduler.tree_cache.cache_controller.storage_backend = None
+    assert ask(scheduler, "host", extra_key="a") == {
+        "done": True, "durable": True, "in_memory": "gone",
+    }  # fmt: skip
+
+
 def test_everything_is_one_purge_of_all() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "all", all=True)
