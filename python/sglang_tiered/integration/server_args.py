@@ -80,7 +80,8 @@ _NVME_FLAGS = (
     *PEER_FLAGS,
 )
 
-# SGLang flags that select another cache below, beside or instead of the radix cache.
+# SGLang flags that select another cache below, beside or instead of the radix cache, or that change
+# a request's key behind our back, where no purge would find it.
 _EXCLUSIVE_FLAGS = {
     "disable_radix_cache": "--disable-radix-cache",
     "enable_lmcache": "--enable-lmcache",
@@ -88,6 +89,7 @@ _EXCLUSIVE_FLAGS = {
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "radix_cache_backend": "--radix-cache-backend",
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "elastic_ep_backend": "--elastic-ep-backend",
     "disaggregation_decode_enable_offload_kvcache": (
         "--disaggregation-decode-enable-offload-kvcache"
     ),

@@ -144,6 +144,7 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
         ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
         ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
+        ("--elastic-ep-backend mooncake", "--elastic-ep-backend cannot run with tiering; drop it"),
         ("--tier-object-url bucket", "--tier-object-url bucket is not a place for objects"),
         ("--tier-object-url s3://me:pw@b/p", "carries credentials or options"),
         ("--tier-object-ttl 7d", "--tier-object-ttl 7d needs --tier-object-url"),
