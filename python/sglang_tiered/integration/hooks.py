@@ -38,7 +38,7 @@ import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import cpu_memory, host_size
-from sglang_tiered.integration.media_hashes import drop_clients_hashes
+from sglang_tiered.integration.media_hashes import drop_clients_hashes, refuse_clients_stand_ins
 from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
@@ -351,7 +351,8 @@ def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
     purging.key_of_new_request(request)
 
 
-def _before_tokenizing(_: Any, request: Any) -> None:
+def _before_tokenizing(manager: Any, request: Any) -> None:
+    refuse_clients_stand_ins(request, manager.model_config.vocab_size)
     drop_clients_hashes(request)
 
 

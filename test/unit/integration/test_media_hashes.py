@@ -22,6 +22,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import model_support
 
 OF_ANOTHER = 0x1234
+VOCABULARY = 128
 IMAGE = {"format": "processor_output", "feature": [1], "hash": OF_ANOTHER, "pad_value": 7}
 
 Configure = Callable[..., None]
@@ -58,7 +59,9 @@ def tokenized(**request: Any) -> tuple[MultimodalDataItem, Any]:
         return MultimodalProcessorOutput(mm_items=[item], input_ids=[1, 2])
 
     manager: Any = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["M"])),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["M"]), vocab_size=VOCABULARY
+        ),
         mm_processor=SimpleNamespace(process_mm_data_async=process, prefer_tokenized_input=False),
         max_req_input_len=100,
         _validate_mm_limits=lambda obj: None,
@@ -66,7 +69,7 @@ def tokenized(**request: Any) -> tuple[MultimodalDataItem, Any]:
         _validate_one_request=lambda obj, ids: None,
         _create_tokenized_object=lambda obj, text, ids, embeds, mm_inputs, types: mm_inputs,
     )
-    obj = GenerateReqInput(input_ids=[1, 2], **request)
+    obj = GenerateReqInput(**{"input_ids": [1, 2], **request})
     work = tokenizer_manager.TokenizerManager._tokenize_one_request(manager, obj)
     (item,) = asyncio.run(work).mm_items
     return item, seen[0]
@@ -108,6 +111,57 @@ def test_hashes_of_trusted_clients_and_of_servers_that_keep_nothing_are_sglangs_
     item, given = tokenized(image_data=[IMAGE], mm_hashes=[f"{OF_ANOTHER:x}"])
     assert item.hash == OF_ANOTHER
     assert given == [IMAGE]
+
+
+def stand_in() -> int:
+    """What an image is in page keys, as anybody who has it can compute."""
+    item = MultimodalDataItem(modality=Modality.IMAGE, feature=torch.arange(4.0))
+    item.set_pad_value()
+    return int(item.pad_value)
+
+
+def requests_with_stand_ins() -> list[dict[str, Any]]:
+    image = {"format": "processor_output", "feature": [1]}
+    return [
+        {"input_ids": [1, *[stand_in()] * 3, 2]},
+        {"input_ids": [1, 2, -1]},
+        {"input_ids": [1, 2, stand_in() + (1 << 32)]},
+        {"image_data": {**image, "input_ids": [1, stand_in()]}},
+        {"image_data": ["image", {**image, "input_ids": [[1, 2], [3, stand_in()]]}]},
+        {"image_data": [{**image, "input_ids": torch.tensor([[1, stand_in()]])}]},
+        {"image_data": [{**image, "input_ids": [[1], stand_in()]}]},
+    ]
+
+
+@pytest.mark.parametrize("request_", requests_with_stand_ins())
+def test_nobody_names_an_image_by_the_numbers_that_stand_for_it(
+    configure: Configure, request_: dict[str, Any]
+) -> None:
+    """Text requests that held them stored pages, which requests with the image then found."""
+    configure(TierMode.NVME)
+    with pytest.raises(ValueError, match="input_ids holds .* which is no token of the model"):
+        tokenized(**{"image_data": "image", **request_})
+    configure(TierMode.NVME, trust_mm_hashes=True)
+    tokenized(**{"image_data": "image", **request_})
+
+
+def test_one_of_a_batch_that_names_an_image_is_refused(configure: Configure) -> None:
+    configure(TierMode.NVME)
+    batch = GenerateReqInput(input_ids=[[3, stand_in()], [1, 2]])
+    batch.normalize_batch_and_arguments()
+    manager: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+    manager._batch_has_text = lambda *_: False
+    tokenize = tokenizer_manager.TokenizerManager._tokenize_one_request
+    manager._tokenize_one_request = lambda obj: tokenize(manager, obj)
+    work = tokenizer_manager.TokenizerManager._batch_tokenize_and_process(manager, 2, batch)
+    with pytest.raises(ValueError, match=f"input_ids holds {stand_in()}, which is no token"):
+        asyncio.run(work)
+
+
+def test_a_models_tokens_for_images_behind_its_vocabulary_are_taken(configure: Configure) -> None:
+    configure(TierMode.NVME)
+    tokenized(input_ids=[VOCABULARY - 1, VOCABULARY], image_data="image")
+    tokenized(image_data={"format": "processor_output", "feature": [1], "input_ids": []})
 
 
 def test_tokenizer_workers_that_would_believe_clients_are_refused_with_images() -> None:
