@@ -4,6 +4,7 @@ alone, and a tier that has become slow does not take the others' loads with it."
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -229,3 +230,48 @@ def test_tiers_go_by_the_number_of_their_cost() -> None:
     spans = [(Tier.NVME, 640), (Tier.PEER, 640), (Tier.OBJECT, 640)]
     asked = {"num_held": 1920, "num_new": 2000, "num_before": 0, "num_ahead": 0}
     assert planner.arrives("r", spans=spans, **asked) == 1280
+
+
+class NeverWalked(dict[str, Any]):
+    """Loads that can be asked for by name only."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all loads were walked through")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_a_request_that_waits_costs_the_same_however_many_loads_are_under_way() -> None:
+    """With hundreds of them each step paid for their square."""
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    for number in range(3):
+        arrive(planner, f"r{number}", 3200, 3200)
+        planner.begins(f"r{number}")
+    planner._loads = NeverWalked(planner._loads)
+    planner.should_wait("r0", num_missing=3200, num_before=0, num_ahead=64, is_read=True)
+    planner.gains_by_its_turn("r1", num_ahead=64)
+    arrive(planner, "another", 3200, 3200)
+    planner.leaves("r2")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 99)), max_size=40))
+def test_loads_under_way_are_counted_as_they_come_and_go(
+    events: list[tuple[int, int, int]],
+) -> None:
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    for number, event, num_pages in events:
+        request = f"r{number}"
+        if event == 0:
+            arrive(planner, request, 64 * num_pages, 64 * (99 - num_pages))
+        elif event < 3:
+            planner.begins(request)
+        else:
+            planner.leaves(request)
+        begun = {name: load for name, load in planner._loads.items() if load.queued_at is not None}
+        for name in [None, *begun]:
+            parts = [load.plan.parts for other, load in begun.items() if other != name]
+            expected = [sum(each) for each in zip(*parts, strict=True)] or [0] * len(TIERS)
+            counted = planner._loading_but(None if name is None else begun[name])
+            assert counted == expected + [0] * (len(TIERS) - len(expected))
+    planner.clear()
+    assert planner._loading_but(None) == [0] * len(TIERS)

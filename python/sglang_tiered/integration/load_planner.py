@@ -83,6 +83,7 @@ class LoadPlanner(Generic[Request]):
         self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
         self._clock = clock
         self._loads: dict[Request, _Load] = {}
+        self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
         self._waiting: dict[Request, float] = {}
         self._waiting_s = 0.0
         self._yielding: dict[Request, float] = {}  # since when
@@ -148,7 +149,7 @@ class LoadPlanner(Generic[Request]):
                 num_held=num_held,
                 num_new=num_new,
                 num_before=num_before,
-                ahead=farthest_first(num_ahead, self._loading()),
+                ahead=farthest_first(num_ahead, self._loading),
                 queue_wait_s=self._waiting_s,
                 spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
             )
@@ -165,7 +166,9 @@ class LoadPlanner(Generic[Request]):
 
     def leaves(self, request: Request) -> None:
         """The request was admitted or has gone. Unknown ones are fine."""
-        self._loads.pop(request, None)
+        load = self._loads.pop(request, None)
+        if load is not None and load.queued_at is not None:
+            self._count(load, -1)
         self._yielding.pop(request, None)
         self._waiting_s -= self._waiting.pop(request, 0.0)
         if not self._waiting:
@@ -176,6 +179,8 @@ class LoadPlanner(Generic[Request]):
         load = self._loads.get(request)
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+            if load.queued_at is None:
+                self._count(load, 1)
             load.queued_at = self._clock()
             self._set_deadline()
 
@@ -183,20 +188,22 @@ class LoadPlanner(Generic[Request]):
         """A read of a far tier, of whichever request, is of no use any more once the longest
         prefill that a load replaces would have been computed."""
         if not self._always:
-            saved = [load.plan.saved_s for load in self._begun() if load.plan.num_far]
+            begun = (load for load in self._loads.values() if load.queued_at is not None)
+            saved = [load.plan.saved_s for load in begun if load.plan.num_far]
             longest_s = max(saved, default=0.0) + self._waiting_s
             self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
 
-    def _begun(self) -> list[_Load]:
-        return [load for load in self._loads.values() if load.queued_at is not None]
+    def _count(self, load: _Load, sign: int) -> None:
+        for tier, num_tokens in enumerate(load.plan.parts):
+            self._loading[tier] += sign * num_tokens
 
-    def _loading(self, but: _Load | None = None) -> list[int]:
-        """Tokens of loads under way, by the tier that they come from."""
-        loading = [0] * len(TIERS)
-        for load in self._begun():
-            for tier, num_tokens in enumerate(load.plan.parts if load is not but else ()):
-                loading[tier] += num_tokens
-        return loading
+    def _loading_but(self, load: _Load | None) -> list[int]:
+        """Tokens of other loads under way, by tier."""
+        others = self._loading[:]
+        if load is not None and load.queued_at is not None:
+            for tier, num_tokens in enumerate(load.plan.parts):
+                others[tier] -= num_tokens
+        return others
 
     def left_s(self, request: Request) -> float:
         """Until its load is expected to have arrived; infinite if it is far too late, or none."""
@@ -223,7 +230,7 @@ class LoadPlanner(Generic[Request]):
             return load is not None
         self._learn()
         plan = load.plan
-        ahead = farthest_first(num_ahead, self._loading())
+        ahead = farthest_first(num_ahead, self._loading)
         return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
 
     def should_wait(
@@ -241,7 +248,7 @@ class LoadPlanner(Generic[Request]):
         now = self._clock()
         load = self._loads.get(request)
         missing = farthest_first(num_missing, (0,) if load is None else load.plan.parts)
-        ahead = farthest_first(num_ahead, self._loading(but=load))
+        ahead = farthest_first(num_ahead, self._loading_but(load))
         left_s = self.costs.load_seconds(missing, ahead)
         if load is not None and is_read:
             if load.begun_at is None:
@@ -255,6 +262,7 @@ class LoadPlanner(Generic[Request]):
     def clear(self) -> None:
         """No request is left."""
         self._loads.clear()
+        self._loading = [0] * len(TIERS)
         self._waiting.clear()
         self._yielding.clear()
         self._waiting_s = 0.0

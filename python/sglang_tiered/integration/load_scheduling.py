@@ -13,6 +13,7 @@ SGLang; with pipeline parallelism SGLang's own path runs unchanged.
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,7 +34,6 @@ from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Container
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, DecLockRefParams
@@ -62,6 +62,8 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def begin_loading(self, window_tokens: int) -> None:
         """Plan loads from now on; at most ``window_tokens`` are loading or wait to be used."""
+        # SGLang compiles its hash of pages at first use, which no request should wait for.
+        get_storage_hash_str(array("q", [0]), page_size=1)
         self._window = PrefetchWindow(window_tokens)
         self._planner = self._make_planner()
         self.agree_on(INITIAL, RULES)

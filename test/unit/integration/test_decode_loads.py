@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.cpp_utils.native_hash import _load_native_hash_module
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -185,6 +186,12 @@ def decode(
         decode = Decode(tmp_path / "kv", server_args, page_size)
         yield decode
         decode.cache.release_host_resources()
+
+
+def test_no_request_waits_until_the_hash_of_pages_is_compiled(decode: Decode) -> None:
+    _load_native_hash_module.cache_clear()
+    decode.cache.begin_loading(DEVICE_TOKENS)
+    assert _load_native_hash_module.cache_info().currsize == 1
 
 
 def test_nothing_is_promised_before_it_is_in_memory(decode: Decode) -> None:
