@@ -15,7 +15,7 @@ touch what copies touch.
 | ``h2d-before-copy-is-done``, ``h2d-of-free-host-page`` | load back of what is not there |
 | ``host-free-while-read``, ``host-free-while-written``, ``host-clear-in-flight`` | a page was freed under a copy, a store or a load; a flush under them |
 | ``host-page-written-after-free`` | its poison was broken |
-| ``d2h-into-free-host-page``, ``load-into-free-host-page``, ``d2h-into-host-page-in-use``, ``load-into-host-page-in-use`` | |
+| ``d2h-into-free-host-page``, ``d2h-into-host-page-in-use`` | and so for ``load-`` and ``receive-``, a handoff into host memory |
 | ``d2h-not-ordered-after-writer`` | no fence behind the forward, or the load, that wrote the slots |
 | ``h2d-into-slots-in-use`` | no fence: the slots are still written, read by a forward, or copied |
 | ``forward-into-slots-in-use`` | a forward writes slots that a copy reads or a load fills |

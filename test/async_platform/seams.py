@@ -431,6 +431,87 @@ def _disaggregation_prefill(module: ModuleType) -> None:
     module.torch = _Over(torch, cuda=cuda)
 
 
+# ---- Handoffs into host memory ----
+
+_RECEIVED_INTO, _RECEIVING = "_async_platform_pools", "_async_platform_rooms"
+
+
+def _disaggregation_decode(module: ModuleType) -> None:
+    """The receiver is told page numbers, and the queue knows of which pools."""
+
+    def with_pools(original: Any) -> Any:
+        def _pre_alloc_host(self: Any, decode_req: Any) -> Any:
+            pools = (self.host_pool, getattr(self, "host_swa_pool", None))
+            setattr(decode_req.kv_receiver, _RECEIVED_INTO, pools)
+            return original(self, decode_req)
+
+        return _pre_alloc_host
+
+    wrap(module.DecodePreallocQueue, "_pre_alloc_host", with_pools)
+
+
+def _handoff(module: ModuleType) -> None:
+    """A room writes its host pages from when it is opened until it is received, fails or closes."""
+
+    def end(manager: Any, room: int, *, is_received: bool) -> None:
+        with BED.device.lock:
+            for book, slots in vars(manager).get(_RECEIVING, {}).pop(room, ()):
+                book.end_write(slots)
+                if not is_received:
+                    book.not_written(slots)
+
+    def beginning(original: Any) -> Any:
+        def send_metadata(
+            self: Any,
+            kv_indices: Any,
+            aux_index: int | None = None,
+            state_indices: Any = None,
+            *arguments: Any,
+            **named: Any,
+        ) -> None:
+            import torch
+
+            is_host = named.get("destination") == module.KVTransferDestination.HOST
+            into = getattr(self, _RECEIVED_INTO) if is_host else ()
+            rows = (kv_indices, *(state_indices or ()))
+            writes = []
+            for pool, pages in zip(into, rows, strict=False):
+                book = pages_of(pool)
+                if book is not None and len(pages):
+                    numbers = torch.from_numpy(np.array(pages, np.int64))
+                    slots = numbers[:, None] * book.size + torch.arange(book.size)
+                    writes.append((book, slots.reshape(-1)))
+            if writes:
+                BED.report.ran("receive")
+                with BED.device.lock:
+                    rooms = vars(self.kv_mgr).setdefault(_RECEIVING, {})
+                    rooms[self.bootstrap_room] = writes
+                    for book, slots in writes:
+                        book.begin_write(slots, "receive")
+            original(self, kv_indices, aux_index, state_indices, *arguments, **named)
+
+        return send_metadata
+
+    def concluding(original: Any) -> Any:
+        def _conclude(self: Any, room: int, status: int, reason: str | None = None) -> None:
+            end(self, room, is_received=status == module.KVPoll.Success)
+            original(self, room, status, reason)
+
+        return _conclude
+
+    def closing(original: Any) -> Any:
+        def close(self: Any) -> None:
+            original(self)
+            end(self.kv_mgr, self.bootstrap_room, is_received=False)
+
+        return close
+
+    wrap(module.ZmqKVReceiver, "send_metadata", beginning)
+    wrap(module.ZmqKVReceiver, "abort", closing)
+    wrap(module.ZmqKVReceiver, "_clear", closing)
+    wrap(module.ZmqKVManager, "_conclude", concluding)
+
+
 def _model_runner(module: ModuleType) -> None:
     import forwards
 
@@ -447,6 +528,8 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.managers.scheduler": _scheduler,
     "sglang.srt.model_executor.model_runner": _model_runner,
     "sglang.srt.disaggregation.prefill": _disaggregation_prefill,
+    "sglang.srt.disaggregation.decode": _disaggregation_decode,
+    "sglang_tiered.integration.kv_transfer": _handoff,
     "sglang_tiered.integration.storage_backend": _storage,
     "sglang_tiered.integration.load_scheduling": _load_scheduling,
 }

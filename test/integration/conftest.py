@@ -33,7 +33,7 @@ _FORWARDS = {"scheduler", "forward"}
 _COPIES = _FORWARDS | {"host-alloc", "d2h"}
 ASYNCHRONOUS = {
     "test_disaggregation": _COPIES,
-    "test_disaggregation_kinds": _FORWARDS,
+    "test_disaggregation_kinds": _FORWARDS | {"receive"},
     "test_families": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
