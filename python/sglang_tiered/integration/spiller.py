@@ -45,6 +45,9 @@ MAX_STORES_PER_STEP = 2
 MAX_ANCESTORS = 4
 """Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
 
+MAX_COPIES_PER_STEP = 4
+"""Of those that were skipped. Of a host tier that is small, they are all of it."""
+
 MAX_LOOKS_PER_STEP = 32
 """Nodes taken in a step, most of them gone when many are: about 1 us each."""
 
@@ -150,17 +153,22 @@ class Spiller:
         if len(self._skipped) > MAX_REMEMBERED:
             self._skipped.popitem(last=False)
 
+    def stores_ended(self) -> None:
+        """SGLang has taken the results of stores, on all ranks those of the same: what they read
+        may give way now, to copies that were skipped."""
+        self._pause_steps = self._next_pause = 0
+
     # ---- Every step ----
 
     def step(self, storage: TieredStorage | None) -> None:
         """Bounded work of one scheduler step."""
+        if storage is not None and self._flying:
+            self._reap(storage)  # first, since what was stored makes room for copies
         if self._skipped:
             self._back_up_again(storage)
         if storage is None:
             self._abandon()
             return
-        if self._flying:
-            self._reap(storage)
         if self._queue:
             self._begin(storage)
         elif self._dropped and not self._flying:
@@ -300,26 +308,27 @@ class Spiller:
     # ---- Host copies that were skipped for lack of host memory ----
 
     def _back_up_again(self, storage: TieredStorage | None) -> None:
-        """Try one skipped node; pause longer after each failure. Counts steps, not seconds, so
-        that all ranks try at the same time."""
+        """Try the skipped nodes until one fails, then pause, longer after each failure. Counts
+        steps and stores, not seconds, so that all ranks try at the same time."""
         if self._pause_steps > 0:
             self._pause_steps -= 1
             return
-        node_id, _ = self._skipped.popitem(last=False)
-        try:
-            if self._cache.tree_core.is_backuped(node_id):
+        for _ in range(min(MAX_COPIES_PER_STEP, len(self._skipped))):
+            node_id, _ = self._skipped.popitem(last=False)
+            try:
+                if self._cache.tree_core.is_backuped(node_id):
+                    continue
+                is_there = self._cache.back_up(node_id)
+            except KeyError:
+                continue
+            if not is_there:
+                self._skipped[node_id] = None
+                self._next_pause = min(MAX_PAUSE_STEPS, max(1, 2 * self._next_pause))
+                self._pause_steps = self._next_pause
                 return
-            is_there = self._cache.back_up(node_id)
-        except KeyError:
-            return
-        if is_there:
             self._next_pause = 0
             if storage is not None:
                 storage.ledger.num_backups_recovered += 1
-            return
-        self._skipped[node_id] = None
-        self._next_pause = min(MAX_PAUSE_STEPS, max(1, 2 * self._next_pause))
-        self._pause_steps = self._next_pause
 
     # ---- Pins ----
 

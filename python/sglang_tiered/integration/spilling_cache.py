@@ -139,7 +139,10 @@ class SpillingRadixCache(LoadingRadixCache):
         )
 
     def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
+        num_before = len(self.ongoing_backup)
         result = super()._drain_storage_control_queues_impl(*args, **kwargs)
+        if self._spiller is not None and len(self.ongoing_backup) < num_before:
+            self._spiller.stores_ended()
         for operation in [
             each for each in self._stores_on_device if each not in self.ongoing_backup
         ]:

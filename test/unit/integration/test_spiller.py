@@ -459,6 +459,21 @@ def test_skipped_backups_are_made_when_there_is_room_again() -> None:
     assert tier.ledger.num_backups_recovered == 3
 
 
+def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_failed() -> None:
+    """A step may be a prefill of many seconds: one copy a step would be too late for a device that
+    gives up a prompt in as many."""
+    tier = Tier()
+    backups = Backups(tier)
+    for node in range(4):
+        tier.spiller.backup_skipped(node)
+    for _ in range(1000):
+        tier.step()
+    backups.has_room = True
+    tier.spiller.stores_ended()
+    tier.step()
+    assert backups.backed_up == {0, 1, 2, 3}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -44,6 +44,7 @@ class Spiller:
         self.offered: list[int] = []
         self.skipped: list[int] = []
         self.cleared = False
+        self.num_ends = 0
         self.under_way: set[int] = set()
 
     def offer(self, node_id: int, storage: Storage) -> None:
@@ -51,6 +52,9 @@ class Spiller:
 
     def backup_skipped(self, node_id: int) -> None:
         self.skipped.append(node_id)
+
+    def stores_ended(self) -> None:
+        self.num_ends += 1
 
     def clear(self) -> None:
         self.cleared = True
@@ -79,6 +83,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         "_execute_kv_backup",
         "_handle_prefetch_result",
         "_drain_host_frees",
+        "_drain_storage_control_queues_impl",
         "_record_dropped_tokens",
         "reset",
     ):
@@ -94,6 +99,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.tree_core = SimpleNamespace(is_backuped=lambda node: node in backed_up, page_size=PAGE)
     cache.ongoing_backup = {}
     cache.ongoing_write_through = {}
+    cache._stores_on_device = {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )
@@ -130,6 +136,17 @@ def test_store_of_a_node_whose_host_copy_is_under_way_is_left_to_the_end_of_the_
     assert made.cache.queue_store(1) is None and not made.cache.ongoing_backup
     made.cache.ongoing_write_through.clear()
     assert made.cache.queue_store(1) == 7
+
+
+def test_end_of_a_store_is_told_to_the_spiller_and_nothing_else_is(made: Made) -> None:
+    """Copies that found no room wait for it."""
+    made.cache.ongoing_backup.update({5: "a store", 6: "another"})
+    made.cache._drain_storage_control_queues_impl()
+    assert made.spiller.num_ends == 0
+    drain = "_drain_storage_control_queues_impl"
+    made.upstream[drain] = lambda: made.cache.ongoing_backup.pop(5)
+    made.cache._drain_storage_control_queues_impl()
+    assert made.spiller.num_ends == 1
 
 
 @pytest.mark.parametrize(
