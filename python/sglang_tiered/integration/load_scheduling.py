@@ -147,7 +147,8 @@ class LoadingRadixCache(AgreeingRadixCache):
             if num_held < self.prefetch_threshold:
                 self._forget(request)
                 return None
-            if not self._window.has_room(num_held, self._num_loading_tokens()):
+            has_room = self._window.has_room(num_held, self._num_loading_tokens())
+            if not has_room or self.stores_in_the_way(request, num_held):
                 self._window.put_off(request.rid, num_held)
                 return None
             self._forget(request)
@@ -177,6 +178,11 @@ class LoadingRadixCache(AgreeingRadixCache):
         """Whether a load may be put below a node: SGLang drops it where the device alone holds what
         is above. Copies it to host memory if it can."""
         return True
+
+    def stores_in_the_way(self, request: CacheRequestHandle, num_tokens: int) -> int:
+        """Tokens whose stores a load of ``num_tokens`` waits for, since host memory has no room for
+        it before; 0 if it may begin. Alike on all ranks."""
+        return 0
 
     def _agree(
         self, request: CacheRequestHandle, num_planned: int, num_before: int, num_tokens: int
@@ -269,10 +275,13 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _awaits_its_turn(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting; begins it when it has room."""
         assert self._window is not None
-        if self.storage is None or (self._decides_alone() and not self._gains_by_its_turn(request)):
+        in_the_way = self.stores_in_the_way(request, self._window.num_tokens(request.rid))
+        if self.storage is None or (
+            self._decides_alone() and not self._gains_by_its_turn(request, in_the_way)
+        ):
             self._window.withdraw(request.rid)
             return False
-        if not self._window.has_turn(request.rid, self._num_loading_tokens()):
+        if in_the_way or not self._window.has_turn(request.rid, self._num_loading_tokens()):
             return True
         if not self._window.ask(request.rid):
             return False
@@ -280,11 +289,12 @@ class LoadingRadixCache(AgreeingRadixCache):
         self.storage_prefetch_retries.refetch(request.rid)
         return True
 
-    def _gains_by_its_turn(self, request: CacheRequestHandle) -> bool:
+    def _gains_by_its_turn(self, request: CacheRequestHandle, num_stored_first: int) -> bool:
         assert self._planner is not None and self.storage is not None
         if not self.storage.serves_loads:
             return False
-        num_ahead = self.cache_controller.prefetch_tokens_occupied
+        # A store is taken to last as long as a load.
+        num_ahead = self.cache_controller.prefetch_tokens_occupied + num_stored_first
         return self._planner.gains_by_its_turn(request, num_ahead=num_ahead)
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:

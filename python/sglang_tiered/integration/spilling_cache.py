@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, DecLockRefParams
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        CacheInitParams,
+        CacheRequestHandle,
+        DecLockRefParams,
+    )
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
@@ -42,6 +46,10 @@ class SpillingRadixCache(LoadingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
     _stores_on_device: dict[int, tuple[int, DecLockRefParams]]  # by operation
+    # In a small host tier: tokens of the stores under way, oldest first, and the last store that a
+    # request's load waits for.
+    _storing_tokens: dict[int, int]
+    _waits_for_store: dict[CacheRequestHandle, int]
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
@@ -125,9 +133,36 @@ class SpillingRadixCache(LoadingRadixCache):
         if len(self.ongoing_backup) == num_before:
             return None
         operation: int = next(reversed(self.ongoing_backup))
+        if self.has_small_host:
+            node = core.collect_path_info([node_id])[0][-1]
+            self._storing_tokens[operation] = node.path_end - node.path_start
         if needs_device:
             self._stores_on_device[operation] = node_id, self.inc_lock_ref(node_id).to_dec_params()
         return operation
+
+    def stores_in_the_way(self, request: CacheRequestHandle, num_tokens: int) -> int:
+        """What a store reads cannot give way, and in a small host tier that may be most of it. A
+        load waits for the stores that were queued when it first asked, and for no others."""
+        if not self._storing_tokens:
+            return 0
+        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+        num_storing = sum(self._storing_tokens.values())
+        if min(num_tokens, host_tokens) + self._num_loading_tokens() + num_storing <= host_tokens:
+            return 0
+        last = self._waits_for_store.setdefault(request, next(reversed(self._storing_tokens)))
+        return sum(num for operation, num in self._storing_tokens.items() if operation <= last)
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        self._waits_for_store.pop(request, None)
+        return super().pop_prefetch_loaded_span(request)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        self._waits_for_store.pop(request, None)
+        super().release_aborted_request(request)
+
+    def forget_plan(self, request: CacheRequestHandle) -> None:
+        self._waits_for_store.pop(request, None)
+        super().forget_plan(request)
 
     def _locks_too_much(self) -> bool:
         """Whether stores lock as much of device memory as they may; alike on all ranks. One that
@@ -143,6 +178,8 @@ class SpillingRadixCache(LoadingRadixCache):
         result = super()._drain_storage_control_queues_impl(*args, **kwargs)
         if self._spiller is not None and len(self.ongoing_backup) < num_before:
             self._spiller.stores_ended()
+        for operation in [each for each in self._storing_tokens if each not in self.ongoing_backup]:
+            del self._storing_tokens[operation]
         for operation in [
             each for each in self._stores_on_device if each not in self.ongoing_backup
         ]:
@@ -287,6 +324,7 @@ class SpillingRadixCache(LoadingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._stores_on_device = {}
+        self._storing_tokens, self._waits_for_store = {}, {}
         if self._spiller is not None:
             self._spiller.clear()
         ledger = self._ledger

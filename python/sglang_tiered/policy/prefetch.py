@@ -51,6 +51,10 @@ class PrefetchWindow(Generic[Request]):
         """Whether a put-off request would find room now."""
         return self.has_room(self._put_off[request].num_tokens, num_taken)
 
+    def num_tokens(self, request: Request) -> int:
+        """What a put-off request is going to load."""
+        return self._put_off[request].num_tokens
+
     def ask(self, request: Request) -> bool:
         """Whether a put-off request should go on waiting, its load being attempted again.
 

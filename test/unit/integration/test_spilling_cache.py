@@ -100,6 +100,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.ongoing_backup = {}
     cache.ongoing_write_through = {}
     cache._stores_on_device = {}
+    cache._storing_tokens, cache._waits_for_store = {}, {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )
@@ -147,6 +148,31 @@ def test_end_of_a_store_is_told_to_the_spiller_and_nothing_else_is(made: Made) -
     made.upstream[drain] = lambda: made.cache.ongoing_backup.pop(5)
     made.cache._drain_storage_control_queues_impl()
     assert made.spiller.num_ends == 1
+
+
+def test_load_waits_for_the_stores_before_it_that_fill_host_memory_and_for_no_others(
+    made: Made,
+) -> None:
+    """A load that began at once would find no room, and all of its prompt would be computed; one
+    that waited for later stores too might wait for ever."""
+    cache, ours, other = made.cache, "ours", "other"
+    cache.cache_controller = SimpleNamespace(
+        mem_pool_host=SimpleNamespace(logical_size=100), prefetch_tokens_occupied=10
+    )
+    cache.prefetch_loaded_tokens_by_reqid = {}
+    assert cache.stores_in_the_way(ours, 100) == 0
+    cache._storing_tokens.update({5: 30, 6: 30})
+    cache.ongoing_backup.update({5: "a store", 6: "another"})
+    assert cache.stores_in_the_way(ours, 30) == 0  # there is room beside them
+    assert cache.stores_in_the_way(ours, 1_000) == 60
+    cache._storing_tokens[7] = 30
+    cache.ongoing_backup[7] = "a later one"
+    assert cache.stores_in_the_way(ours, 40) == 60 and cache.stores_in_the_way(other, 40) == 90
+    drain = "_drain_storage_control_queues_impl"
+    made.upstream[drain] = lambda: [cache.ongoing_backup.pop(operation) for operation in (5, 6)]
+    cache._drain_storage_control_queues_impl()
+    assert cache.stores_in_the_way(ours, 1_000) == 0
+    assert cache.stores_in_the_way(other, 1_000) == 30
 
 
 @pytest.mark.parametrize(
