@@ -49,6 +49,7 @@ class Tier:
 
     decides_alone = True
     has_small_host = False
+    lets_loads_go_first = False
     takes_stores = True
 
     def __init__(self, num_nodes: int) -> None:

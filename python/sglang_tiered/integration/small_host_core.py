@@ -16,6 +16,7 @@ only component is full attention, whose host values are the only ones.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 from sglang_tiered.integration.compat import check_signatures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -148,6 +149,14 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
                 return False
             node = node.parent
         return True
+
+    def num_tokens(self, node_ids: Iterable[int]) -> dict[int, int]:
+        """How long nodes are; those that are gone are left out."""
+        found = {}
+        for node_id in node_ids:
+            with suppress(KeyError):
+                found[node_id] = len(self.node_by_id(node_id).key)
+        return found
 
     # ---- Copies that go ----
 

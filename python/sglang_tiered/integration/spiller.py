@@ -29,7 +29,7 @@ from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import SpillQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
@@ -110,6 +110,10 @@ class Spiller:
         """For metrics and tests."""
         return self._queue
 
+    def waiting(self) -> Iterable[int]:
+        """Nodes that wait for their store."""
+        return self._dirty.keys()
+
     def is_under_way(self, node_id: int) -> bool:
         """Whether a node waits for its store, or for the end of it."""
         return node_id in self._queue or node_id in self._flying_nodes
@@ -164,7 +168,7 @@ class Spiller:
         """Bounded work of one scheduler step."""
         if storage is not None and self._flying:
             self._reap(storage)  # first, since what was stored makes room for copies
-        if self._skipped:
+        if self._skipped and not self._cache.lets_loads_go_first:
             self._back_up_again(storage)
         if storage is None:
             self._abandon()

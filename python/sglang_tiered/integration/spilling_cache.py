@@ -46,10 +46,10 @@ class SpillingRadixCache(LoadingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
     _stores_on_device: dict[int, tuple[int, DecLockRefParams]]  # by operation
-    # In a small host tier: tokens of the stores under way, oldest first, and the last store that a
-    # request's load waits for.
-    _storing_tokens: dict[int, int]
-    _waits_for_store: dict[CacheRequestHandle, int]
+    # In a small host tier: the nodes whose stores a request's load waits for, and what is counted
+    # once a step.
+    _waits_for_copies: dict[CacheRequestHandle, frozenset[int]]
+    _must_stay: dict[int, int] | None = None
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
@@ -133,35 +133,54 @@ class SpillingRadixCache(LoadingRadixCache):
         if len(self.ongoing_backup) == num_before:
             return None
         operation: int = next(reversed(self.ongoing_backup))
-        if self.has_small_host:
-            node = core.collect_path_info([node_id])[0][-1]
-            self._storing_tokens[operation] = node.path_end - node.path_start
         if needs_device:
             self._stores_on_device[operation] = node_id, self.inc_lock_ref(node_id).to_dec_params()
         return operation
 
     def stores_in_the_way(self, request: CacheRequestHandle, num_tokens: int) -> int:
-        """What a store reads cannot give way, and in a small host tier that may be most of it. A
-        load waits for the stores that were queued when it first asked, and for no others."""
-        if not self._storing_tokens:
+        """A copy stays until it is stored, and in a small host tier such copies may be most of it.
+        A load waits for those that were there when it first asked, and for no others."""
+        if not self.has_small_host:
             return 0
-        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
-        num_storing = sum(self._storing_tokens.values())
-        if min(num_tokens, host_tokens) + self._num_loading_tokens() + num_storing <= host_tokens:
-            return 0
-        last = self._waits_for_store.setdefault(request, next(reversed(self._storing_tokens)))
-        return sum(num for operation, num in self._storing_tokens.items() if operation <= last)
+        must_stay = self._copies_that_must_stay()
+        if request not in self._waits_for_copies:
+            host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+            room = host_tokens - self._num_loading_tokens() - sum(must_stay.values())
+            if min(num_tokens, host_tokens) <= room:
+                return 0
+            self._waits_for_copies[request] = frozenset(must_stay)
+        waits_for = self._waits_for_copies[request]
+        return sum(must_stay[node_id] for node_id in waits_for if node_id in must_stay)
+
+    def _copies_that_must_stay(self) -> dict[int, int]:
+        """Tokens by node: of copies that are being made, wait to be stored, or are being stored."""
+        if self._must_stay is None:
+            making = [pending.publish_node_ids for pending in self.ongoing_write_through.values()]
+            nodes = {node_id for node_ids in making for node_id in node_ids}
+            nodes.update(node_id for node_id, _ in self.ongoing_backup.values())
+            if self._spiller is not None:
+                nodes.update(self._spiller.waiting())
+            self._must_stay = self.tree_core.num_tokens(nodes)
+        return self._must_stay
+
+    @property
+    def lets_loads_go_first(self) -> bool:
+        """Whether a load waits for host memory, which no new copy may take before it."""
+        if not self._waits_for_copies:
+            return False
+        must_stay = self._copies_that_must_stay()
+        return any(not nodes.isdisjoint(must_stay) for nodes in self._waits_for_copies.values())
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
-        self._waits_for_store.pop(request, None)
+        self._waits_for_copies.pop(request, None)
         return super().pop_prefetch_loaded_span(request)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        self._waits_for_store.pop(request, None)
+        self._waits_for_copies.pop(request, None)
         super().release_aborted_request(request)
 
     def forget_plan(self, request: CacheRequestHandle) -> None:
-        self._waits_for_store.pop(request, None)
+        self._waits_for_copies.pop(request, None)
         super().forget_plan(request)
 
     def _locks_too_much(self) -> bool:
@@ -178,8 +197,6 @@ class SpillingRadixCache(LoadingRadixCache):
         result = super()._drain_storage_control_queues_impl(*args, **kwargs)
         if self._spiller is not None and len(self.ongoing_backup) < num_before:
             self._spiller.stores_ended()
-        for operation in [each for each in self._storing_tokens if each not in self.ongoing_backup]:
-            del self._storing_tokens[operation]
         for operation in [
             each for each in self._stores_on_device if each not in self.ongoing_backup
         ]:
@@ -217,6 +234,7 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
+        self._must_stay = None
         if self._spiller is not None:
             self._spiller.step(self.storage)
 
@@ -324,7 +342,7 @@ class SpillingRadixCache(LoadingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._stores_on_device = {}
-        self._storing_tokens, self._waits_for_store = {}, {}
+        self._waits_for_copies, self._must_stay = {}, None
         if self._spiller is not None:
             self._spiller.clear()
         ledger = self._ledger

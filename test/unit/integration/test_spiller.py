@@ -62,6 +62,7 @@ class Tier:
         self.tree_core.enable_storage = True
         self.decides_alone = alone
         self.has_small_host = False
+        self.lets_loads_go_first = False
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[str, object] = {}
@@ -470,6 +471,10 @@ def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_f
         tier.step()
     backups.has_room = True
     tier.spiller.stores_ended()
+    tier.lets_loads_go_first = True
+    tier.step()
+    assert not backups.backed_up
+    tier.lets_loads_go_first = False
     tier.step()
     assert backups.backed_up == {0, 1, 2, 3}
 

@@ -62,6 +62,9 @@ class Spiller:
     def is_under_way(self, node_id: int) -> bool:
         return node_id in self.under_way
 
+    def waiting(self) -> set[int]:
+        return self.under_way
+
 
 class Made(SimpleNamespace):
     cache: Any
@@ -100,7 +103,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.ongoing_backup = {}
     cache.ongoing_write_through = {}
     cache._stores_on_device = {}
-    cache._storing_tokens, cache._waits_for_store = {}, {}
+    cache._waits_for_copies = {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )
@@ -150,29 +153,41 @@ def test_end_of_a_store_is_told_to_the_spiller_and_nothing_else_is(made: Made) -
     assert made.spiller.num_ends == 1
 
 
-def test_load_waits_for_the_stores_before_it_that_fill_host_memory_and_for_no_others(
-    made: Made,
+def test_load_waits_for_the_copies_before_it_that_fill_host_memory_and_for_no_others(
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load that began at once would find no room, and all of its prompt would be computed; one
-    that waited for later stores too might wait for ever."""
-    cache, ours, other = made.cache, "ours", "other"
+    that waited for later copies too might wait for ever."""
+    cache, spiller = made.cache, made.spiller
+    monkeypatch.setattr(SpillingRadixCache, "has_small_host", True)
     cache.cache_controller = SimpleNamespace(
         mem_pool_host=SimpleNamespace(logical_size=100), prefetch_tokens_occupied=10
     )
     cache.prefetch_loaded_tokens_by_reqid = {}
-    assert cache.stores_in_the_way(ours, 100) == 0
-    cache._storing_tokens.update({5: 30, 6: 30})
-    cache.ongoing_backup.update({5: "a store", 6: "another"})
-    assert cache.stores_in_the_way(ours, 30) == 0  # there is room beside them
-    assert cache.stores_in_the_way(ours, 1_000) == 60
-    cache._storing_tokens[7] = 30
-    cache.ongoing_backup[7] = "a later one"
-    assert cache.stores_in_the_way(ours, 40) == 60 and cache.stores_in_the_way(other, 40) == 90
-    drain = "_drain_storage_control_queues_impl"
-    made.upstream[drain] = lambda: [cache.ongoing_backup.pop(operation) for operation in (5, 6)]
-    cache._drain_storage_control_queues_impl()
-    assert cache.stores_in_the_way(ours, 1_000) == 0
-    assert cache.stores_in_the_way(other, 1_000) == 30
+    cache.tree_core.num_tokens = lambda nodes: dict.fromkeys(nodes, 20)
+
+    def in_the_way(request: str, num_tokens: int) -> int:
+        cache._must_stay = None
+        in_the_way: int = cache.stores_in_the_way(request, num_tokens)
+        assert cache.lets_loads_go_first == (in_the_way > 0)
+        return in_the_way
+
+    assert in_the_way("early", 90) == 0
+    cache.ongoing_write_through[1] = SimpleNamespace(publish_node_ids=[1])
+    cache.ongoing_backup[7] = 2, None
+    spiller.under_way = {3}
+    assert in_the_way("small", 30) == 0  # there is room beside them
+    assert in_the_way("ours", 40) == 60
+    del cache.ongoing_write_through[1]  # its copy is made, and waits to be stored
+    spiller.under_way = {1, 3, 4}
+    assert in_the_way("ours", 1_000) == 60
+    spiller.under_way, cache.ongoing_backup = {4, 5, 6}, {8: (3, None)}
+    assert in_the_way("ours", 1_000) == 20
+    cache.ongoing_backup = {9: (4, None)}
+    assert in_the_way("ours", 1_000) == 0
+    assert in_the_way("other", 1_000) == 60
+    cache.forget_plan("other")
+    assert not cache.lets_loads_go_first and "other" not in cache._waits_for_copies
 
 
 @pytest.mark.parametrize(
