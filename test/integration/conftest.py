@@ -37,6 +37,7 @@ ASYNCHRONOUS = {
     "test_families": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
+    "test_small_host": _COPIES | {"h2d", "store", "load"},
     "test_spilling": _COPIES,
     "test_tenants": _COPIES,
     "test_tensor_parallel": _COPIES,

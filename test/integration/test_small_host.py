@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import ALWAYS, Launch, aligned, make_prompts
+from conftest import ALWAYS, ROOT, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-DEVICE_TOKENS = 9_216
-PROMPT_TOKENS = 4_224
-TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head dimension, float32
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a prompt, in pages, of the device pool, about two prompts, and of the host tier."""
+
+    prompt: int
+    device: int
+    host_share: float  # of the device pool
+    token_bytes: int
+    shape: str
+
+
+SIZES = {
+    "most_of_the_device": Size(66, 144, 0.65, 3 * 2 * 2 * 64 * 4, "8m"),
+    "less_than_a_prompt_of_pages_of_16_MiB": Size(11, 24, 0.42, 256 << 10, "kv256"),
+}
+
+
+@dataclass(frozen=True)
+class Small:
+    server: Server
+    prompt_tokens: int
 
 
 @pytest.fixture(
-    params=[pytest.param(0.65, marks=pytest.mark.long), 0.42], ids="host{}".format, scope="module"
+    params=[
+        pytest.param(name, marks=[pytest.mark.long] if name == "most_of_the_device" else [])
+        for name in SIZES
+    ],
+    scope="module",
 )
-def server(
+def small(
     request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory
-) -> Server:
-    """The host tier holds this part of the device pool; 0.42 is less than one prompt."""
-    return launch(
-        *("--max-total-tokens", str(DEVICE_TOKENS)),
-        *("--tier-host-bytes", str(int(request.param * DEVICE_TOKENS * TOKEN_BYTES))),
-        *("--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv")),
+) -> Small:
+    size = SIZES[request.param]
+    folder = tmp_path_factory.mktemp("tier")
+    maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(folder / "model")]
+    subprocess.run([*maker, "--shape", size.shape], check=True, timeout=120)
+    device_tokens = size.device * PAGE
+    server = launch(
+        *("--max-total-tokens", str(device_tokens)),
+        *("--tier-host-bytes", str(int(size.host_share * device_tokens * size.token_bytes))),
+        *("--tier-nvme-bytes", "4GiB", "--tier-dir", str(folder / "kv")),
         *ALWAYS,
+        model_path=folder / "model",
     )
+    return Small(server, size.prompt * PAGE)
 
 
 def lost_for_lack_of_host_memory(server: Server) -> float:
     return server.tier_state()["host_pages_left:lost_host_short"]
 
 
-def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(server: Server) -> None:
-    prompts = make_prompts(7, 5, PROMPT_TOKENS)
+def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(small: Small) -> None:
+    server = small.server
+    prompts = make_prompts(7, 5, small.prompt_tokens)
     expected = [server.generate(prompt).output_ids for prompt in prompts]
-    wanted = len(prompts) * aligned(PROMPT_TOKENS)
+    wanted = len(prompts) * aligned(small.prompt_tokens)
     for _ in range(2):
         answers = [server.generate(prompt) for prompt in prompts]
         assert [answer.output_ids for answer in answers] == expected
@@ -49,11 +84,13 @@ def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(server: 
     assert "Traceback" not in server.log
 
 
-def test_what_is_below_a_prefix_that_the_device_still_holds_comes_back(server: Server) -> None:
+def test_what_is_below_a_prefix_that_the_device_still_holds_comes_back(small: Small) -> None:
     """The prefix's host copy gave way long ago; its suffixes left the device."""
-    (stem,) = make_prompts(8, 1, 1_024)
-    prompts = [stem + tail for tail in make_prompts(9, 5, 3_000)]
-    num_pages = server.tier_state()["nvme_pages"] + 1_024 // 64 + len(prompts) * (3_000 // 64 - 1)
+    server = small.server
+    num_stem, num_tail = small.prompt_tokens // PAGE // 5, small.prompt_tokens // PAGE * 7 // 10
+    (stem,) = make_prompts(8, 1, num_stem * PAGE)
+    prompts = [stem + tail for tail in make_prompts(9, 5, num_tail * PAGE)]
+    num_pages = server.tier_state()["nvme_pages"] + num_stem + len(prompts) * num_tail
     expected = [server.generate(prompt).output_ids for prompt in prompts]
     server.wait_for_state("nvme_pages", num_pages)
     answers = [server.generate(prompt) for prompt in prompts]
