@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 10, 1500
 PROMPTS = make_prompts(91, NUM_PROMPTS, LENGTH)

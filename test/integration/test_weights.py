@@ -13,7 +13,7 @@ from conftest import SMALL, Launch, aligned, make_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 700
 PROMPTS = make_prompts(41, 3, LENGTH)
