@@ -333,6 +333,14 @@ def weights(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> W
     return Weights(tmp_path / "model", tmp_path / "kv", monkeypatch)
 
 
+def a_run_that_stored_a(make: Fixture, weights: Weights) -> None:
+    """With these weights, before the restart that a test is about."""
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+
+
 def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
     make: Fixture, weights: Weights
 ) -> None:
@@ -354,10 +362,7 @@ def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
 def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
     make: Fixture, weights: Weights
 ) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
-    make.opened.pop().close()
+    a_run_that_stored_a(make, weights)
     weights.are_fetched_anew()
     weights.take_long()
     pool = make_pool(None)
@@ -377,10 +382,7 @@ def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
 def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
     make: Fixture, weights: Weights
 ) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
-    make.opened.pop().close()
+    a_run_that_stored_a(make, weights)
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
     storage = make.open(make_pool(None))
@@ -392,10 +394,7 @@ def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
 def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read(
     make: Fixture, weights: Weights
 ) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
-    make.opened.pop().close()
+    a_run_that_stored_a(make, weights)
     weights.are_forgotten()
     weights.take_long()
     pool = make_pool(None)
@@ -410,10 +409,7 @@ def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read
 def test_pages_of_other_weights_are_never_used_although_nothing_says_which_were_read(
     make: Fixture, weights: Weights
 ) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
-    make.opened.pop().close()
+    a_run_that_stored_a(make, weights)
     weights.are_forgotten()
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
@@ -463,10 +459,7 @@ def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
 def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(
     make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
-    make.opened.pop().close()
+    a_run_that_stored_a(make, weights)
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
 
