@@ -233,6 +233,14 @@ class LoadPlanner(Generic[Request]):
         ahead = farthest_first(num_ahead, self._loading)
         return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
 
+    def patience_s(self, request: Request) -> float:
+        """How long its load may be kept waiting for host memory and still gain."""
+        load = self._loads.get(request)
+        if load is None:
+            return 0.0
+        gain_s = load.plan.saved_s - load.plan.load_s
+        return self.far_deadline_s if self._always else max(0.0, gain_s)
+
     def should_wait(
         self, request: Request, *, num_missing: int, num_before: int, num_ahead: int, is_read: bool
     ) -> bool:

@@ -117,10 +117,10 @@ class LoadingRadixCache(AgreeingRadixCache):
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
-        next step, for which the request is put off. So is a load that would overfill the window,
-        until ``check_prefetch_progress`` reaches the request again; SGLang drops it at that point,
-        and with it the prefix, whenever more requests return together than half the host tier
-        holds.
+        next step, for which the request is put off. So is a load that would overfill the window, or
+        that waits for stores to leave it room, until ``check_prefetch_progress`` reaches the
+        request again; SGLang drops it at that point, and with it the prefix, whenever more requests
+        return together than half the host tier holds.
         """
         tokens = new_input_tokens
         is_new = False
@@ -181,7 +181,7 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def stores_in_the_way(self, request: CacheRequestHandle, num_tokens: int) -> int:
         """Tokens whose stores a load of ``num_tokens`` waits for, since host memory has no room for
-        it before; 0 if it may begin. Alike on all ranks."""
+        it before; 0 if it may begin, and always with several ranks."""
         return 0
 
     def _agree(

@@ -150,13 +150,13 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
             node = node.parent
         return True
 
-    def num_tokens(self, node_ids: Iterable[int]) -> dict[int, int]:
-        """How long nodes are; those that are gone are left out."""
-        found = {}
+    def num_tokens(self, node_ids: Iterable[int]) -> int:
+        """How long nodes are together; those that are gone count nothing."""
+        num_tokens = 0
         for node_id in node_ids:
             with suppress(KeyError):
-                found[node_id] = len(self.node_by_id(node_id).key)
-        return found
+                num_tokens += len(self.node_by_id(node_id).key)
+        return num_tokens
 
     # ---- Copies that go ----
 

@@ -12,8 +12,8 @@ its path behind the point where it began. Nothing but ids, hashes and token coun
 
 Several ranks must queue the same stores in the same order, and when a store finishes depends on the
 local disk. A scheduler that does not decide alone therefore queues every store at once, as SGLang
-does. Retries of skipped host copies depend on host memory only, which is the same on all ranks, and
-run everywhere.
+does. Retries of skipped host copies depend on host memory and on whose store ended, which are the
+same on all ranks, and run everywhere.
 
 Everything runs on the scheduler thread, in bounded work per step, and waits for nothing.
 """

@@ -8,6 +8,7 @@ Every method runs on the scheduler thread and none waits.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -46,10 +47,10 @@ class SpillingRadixCache(LoadingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _spiller: Spiller | None = None
     _stores_on_device: dict[int, tuple[int, DecLockRefParams]]  # by operation
-    # In a small host tier: the nodes whose stores a request's load waits for, and what is counted
-    # once a step.
-    _waits_for_copies: dict[CacheRequestHandle, frozenset[int]]
-    _must_stay: dict[int, int] | None = None
+    # In a small host tier: until when a request's load waits for room, and what is counted when
+    # it is asked for and something was copied or stored since.
+    _waits_for_room: dict[CacheRequestHandle, float]
+    _must_stay: int | None = None
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
@@ -139,21 +140,25 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def stores_in_the_way(self, request: CacheRequestHandle, num_tokens: int) -> int:
         """A copy stays until it is stored, and in a small host tier such copies may be most of it.
-        A load waits for those that were there when it first asked, and for no others."""
-        if not self.has_small_host:
+        A load waits for room only where one rank decides alone, since how long a store takes is no
+        rank's to know of another, and only while stores go on and the load still gains."""
+        storage, planner = self.storage, self._planner
+        if num_tokens == 0 or not self.has_small_host or not self._decides_alone():
             return 0
-        must_stay = self._copies_that_must_stay()
-        if request not in self._waits_for_copies:
-            host_tokens: int = self.cache_controller.mem_pool_host.logical_size
-            room = host_tokens - self._num_loading_tokens() - sum(must_stay.values())
-            if min(num_tokens, host_tokens) <= room:
-                return 0
-            self._waits_for_copies[request] = frozenset(must_stay)
-        waits_for = self._waits_for_copies[request]
-        return sum(must_stay[node_id] for node_id in waits_for if node_id in must_stay)
+        if storage is None or planner is None or not storage.takes_stores:
+            return 0
+        must_stay = self._tokens_that_must_stay()
+        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+        taken = must_stay + self._num_loading_tokens()
+        in_the_way = min(min(num_tokens, host_tokens) + taken - host_tokens, must_stay)
+        if in_the_way <= 0:
+            return 0
+        now = time.monotonic()
+        until = self._waits_for_room.setdefault(request, now + planner.patience_s(request))
+        return in_the_way if now < until else 0
 
-    def _copies_that_must_stay(self) -> dict[int, int]:
-        """Tokens by node: of copies that are being made, wait to be stored, or are being stored."""
+    def _tokens_that_must_stay(self) -> int:
+        """Of copies that are being made, wait to be stored, or are being stored."""
         if self._must_stay is None:
             making = [pending.publish_node_ids for pending in self.ongoing_write_through.values()]
             nodes = {node_id for node_ids in making for node_id in node_ids}
@@ -165,22 +170,29 @@ class SpillingRadixCache(LoadingRadixCache):
 
     @property
     def lets_loads_go_first(self) -> bool:
-        """Whether a load waits for host memory, which no new copy may take before it."""
-        if not self._waits_for_copies:
+        """Whether a load waits for host memory, which no skipped copy may take before it."""
+        if not self._waits_for_room:
             return False
-        must_stay = self._copies_that_must_stay()
-        return any(not nodes.isdisjoint(must_stay) for nodes in self._waits_for_copies.values())
+        now = time.monotonic()
+        return any(now < until for until in self._waits_for_room.values())
+
+    def _note_room(self) -> None:
+        """Loads that have got their host memory, or what there was of it, wait no more."""
+        for request in self._waits_for_room:
+            info = self.ongoing_prefetch.get(request)
+            if info is not None and info.operation.host_indices is not None:
+                self._waits_for_room[request] = 0.0
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
-        self._waits_for_copies.pop(request, None)
+        self._waits_for_room.pop(request, None)
         return super().pop_prefetch_loaded_span(request)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        self._waits_for_copies.pop(request, None)
+        self._waits_for_room.pop(request, None)
         super().release_aborted_request(request)
 
     def forget_plan(self, request: CacheRequestHandle) -> None:
-        self._waits_for_copies.pop(request, None)
+        self._waits_for_room.pop(request, None)
         super().forget_plan(request)
 
     def _locks_too_much(self) -> bool:
@@ -195,8 +207,10 @@ class SpillingRadixCache(LoadingRadixCache):
     def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
         num_before = len(self.ongoing_backup)
         result = super()._drain_storage_control_queues_impl(*args, **kwargs)
-        if self._spiller is not None and len(self.ongoing_backup) < num_before:
-            self._spiller.stores_ended()
+        if len(self.ongoing_backup) < num_before:
+            self._must_stay = None
+            if self._spiller is not None and self.has_small_host:
+                self._spiller.stores_ended()
         for operation in [
             each for each in self._stores_on_device if each not in self.ongoing_backup
         ]:
@@ -234,9 +248,10 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
-        self._must_stay = None
+        self._note_room()
         if self._spiller is not None:
             self._spiller.step(self.storage)
+        self._must_stay = None
 
     def release_dirty_pin(self) -> bool:
         """Let a page go that NVMe does not hold yet; False when none is held back."""
@@ -310,6 +325,7 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         host_indices: torch.Tensor | None = super()._execute_kv_backup(*args, **kwargs)
+        self._must_stay = None
         ledger = self._ledger
         if host_indices is not None and ledger is not None:
             ledger.written(host_indices)
@@ -342,7 +358,7 @@ class SpillingRadixCache(LoadingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._stores_on_device = {}
-        self._waits_for_copies, self._must_stay = {}, None
+        self._waits_for_room, self._must_stay = {}, None
         if self._spiller is not None:
             self._spiller.clear()
         ledger = self._ledger

@@ -141,6 +141,19 @@ def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
     assert planner.should_wait("r", **asked, is_read=True)
 
 
+def test_a_load_may_wait_for_host_memory_as_long_as_it_gains_and_an_unknown_one_never() -> None:
+    planner, _ = make_planner()
+    assert planner.patience_s("a") == 0.0
+    planner.arrives("a", num_held=6_400, num_new=6_401, num_before=0, num_ahead=0)
+    gain_s = 6_400 * (TOKEN_S - LOAD_TOKEN_S)
+    assert planner.patience_s("a") == pytest.approx(gain_s, rel=0.05)
+    planner.leaves("a")
+    assert planner.patience_s("a") == 0.0
+    always = LoadPlanner[str](planner.costs, always=True, always_deadline_s=7.0)
+    always.arrives("a", num_held=64, num_new=65, num_before=0, num_ahead=0)
+    assert always.patience_s("a") == 7.0
+
+
 def test_a_put_off_load_is_given_up_when_those_ahead_take_longer_than_computing() -> None:
     planner, _ = make_planner()
     arrive(planner, "r", 6400, 6500)

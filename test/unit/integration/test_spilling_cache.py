@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_tiered.integration import spilling_cache
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.policy.admission import Outcome
@@ -32,6 +33,7 @@ class Storage(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(ledger=HostLedger.of_pool(16 * PAGE, PAGE))
         self.held: set[str] = set()
+        self.takes_stores = True
 
     def holds(self, chain: str) -> bool:
         return chain in self.held
@@ -56,6 +58,9 @@ class Spiller:
     def stores_ended(self) -> None:
         self.num_ends += 1
 
+    def step(self, storage: Storage | None) -> None:
+        pass
+
     def clear(self) -> None:
         self.cleared = True
 
@@ -68,6 +73,7 @@ class Spiller:
 
 class Made(SimpleNamespace):
     cache: Any
+    clock: Clock
     storage: Storage
     spiller: Spiller
     backed_up: set[int]
@@ -88,6 +94,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         "_drain_host_frees",
         "_drain_storage_control_queues_impl",
         "_record_dropped_tokens",
+        "check_hicache_events",
+        "pop_prefetch_loaded_span",
+        "release_aborted_request",
         "reset",
     ):
 
@@ -103,7 +112,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.ongoing_backup = {}
     cache.ongoing_write_through = {}
     cache._stores_on_device = {}
-    cache._waits_for_copies = {}
+    cache._waits_for_room = {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )
@@ -142,8 +151,11 @@ def test_store_of_a_node_whose_host_copy_is_under_way_is_left_to_the_end_of_the_
     assert made.cache.queue_store(1) == 7
 
 
-def test_end_of_a_store_is_told_to_the_spiller_and_nothing_else_is(made: Made) -> None:
-    """Copies that found no room wait for it."""
+def test_end_of_a_store_is_told_to_the_spiller_of_a_small_host_tier_and_nothing_else_is(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that found no room wait for it. In a large one each try evicts what is kept."""
+    monkeypatch.setattr(SpillingRadixCache, "has_small_host", True)
     made.cache.ongoing_backup.update({5: "a store", 6: "another"})
     made.cache._drain_storage_control_queues_impl()
     assert made.spiller.num_ends == 0
@@ -151,43 +163,103 @@ def test_end_of_a_store_is_told_to_the_spiller_and_nothing_else_is(made: Made) -
     made.upstream[drain] = lambda: made.cache.ongoing_backup.pop(5)
     made.cache._drain_storage_control_queues_impl()
     assert made.spiller.num_ends == 1
+    monkeypatch.setattr(SpillingRadixCache, "has_small_host", False)
+    made.upstream[drain] = made.cache.ongoing_backup.clear
+    made.cache._drain_storage_control_queues_impl()
+    assert made.spiller.num_ends == 1
 
 
-def test_load_waits_for_the_copies_before_it_that_fill_host_memory_and_for_no_others(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load that began at once would find no room, and all of its prompt would be computed; one
-    that waited for later copies too might wait for ever."""
-    cache, spiller = made.cache, made.spiller
+class Clock:
+    """Stands in for the ``time`` module."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def small(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """With a small host tier of 100 tokens, of which loads take 10; nodes have 20."""
+    cache = made.cache
     monkeypatch.setattr(SpillingRadixCache, "has_small_host", True)
+    made.clock = Clock()
+    monkeypatch.setattr(spilling_cache, "time", made.clock)
+    cache._planner = SimpleNamespace(patience_s=lambda request: 3.0)
     cache.cache_controller = SimpleNamespace(
         mem_pool_host=SimpleNamespace(logical_size=100), prefetch_tokens_occupied=10
     )
-    cache.prefetch_loaded_tokens_by_reqid = {}
-    cache.tree_core.num_tokens = lambda nodes: dict.fromkeys(nodes, 20)
-
-    def in_the_way(request: str, num_tokens: int) -> int:
-        cache._must_stay = None
-        in_the_way: int = cache.stores_in_the_way(request, num_tokens)
-        assert cache.lets_loads_go_first == (in_the_way > 0)
-        return in_the_way
-
-    assert in_the_way("early", 90) == 0
+    cache.prefetch_loaded_tokens_by_reqid, cache.ongoing_prefetch = {}, {}
+    cache.tree_core.num_tokens = lambda nodes: 20 * len(set(nodes))
     cache.ongoing_write_through[1] = SimpleNamespace(publish_node_ids=[1])
     cache.ongoing_backup[7] = 2, None
-    spiller.under_way = {3}
-    assert in_the_way("small", 30) == 0  # there is room beside them
-    assert in_the_way("ours", 40) == 60
-    del cache.ongoing_write_through[1]  # its copy is made, and waits to be stored
-    spiller.under_way = {1, 3, 4}
-    assert in_the_way("ours", 1_000) == 60
-    spiller.under_way, cache.ongoing_backup = {4, 5, 6}, {8: (3, None)}
-    assert in_the_way("ours", 1_000) == 20
-    cache.ongoing_backup = {9: (4, None)}
-    assert in_the_way("ours", 1_000) == 0
-    assert in_the_way("other", 1_000) == 60
-    cache.forget_plan("other")
-    assert not cache.lets_loads_go_first and "other" not in cache._waits_for_copies
+    made.spiller.under_way = {3}
+    return made
+
+
+def test_load_waits_until_the_copies_that_must_stay_leave_it_room(small: Made) -> None:
+    """One that began at once would find no room, and all of its prompt would be computed."""
+    cache = small.cache
+    assert cache.stores_in_the_way("small", 30) == 0  # there is room beside them
+    assert cache.stores_in_the_way("cold", 0) == 0 and not cache.lets_loads_go_first
+    assert cache.stores_in_the_way("ours", 60) == 30
+    assert cache.stores_in_the_way("longer than host memory", 1_000) == 60
+    assert cache.lets_loads_go_first
+    small.upstream["_drain_storage_control_queues_impl"] = cache.ongoing_backup.clear
+    cache._drain_storage_control_queues_impl()
+    assert cache.stores_in_the_way("ours", 60) == 10
+    small.spiller.under_way.clear()
+    cache.check_hicache_events()
+    assert cache.stores_in_the_way("ours", 60) == 0
+
+
+@pytest.mark.parametrize("why", ["time", "a sick disk", "detached", "several ranks"])
+def test_load_does_not_wait_for_room_for_ever(
+    small: Made, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may hang, or new copies may come as fast as others go."""
+    cache = small.cache
+    assert cache.stores_in_the_way("ours", 60) == 30
+    if why == "time":
+        small.clock.now += 3.0
+    elif why == "a sick disk":
+        small.storage.takes_stores = False
+    elif why == "detached":
+        monkeypatch.setattr(SpillingRadixCache, "storage", None)
+    else:
+        cache.tp_world_size = 2
+    assert cache.stores_in_the_way("ours", 60) == 0
+    assert cache.stores_in_the_way("ours", 1_000) == 0
+    if why == "time":
+        assert not cache.lets_loads_go_first
+        assert cache.stores_in_the_way("another", 60) == 30
+
+
+def test_skipped_copies_leave_the_room_until_the_load_has_taken_it(small: Made) -> None:
+    """The stores' end brings the room, and the load is asked for a step or two later."""
+    cache = small.cache
+    assert cache.stores_in_the_way("ours", 60) == 30
+    cache.ongoing_backup.clear()
+    cache.ongoing_write_through.clear()
+    small.spiller.under_way.clear()
+    cache.check_hicache_events()
+    assert cache.stores_in_the_way("ours", 60) == 0 and cache.lets_loads_go_first
+    load = SimpleNamespace(host_indices=None)
+    cache.ongoing_prefetch["ours"] = SimpleNamespace(operation=load)
+    cache.check_hicache_events()
+    assert cache.lets_loads_go_first
+    load.host_indices = slots(0)
+    cache.check_hicache_events()
+    assert not cache.lets_loads_go_first
+
+
+@pytest.mark.parametrize("end", ["pop_prefetch_loaded_span", "release_aborted_request"])
+def test_nothing_is_kept_of_a_load_that_waited(small: Made, end: str) -> None:
+    assert small.cache.stores_in_the_way("ours", 60) == 30
+    small.cache._planner.leaves = lambda request: None
+    small.cache._window = small.cache.agreement = None
+    getattr(small.cache, end)("ours")
+    assert not small.cache._waits_for_room and not small.cache.lets_loads_go_first
 
 
 @pytest.mark.parametrize(
