@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 START_DEADLINE_S = 400.0  # 20 s where nobody else computes
@@ -25,17 +29,32 @@ REQUEST_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 30.0
 
 
+FIRST_PORT, PORTS_EACH, NUM_PARTS, STRIDE = 20_000, 500, 4, 8
+
+
+def _ports() -> Iterator[int]:
+    """Those of one worker of pytest-xdist, a few apart, since some commands take their neighbours
+    too."""
+    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    part = int(worker[1]) if worker else random.randrange(NUM_PARTS)
+    first = FIRST_PORT + part % NUM_PARTS * PORTS_EACH
+    for number in itertools.count(random.randrange(PORTS_EACH)):
+        turn, offset = divmod(number * STRIDE, PORTS_EACH)
+        yield first + (offset + turn) % PORTS_EACH
+
+
+_own_ports, _ports_lock = _ports(), threading.Lock()
+
+
 def free_port() -> int:
-    """A free port below the range from which the system picks ports for outgoing connections: a
-    server binds seconds later, and one picked there may be taken by then. Also below 30000, where
-    the documented commands listen."""
+    """A free port that nobody else picks before it is bound, which a server does seconds later: all
+    are below 22,000, from where on SGLang picks those that its children bind, below 30000, where
+    the documented commands listen, and below those of outgoing connections."""
     while True:
-        port = random.randrange(20_000, 29_900)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with _ports_lock:
+            port = next(_own_ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
 
 
@@ -85,6 +104,8 @@ class Server:
             "sglang_tiered.launch_server",
             *("--model-path", str(model), "--dtype", "float32"),
             *("--host", "127.0.0.1", "--port", str(port)),
+            # What SGLang picks for its children two servers may pick at the same time.
+            *(() if "--dp-size" in arguments else ("--nccl-port", str(free_port()))),
             *arguments,
         ]
         with log_path.open("ab") as log:
