@@ -10,7 +10,7 @@ without it nothing happens. The settings:
 | ``ASYNC_PLATFORM_MODE`` | ``random`` (default), ``late``: copies to host memory as late as allowed, ``late-forward``: forwards as late, copies to host memory at once, ``all-late`` |
 | ``ASYNC_PLATFORM_HORIZON_S`` | the longest delay; 0.15 |
 | ``ASYNC_PLATFORM_REPORT`` | the file for violations and seams that ran |
-| ``ASYNC_PLATFORM_OFF`` | parts to leave out, with commas: ``poison``, ``books``, ``late-kv`` |
+| ``ASYNC_PLATFORM_OFF`` | parts to leave out, with commas: ``poison``, ``books``, ``late-kv``, ``forks`` |
 
 Only one ``sitecustomize`` is imported, so this one executes the next of the path, the slow disks.
 """  # noqa: E501
