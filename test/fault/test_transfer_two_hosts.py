@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-# Addresses that are nobody's (RFC 5737), and names of this process.
-HERE, THERE = "198.51.100.1", "198.51.100.2"
+# Addresses that are nobody's (RFC 5737), and names, of this process: another that runs these tests
+# meanwhile has others.
+SUBNET = os.getpid() % 64 * 4
+HERE, THERE = f"198.51.100.{SUBNET + 1}", f"198.51.100.{SUBNET + 2}"
 NAMESPACE = f"kv-{os.getpid()}"
 LINK, FAR_LINK = f"kva{os.getpid() % 10**8}", f"kvb{os.getpid() % 10**8}"
 
