@@ -34,12 +34,14 @@ from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
     RankKey,
     address_of,
+    addresses_of,
     is_loopback,
     is_wildcard,
 )
 from sglang_tiered.integration.transfer_seams import SIGNATURES
 from sglang_tiered.integration.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
+from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode import DecodeEndpoint, Target
 from sglang_tiered.transfer.prefill import PrefillEndpoint
 from sglang_tiered.transfer.security import Keys, load_keys
@@ -148,6 +150,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             num_connections=chosen.num_connections,
             same_host=chosen.same_host,
             encrypt_data=chosen.encrypt_data,
+            allowed_networks=chosen.allowed_networks,
         )
 
     def _keys(self, role: str) -> Keys | None:
@@ -231,6 +234,13 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         self._happened.set()
 
     # Decode, called by SGLang's scheduler.
+
+    def check_is_allowed(self, host: str) -> None:
+        """Raises ``TransferError`` for a prefill server that decode takes no KV from. Resolves
+        names, so not on the scheduler's thread."""
+        if self._transfer.keys_path is None:
+            for address in addresses_of(host):
+                check_is_allowed(address, self._transfer.allowed_networks)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill server is known by now. Asks it in the background."""
