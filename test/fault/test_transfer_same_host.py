@@ -222,7 +222,7 @@ def test_a_slab_gathered_while_its_pages_were_given_away_is_not_sent(
         sender.endpoint.fail(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
-        assert receiver.events.wait_for("failed", 2)[2] == "no memory"
+        assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"
         assert not receiver.pool.kv.any()
         assert sender.endpoint.stats.num_slabs == 0
 

@@ -105,10 +105,10 @@ class PrefillLookups:
             if CommonKVManager.try_ensure_parallel_info(asked, server):
                 ranks = self._ranks_of(server, asked.prefill_info_table[server])
             else:
-                reason = f"the prefill server at {server} does not answer"
+                reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
-            reason = f"the prefill server at {server} cannot be used: {error}"
+            reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
         with self._lock:
             self._running.pop(server, None)
             if reason is None:

@@ -48,6 +48,7 @@ __all__ = [
     "check_version",
     "decode",
     "encode",
+    "peer_failed",
     "printable",
 ]
 
@@ -291,6 +292,12 @@ def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
         return decoder.decode(frame)
     except NOT_OURS as error:
         raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
+
+
+def peer_failed(reason: str) -> str:
+    """Why a room failed where its other end is the cause, in the words by which SGLang's clients
+    know a request that is worth sending again."""
+    return f"PD peer failed: {reason}"
 
 
 def printable(reason: str) -> str:

@@ -289,7 +289,7 @@ class PrefillEndpoint:
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
             room.opens.pop(peer, None)
-            self._fail(room.number, reason, True)
+            self._fail(room.number, messages.peer_failed(reason), True)
 
     def _say_goodbye(self) -> None:
         for peer in self._peers:
