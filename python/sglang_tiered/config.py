@@ -197,7 +197,8 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
-    decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead."""
+    decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead;
+    ``allowed_networks``: from which decode takes KV without keys, besides its own machine."""
 
     keys_directory: str | None = None
     encrypt_data: bool = False
@@ -206,6 +207,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_connections: int = 1
     codec: str = "none"
     peer_timeout_s: float = 4.0
+    allowed_networks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive("--transfer-window-bytes", self.window_bytes)

@@ -148,7 +148,7 @@ def test_an_abort_on_prefill_reaches_decode_with_its_reason(pair: Pair) -> None:
     sender.events.wait_for("ready", 3)
     sender.send(3, [1], is_last=False)
     sender.endpoint.fail(3, "the client went away")
-    assert receiver.events.wait_for("failed", 3)[2] == "the client went away"
+    assert receiver.events.wait_for("failed", 3)[2] == "PD peer failed: the client went away"
 
 
 def test_an_abort_on_decode_reaches_prefill_with_its_reason(pair: Pair) -> None:
@@ -165,7 +165,7 @@ def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair
     sender.endpoint.expect(5)
     sender.endpoint.fail(5, "no memory")
     receiver.open(5, [sender], [1], state_rows=[None, None])
-    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == "no memory"
+    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == "PD peer failed: no memory"
 
     receiver.open(6, [sender], [1], state_rows=[None, None])
     eventually(lambda: sender.endpoint.num_rooms == 1)

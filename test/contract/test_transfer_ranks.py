@@ -160,7 +160,7 @@ def test_one_rank_that_fails_fails_the_room_for_all(stack: ExitStack) -> None:
         sender.events.wait_for("ready", 1)
     prefills[0].send(1, SOURCE_PAGES)
     prefills[1].endpoint.fail(1, "no memory on rank 1")
-    assert receiver.events.wait_for("failed", 1)[2] == "no memory on rank 1"
+    assert receiver.events.wait_for("failed", 1)[2] == "PD peer failed: no memory on rank 1"
     eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))
 
 

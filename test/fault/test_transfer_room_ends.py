@@ -80,7 +80,7 @@ def test_prefill_gives_up(state: str, sender: Prefill, receiver: Decode) -> None
     elif state == "expected":
         receiver.open(1, [sender], [1, 2])
     if state != "concluded":
-        assert receiver.events.wait_for("failed", 1, 5)[2] == "out of memory"
+        assert receiver.events.wait_for("failed", 1, 5)[2] == "PD peer failed: out of memory"
     receiver.endpoint.close_room(1)
     nothing_is_left(sender, receiver)
     assert sender.events.kinds(1).count("failed") == 0, "it knows"

@@ -3,12 +3,15 @@ given to another request is never taken for the room's."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import pytest
 from transfer_pair import (
@@ -22,14 +25,13 @@ from transfer_pair import (
     eventually,
     prefill,
 )
+from transfer_strangers import introduced, strange_decode
 
-from sglang_tiered.transfer import same_host
-from sglang_tiered.transfer.same_host import Fence, Nonce, PeerMemory
+from sglang_tiered.transfer import prefill_links, same_host
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Fence, PeerMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sglang_tiered.transfer.messages import SameHostOffer
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,30 +67,62 @@ def test_pages_are_read_and_not_sent(sender: Prefill, receiver: Decode) -> None:
     assert sender.endpoint.stats.sent_bytes == receiver.endpoint.stats.received_bytes == 0
 
 
-OFFER_LIES: dict[str, dict[str, Any]] = {
-    "another_process_has_its_number": {"nonce": b"x" * 16},
-    "no_such_process": {"pid": 2**22 - 1},
-    "not_ours_to_read": {"pid": 1, "nonce_address": 4096},
-    "another_machine": {"boot_id": "another"},
-    "no_boot_id": {"boot_id": ""},
-    "no_such_address": {"nonce_address": 8},
-    "address_beyond_any": {"nonce_address": 2**64 - 8},
+UNREADABLE: dict[str, Callable[[socket.socket], tuple[int, int]]] = {
+    "another_user": lambda _: (os.getpid(), os.geteuid() + 1),
+    "another_process_namespace": lambda _: (0, os.geteuid()),
+    "a_process_that_has_ended": lambda _: (2**22 - 1, os.geteuid()),
 }
 
 
-@pytest.mark.parametrize("name", OFFER_LIES)
-def test_memory_that_cannot_be_read_is_sent(
-    name: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("who", UNREADABLE)
+def test_memory_of_a_process_that_the_kernel_names_so_is_not_read(
+    who: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = Nonce.offer
-
-    def lie(self: Nonce, buffers: Any) -> SameHostOffer:
-        return msgspec.structs.replace(offer(self, buffers), **OFFER_LIES[name])
-
-    monkeypatch.setattr(Nonce, "offer", lie)
+    monkeypatch.setattr(same_host, "_credentials", UNREADABLE[who])
     hand_over(sender, receiver)
     assert receiver.endpoint.stats.pulled_bytes == 0
     assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
+
+
+def test_memory_of_another_machine_is_not_asked_for(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_links, "is_own_address", lambda host: False)
+    hand_over(sender, receiver)
+    assert receiver.endpoint.stats.pulled_bytes == 0
+
+
+def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_session(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[int] = []
+    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
+    with strange_decode(sender.address) as stranger:
+        door = stranger.greet(is_same_host=True).door
+        assert door is not None and not allowed
+        for token in (b"", b"x" * 16, b"x" * 4096):
+            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            guest.settimeout(DEADLINE_S)
+            guest.connect(f"\0{door}")
+            guest.send(token) if token else guest.shutdown(socket.SHUT_WR)
+            assert guest.recv(1) == b"", "it is told nothing"
+            guest.close()
+        assert not allowed
+        hand_over(sender, receiver)
+        assert allowed == [os.getpid()]
+        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
+
+
+def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
+    with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
+        door = stranger.greet(is_same_host=True).door
+        for _ in range(2 * MAX_GUESTS):
+            guest = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            guest.connect(f"\0{door}")
+        eventually(lambda: len(sender.endpoint._peers._guests) == MAX_GUESTS)
+        hand_over(sender, receiver)
+        assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
+    eventually(lambda: not sender.endpoint._peers._guests)
 
 
 def test_without_the_system_call_pages_are_sent(
@@ -105,7 +139,7 @@ def test_memory_that_stops_being_readable_is_sent_instead_and_no_room_fails(
 ) -> None:
     """The number of a process that died goes to another; or the permission goes to another."""
     hand_over(sender, receiver, 1)
-    answer = "another process has its number" if what == "replaced" else None
+    answer = "the process has ended" if what == "replaced" else None
     if answer is not None:
         monkeypatch.setattr(PeerMemory, "check", lambda _: answer)
     else:
@@ -188,26 +222,48 @@ def test_a_slab_gathered_while_its_pages_were_given_away_is_not_sent(
         sender.endpoint.fail(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
-        assert receiver.events.wait_for("failed", 2)[2] == "no memory"
+        assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"
         assert not receiver.pool.kv.any()
         assert sender.endpoint.stats.num_slabs == 0
 
 
 def test_a_pull_says_why_it_failed() -> None:
     pool, target = Pool(Shape(), 1), Pool(Shape())
-    nonce, fence = Nonce(), Fence()
-    offer = nonce.offer(pool.memories.kv.buffers)
+    buffers, fence = pool.memories.kv.buffers, Fence()
     pages = np.array([1, 2], np.int32)
     pairs = list(enumerate(target.memories.kv.buffers))
     word = fence.address, fence.value
-    assert PeerMemory(offer).pull(pairs, pages, pages, word) is None
-    assert np.array_equal(target.pages([1, 2]), pool.pages([1, 2]))
+    with introduced(buffers) as peer:
+        assert peer.pull(pairs, pages, pages, word) is None
+        assert np.array_equal(target.pages([1, 2]), pool.pages([1, 2]))
+        far = np.array([2**31 - 1, 5], np.int32)
+        assert peer.pull(pairs, far, pages, word)
+        fence.close()
+        assert "another request" in (peer.pull(pairs, pages, pages, word) or "")
+    assert peer.pull(pairs, pages, pages, word) == "it was closed"
+    with introduced([replace(buffer, address=8) for buffer in buffers]) as peer:
+        assert "Bad address" in (peer.pull(pairs, pages, pages, word) or "")
+    with introduced(buffers[1:], len(buffers)) as peer:
+        assert "3 buffers of 4" in (peer.pull(pairs, pages, pages, word) or "")
+    with pytest.raises(OSError):
+        PeerMemory("nobody-listens", b"t" * 16, 4)
 
-    gone = msgspec.structs.replace(offer, addresses=[8] * 4)
-    assert "Bad address" in (PeerMemory(gone).pull(pairs, pages, pages, word) or "")
-    far = np.array([2**31 - 1, 5], np.int32)
-    assert PeerMemory(offer).pull(pairs, far, pages, word)
-    fence.close()
-    assert "another request" in (PeerMemory(offer).pull(pairs, pages, pages, word) or "")
-    other = msgspec.structs.replace(offer, nonce=b"y" * 16)
-    assert "another process" in (PeerMemory(other).pull(pairs, pages, pages, word) or "")
+
+def test_a_process_that_has_ended_is_not_read() -> None:
+    code = (
+        "import sys; from sglang_tiered.transfer.same_host import Door; door = Door();"
+        "print(door.name, flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    peer = PeerMemory(child.stdout.readline().strip(), b"t" * 16, 1)
+    try:
+        assert peer.check() is None
+        child.kill()
+        child.wait(DEADLINE_S)
+        assert peer.check() == "the process has ended"
+    finally:
+        peer.close()
+        child.communicate()

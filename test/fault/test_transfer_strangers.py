@@ -3,13 +3,16 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from transfer_pair import (
+    HOST,
     IMPATIENT,
     SAME_HOST,
     Decode,
@@ -18,12 +21,13 @@ from transfer_pair import (
     eventually,
     prefill,
 )
-from transfer_strangers import Scanner, StrangePrefill, strange_decode, strange_prefill
+from transfer_strangers import TIMEOUT_MS, Scanner, StrangePrefill, strange_decode, strange_prefill
+from zmq.utils.monitor import parse_monitor_message
 
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME, encode
-from sglang_tiered.transfer.same_host import Nonce
+from sglang_tiered.transfer.same_host import Door, Fence
 from sglang_tiered.transfer.security import load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -183,9 +187,6 @@ WELCOME_LIES: dict[str, dict[str, Any]] = {
     "no_connections": {"num_connections": 0},
     "no_port": {"data_port": 0},
     "high_port": {"data_port": 1 << 20},
-    "foreign_buffers": {
-        "same_host": messages.SameHostOffer("", 1, 0, b"", [0]),
-    },
 }
 
 
@@ -331,15 +332,52 @@ def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) 
 
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", bytes(8)])
 def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
-    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
+    with (
+        decode(settings=SAME_HOST) as receiver,
+        strange_prefill() as stranger,
+        closing(Door()) as door,
+    ):
         receiver.open(1, [stranger.address], [7])
-        nonce = Nonce()
-        stranger.welcome(same_host=nonce.offer(stranger.pool.memories.kv.buffers))
-        assert stranger.joined().reads_same_host
+        assert stranger.welcome(door=door.name).is_same_host
+        stranger.joined()
         opened = stranger.hear(messages.Open)
         stranger.send(messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0), payload)
         assert "prefill named" in receiver.events.wait_for("failed", 1)[2]
         assert not receiver.pool.kv.any()
+
+
+@pytest.mark.parametrize("name", ["", "nobody", "a\0b", "x" * 200, "\ud7ff" * 60])
+def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
+    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=name)
+        stranger.joined()
+        stranger.slab(opened := stranger.hear(messages.Open), page(stranger))
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        receiver.events.wait_for("received", 1)
+
+
+def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
+    """A client names a prefill instance of its own, which names the door of another process, or of
+    decode itself, and then addresses there."""
+    secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
+    with (
+        prefill(settings=SAME_HOST) as honest,
+        decode(settings=SAME_HOST) as receiver,
+        strange_prefill() as stranger,
+    ):
+        door = honest.endpoint._peers.door
+        assert door is not None
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=door.name)
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        fence = Fence()
+        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
+        stranger.send(pull, np.array([0], "<i4").tobytes())
+        assert isinstance(stranger.heard_of_data(), messages.Nack)
+        assert not receiver.pool.kv.any() and secret.any()
+        assert receiver.endpoint.stats.pulled_bytes == 0
 
 
 def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(
@@ -456,6 +494,60 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
         assert guarded.endpoint.num_sessions == 0
         with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
             works(guarded, receiver)
+
+
+def is_admitted(port: int, name: str | None = None, password: str = "") -> bool:
+    """Whether somebody who connects gets as far as messages."""
+    ends = {
+        *(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED),
+        *(zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL),
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    }
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        if name is not None:
+            stranger.plain_username, stranger.plain_password = name.encode(), password.encode()
+        with stranger.get_monitor_socket() as monitor:
+            monitor.rcvtimeo = TIMEOUT_MS
+            stranger.connect(f"tcp://{HOST}:{port}")
+            while True:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                if event in ends:
+                    stranger.disable_monitor()
+                    return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+
+def test_with_keys_nobody_but_a_session_gets_to_send_data(tmp_path: Path) -> None:
+    """ZeroMQ collects all frames of a message before anybody can look at the first: an endless one
+    takes all memory there is."""
+    make_keys(tmp_path)
+    keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
+    with prefill(settings=IMPATIENT, keys=keys["prefill"]) as sender:
+        port, passwords = sender.endpoint._peers.data_port, sender.endpoint._peers._passwords
+        assert not is_admitted(port)
+        with decode(settings=IMPATIENT, keys=keys["decode"]) as receiver:
+            works(sender, receiver)
+            ((name, password),) = passwords.items()
+            assert not is_admitted(port)
+            assert not is_admitted(port, name, "x")
+            assert not is_admitted(port, name, password[:-1])
+            assert not is_admitted(port, "0" * len(name), password)
+            assert is_admitted(port, name, password), "or the others say nothing"
+            works(sender, receiver)
+        eventually(lambda: sender.endpoint.num_sessions == 0)
+        assert not is_admitted(port, name, password), "its session is over"
+
+
+def test_without_keys_an_instance_on_another_machine_is_refused_unless_it_is_allowed(
+    receiver: Decode,
+) -> None:
+    elsewhere = "203.0.113.1", 9  # nobody's (RFC 5737)
+    receiver.open(1, [elsewhere], [0])
+    assert "--transfer-allow" in receiver.events.wait_for("failed", 1)[2]
+    allowed = replace(IMPATIENT, allowed_networks=("203.0.113.0/24",))
+    with decode(settings=allowed) as tolerant:
+        tolerant.open(1, [elsewhere], [0])
+        assert "--transfer-allow" not in tolerant.events.wait_for("failed", 1)[2]
 
 
 def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill) -> None:

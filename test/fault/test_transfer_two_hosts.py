@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,7 +62,7 @@ def far(link: None) -> Iterator[Child]:
 
 @pytest.fixture
 def receiver() -> Iterator[Decode]:
-    with decode(SHAPE, settings=IMPATIENT) as one:
+    with decode(SHAPE, settings=replace(IMPATIENT, allowed_networks=(THERE,))) as one:
         yield one
 
 

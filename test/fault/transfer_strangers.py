@@ -14,13 +14,16 @@ from transfer_pair import DEADLINE_S, HOST, Pool, Shape
 
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.same_host import Door, PeerMemory
 from sglang_tiered.transfer.security import Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.transfer.messages import KVLayout
 
+TOKEN = b"of this session."
 TIMEOUT_MS = int(DEADLINE_S * 1000)
 
 
@@ -42,7 +45,7 @@ class StrangeDecode:
         return connection
 
     def hello(self, instance: bytes = b"strange", window: int = 1 << 20, **changes: Any) -> None:
-        hello = messages.Hello(instance, self.layout, window, "", 1)
+        hello = messages.Hello(instance, self.layout, window, False)
         self.tell(msgspec.structs.replace(hello, **changes))
 
     def greet(self, **changes: Any) -> messages.Welcome:
@@ -54,7 +57,7 @@ class StrangeDecode:
     def join(self, index: int = 0) -> None:
         assert self.welcome is not None
         self.data = self._connect(self.welcome.data_port)
-        join = messages.Join(self.welcome.session, index, b"", False)
+        join = messages.Join(self.welcome.session, index, b"")
         proof = Tagger(self.welcome.key).tag(*join.proven())
         self.data.send_multipart(
             [VERSION_FRAME, encode(msgspec.structs.replace(join, proof=proof))]
@@ -190,6 +193,22 @@ def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterato
         yield peer
     finally:
         peer.close()
+
+
+@contextmanager
+def introduced(buffers: Sequence[Buffer], num_buffers: int | None = None) -> Iterator[PeerMemory]:
+    """This process's memory as one of another session would know it."""
+    door = Door()
+    peer = PeerMemory(door.name, TOKEN, len(buffers) if num_buffers is None else num_buffers)
+    guest = door.welcome()
+    assert guest is not None and guest.token() == TOKEN
+    guest.admit(buffers)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        guest.close()
+        door.close()
 
 
 @dataclass

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_pair import Pool, Shape, indices, memory_of
+from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
@@ -20,7 +21,7 @@ from sglang_tiered.transfer.layout import TokenSlice, heads_of_rank, pair_buffer
 from sglang_tiered.transfer.memory import Buffer
 from sglang_tiered.transfer.messages import MAGIC, KVLayout
 from sglang_tiered.transfer.receiving import Progress
-from sglang_tiered.transfer.same_host import Fence, Nonce, PeerMemory
+from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.transfer.slabs import cut_slabs
 
 NUM_PAGES = 8
@@ -194,15 +195,13 @@ def test_pages_are_read_out_of_a_process_into_their_places(
     """Runs that are consecutive on both sides are read in one go; the bytes must not show it."""
     source = np.random.default_rng(5).integers(1, 256, (2, 12, 8), np.uint8)
     target = np.zeros_like(source)
-    nonce, fence = Nonce(), Fence()
-    peer = PeerMemory(nonce.offer([Buffer(part.ctypes.data, part.nbytes, 8) for part in source]))
+    fence = Fence()
     buffers = [
         (index, Buffer(part.ctypes.data, part.nbytes, 8)) for index, part in enumerate(target)
     ]
-    assert (
-        peer.pull(buffers, indices(source_pages), indices(pages), (fence.address, fence.value))
-        is None
-    )
+    word = fence.address, fence.value
+    with introduced([Buffer(part.ctypes.data, part.nbytes, 8) for part in source]) as peer:
+        assert peer.pull(buffers, indices(source_pages), indices(pages), word) is None
     expected = np.zeros_like(source)
     expected[:, pages] = source[:, source_pages]
     assert np.array_equal(target, expected)

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device
@@ -34,12 +35,14 @@ from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
     RankKey,
     address_of,
+    addresses_of,
     is_loopback,
     is_wildcard,
 )
 from sglang_tiered.integration.transfer_seams import SIGNATURES
 from sglang_tiered.integration.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
+from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode import DecodeEndpoint, Target
 from sglang_tiered.transfer.prefill import PrefillEndpoint
 from sglang_tiered.transfer.security import Keys, load_keys
@@ -148,6 +151,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             num_connections=chosen.num_connections,
             same_host=chosen.same_host,
             encrypt_data=chosen.encrypt_data,
+            allowed_networks=chosen.allowed_networks,
         )
 
     def _keys(self, role: str) -> Keys | None:
@@ -232,6 +236,13 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
 
     # Decode, called by SGLang's scheduler.
 
+    def check_is_allowed(self, host: str) -> None:
+        """Raises ``TransferError`` for a prefill server that decode takes no KV from. Resolves
+        names, so not on the scheduler's thread."""
+        if self._transfer.keys_path is None:
+            for address in addresses_of(host):
+                check_is_allowed(address, self._transfer.allowed_networks)
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill server is known by now. Asks it in the background."""
         return self._lookups.is_known(bootstrap_addr)
@@ -246,7 +257,31 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         return self._lookups.why_unknown(bootstrap_address)
 
 
-class ZmqKVSender(CommonKVSender):  # type: ignore[misc]
+class _RemembersWhy:
+    """A handoff's end that says as often as SGLang asks why it failed: SGLang asks again while the
+    request waits to be removed, has forgotten by then, and would answer its client that the reason
+    is unknown and another rank's. Before SGLang's class."""
+
+    kv_mgr: Any
+    bootstrap_room: int
+    _failure: KVTransferError | None = None
+
+    def failure_exception(self) -> None:
+        """Raises ``KVTransferError``."""
+        try:
+            super().failure_exception()  # type: ignore[misc]
+        except KVTransferError as error:
+            if self._failure is None and not error.is_from_another_rank:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+        is_alone = self.kv_mgr.attn_tp_size * self.kv_mgr.pp_size == 1
+        who = "this instance" if is_alone else "another rank of this instance"
+        reason = f"the handoff was aborted by {who}; its log says why"
+        raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
+
+
+class ZmqKVSender(_RemembersWhy, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
     def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
@@ -268,7 +303,7 @@ class ZmqKVSender(CommonKVSender):  # type: ignore[misc]
         _sending(self.kv_mgr).forget(self.bootstrap_room)
 
 
-class ZmqKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
     """One request on one decode rank."""
 
     bootstrap_infos: list[dict[str, Any]] | None = None

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.kv_transfer import ZmqKVManager
     from sglang_tiered.transfer.prefill_link import Address
 
-__all__ = ["PrefillLookups", "RankKey", "address_of", "is_loopback", "is_wildcard"]
+__all__ = [
+    "PrefillLookups",
+    "RankKey",
+    "address_of",
+    "addresses_of",
+    "is_loopback",
+    "is_wildcard",
+]
 
 LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
@@ -93,14 +100,15 @@ class PrefillLookups:
     def _look_up(self, server: str) -> None:
         asked, ranks, reason = _Asking(self._manager), {}, None
         try:
+            self._manager.check_is_allowed(server.rpartition(":")[0].strip("[]"))
             # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
             if CommonKVManager.try_ensure_parallel_info(asked, server):
                 ranks = self._ranks_of(server, asked.prefill_info_table[server])
             else:
-                reason = f"the prefill server at {server} does not answer"
+                reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
-            reason = f"the prefill server at {server} cannot be used: {error}"
+            reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
         with self._lock:
             self._running.pop(server, None)
             if reason is None:
@@ -151,9 +159,14 @@ def address_of(host: str) -> str:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return str(found[0][4][0])
+        return addresses_of(host)[0]
     return host
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of a name, or of an address itself. Raises ``OSError`` for an unknown one."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
 
 
 def is_loopback(host: str) -> bool:

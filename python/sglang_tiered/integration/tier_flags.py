@@ -145,6 +145,11 @@ TRANSFER_FLAGS = {
         "What the keys encrypt: the control channel, with headers of KV authenticated, or KV too, "
         "at about half a gigabyte per second. Default: control.",
     ),
+    "--transfer-allow": (
+        "ADDRESSES",
+        "Prefill instances on other machines from which decode takes KV without --transfer-keys: "
+        "addresses or networks with commas, e.g. 10.0.0.0/8. Default: none.",
+    ),
     "--transfer-same-host": (
         "{auto,off}",
         "Whether decode reads KV out of the memory of a prefill instance on its own machine, where "

@@ -15,6 +15,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.integration.hooks import TRANSFER_BACKEND
 from sglang_tiered.integration.tier_flags import TRANSFER_FLAGS
+from sglang_tiered.transfer.addresses import parse_networks
 from sglang_tiered.transfer.security import load_keys
 from sglang_tiered.transfer.wire_codec import CODECS
 
@@ -56,6 +57,7 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         num_connections=_connections(explicit),
         codec=_choice(explicit, "transfer_codec", CODECS),
         peer_timeout_s=_number(explicit, "transfer_peer_timeout", 4.0),
+        allowed_networks=_networks(explicit),
     )
     if config.codec == "zstd":
         require("--transfer-codec zstd", "zstandard")
@@ -101,6 +103,11 @@ def _connections(explicit: Mapping[str, Any]) -> int:
     if not re.fullmatch(r"[+-]?\d+", text):
         raise ConfigError(f"--transfer-connections {text} is not a whole number.")
     return int(text)
+
+
+def _networks(explicit: Mapping[str, Any]) -> tuple[str, ...]:
+    text = explicit.get("transfer_allow")
+    return () if text is None else parse_networks("--transfer-allow", text)
 
 
 def _size(explicit: Mapping[str, Any]) -> int:

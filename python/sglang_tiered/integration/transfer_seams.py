@@ -29,6 +29,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_COMMON}Receiver._register_kv_args": ("self",),
     f"{_COMMON}Receiver._send_abort_notification": ("self", "force_arm"),
     f"{_COMMON}Receiver._clear": ("self",),
+    f"{_COMMON}Receiver.failure_exception": ("self",),
     f"{_COMMON}Receiver.abort": ("self",),
     "sglang.srt.arg_groups.model_override_base:model_config_of": ("server_args",),
     f"{_QUEUE}._ensure_prefill_info": ("self", "addr_to_reqs"),

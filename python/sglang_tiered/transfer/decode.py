@@ -188,6 +188,7 @@ class DecodeEndpoint:
             self._links.to(target.address).tell(messages.Claim(number))
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
+        reason = messages.peer_failed(reason)
         self.stats.num_sessions_lost += 1
         failed = []
         for number, links in list(self._senders.items()):
@@ -218,7 +219,8 @@ class DecodeEndpoint:
         if room is None or room.generation != message.generation:
             return
         if link in self._senders.get(room.number, ()):
-            self._conclude_failed(room, messages.printable(message.reason), told_by=link)
+            reason = messages.peer_failed(messages.printable(message.reason))
+            self._conclude_failed(room, reason, told_by=link)
 
     def _tick(self, now: float) -> None:
         self._on_tick()
@@ -228,7 +230,8 @@ class DecodeEndpoint:
                 stalled = now - progress.moved_at
                 if progress.has_gap and stalled > self._settings.progress_timeout_s:
                     reason = f"{link.name} sent {progress.num_seen} slabs and then nothing"
-                    self._conclude_failed(room, f"{reason} for {stalled:.1f} s")
+                    reason = messages.peer_failed(f"{reason} for {stalled:.1f} s")
+                    self._conclude_failed(room, reason)
                     break
 
     # Rooms.

@@ -20,8 +20,14 @@ from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import VERSION_FRAME, encode
-from sglang_tiered.transfer.same_host import Nonce, boot_id, may_be_read_by
-from sglang_tiered.transfer.security import Tagger, new_session_key
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
+from sglang_tiered.transfer.security import (
+    SESSION_DOMAIN,
+    Tagger,
+    admit_sessions,
+    new_session_key,
+    password_of,
+)
 from sglang_tiered.transfer.sending import SendQueue, SlabBuffers
 from sglang_tiered.transfer.wire_codec import make_codec
 
@@ -52,6 +58,7 @@ class DecodePeer:
     num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
     num_told: int = 0
     links: list[bytes | None] = field(default_factory=list)
+    guest: Guest | None = None  # while it may read our memory
 
     @property
     def is_joined(self) -> bool:
@@ -83,7 +90,8 @@ class DecodePeers:
         self._settings = settings
         self._keys = keys
         self._instance = secrets.token_bytes(16)
-        self._nonce = Nonce()
+        self.door: Door | None = None
+        self._guests: set[Guest] = set()  # who have not said yet whose they are
         self._buffers = SlabBuffers()
         self._by_identity: dict[bytes, DecodePeer] = {}
         self._by_token: dict[bytes, DecodePeer] = {}
@@ -93,14 +101,20 @@ class DecodePeers:
             io_threads=max(1, settings.num_connections)
         )
         self._guard = keys.guard_server(self._context) if keys is not None else None
+        self._passwords: dict[str, str] = {}  # of sessions; the guard's thread reads it
+        if self._guard is not None:
+            self._guard.passwords[SESSION_DOMAIN] = self._passwords
         try:
             self.control, self.control_port = self._bind(host, keys)
-            self.data, self.data_port = self._bind(host, keys if settings.encrypt_data else None)
+            self.data, self.data_port = self._bind(host, keys, is_data=True)
         except zmq.ZMQError as error:
             self.close()
             raise TransferError(
                 f"cannot listen for decode instances on {host} ({error}); pass another --host."
             ) from error
+        if settings.same_host and memories.kv.is_host:
+            with contextlib.suppress(OSError):  # then everything is sent
+                self.door = Door()
 
     def __iter__(self) -> Iterator[DecodePeer]:
         return iter(list(self._by_identity.values()))
@@ -144,15 +158,14 @@ class DecodePeers:
             min(hello.window_bytes, self._settings.window_bytes),
             self._codec,
         )
-        token = secrets.token_bytes(16)
+        token = secrets.token_bytes(messages.TOKEN_BYTES)
         links: list[bytes | None] = [None] * self._settings.num_connections
         peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, now)
         peer.links = links
-        offer = None
-        if self._settings.same_host and self._memories.kv.is_host and hello.boot_id == boot_id():
-            may_be_read_by(hello.pid)
-            offer = self._nonce.offer(self._memories.kv.buffers)
+        door = self.door.name if self.door is not None and hello.is_same_host else None
         self._by_identity[identity] = self._by_token[token] = peer
+        if self._keys is not None:
+            self._passwords[token.hex()] = password_of(key)
         self._turns.append(peer)
         self.tell(
             identity,
@@ -164,10 +177,38 @@ class DecodePeers:
                 self.data_port,
                 self._settings.num_connections,
                 key,
-                offer,
+                door,
             ),
         )
         return peer
+
+    def at_the_door(self) -> Iterator[Guest]:
+        """Who has come, each to be passed to ``hear`` once it has something to say."""
+        for _ in range(MAX_GUESTS):
+            guest = self.door.welcome() if self.door is not None else None
+            if guest is None:
+                return
+            if len(self._guests) >= MAX_GUESTS:
+                guest.close()
+                continue
+            self._guests.add(guest)
+            yield guest
+
+    def hear(self, guest: Guest) -> bool:
+        """Let a guest's process read our pages if it knows a session's token; whether it has said
+        anything. It stays until the session ends, or goes at once."""
+        token = guest.token()
+        if token is None:
+            return False
+        self._guests.discard(guest)
+        peer = self._by_token.get(token)
+        if peer is None or peer.guest is not None:
+            guest.close()
+            return True
+        guest.admit(self._memories.kv.buffers)
+        peer.guest = guest
+        peer.sending.reads_same_host = True
+        return True
 
     def join(self, link: bytes, message: messages.Join) -> bool:
         """A data connection says whose it is. False unless it proves that it may."""
@@ -180,7 +221,6 @@ class DecodePeers:
         ):
             return False
         peer.links[message.index] = link
-        peer.sending.reads_same_host = message.reads_same_host
         self._by_link[link] = peer
         return True
 
@@ -189,8 +229,11 @@ class DecodePeers:
         if self._by_identity.pop(peer.identity, None) is None:
             return False
         self._by_token.pop(peer.token, None)
+        self._passwords.pop(peer.token.hex(), None)
         for link in peer.links:
             self._by_link.pop(link or b"", None)
+        if peer.guest is not None:
+            peer.guest.close()
         with contextlib.suppress(ValueError):
             self._turns.remove(peer)
         return True
@@ -211,16 +254,24 @@ class DecodePeers:
         """After the sockets' last use."""
         if self._guard is not None:
             self._guard.stop()
+        if self.door is not None:
+            self.door.close()
+        for guest in (*self._guests, *(peer.guest for peer in self if peer.guest is not None)):
+            guest.close()
         self._context.destroy(linger=0)
 
-    def _bind(self, host: str, keys: Keys | None) -> tuple[zmq.Socket[bytes], int]:
+    def _bind(
+        self, host: str, keys: Keys | None, *, is_data: bool = False
+    ) -> tuple[zmq.Socket[bytes], int]:
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.router_mandatory = True  # an unknown peer is an error, not silence
         socket.sndhwm = socket.rcvhwm = 4096  # a backstop: credits bound what is under way
         socket.maxmsgsize = messages.MAX_CONTROL_BYTES
         socket.ipv6 = ":" in host
-        if keys is not None:
+        if keys is not None and is_data and not self._settings.encrypt_data:
+            admit_sessions(socket)
+        elif keys is not None:
             keys.secure_server(socket)
         port = socket.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
         return socket, port

@@ -14,20 +14,33 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["GOODBYE_MS", "EndpointLoop"]
+__all__ = ["GOODBYE_MS", "EndpointLoop", "Source"]
 
 TICK_S = 0.25
 GOODBYE_MS = 200
 """What a last message has to leave the machine before its socket is gone."""
 
 logger = logging.getLogger(__name__)
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+Source = zmq.Socket[bytes] | HasFileno
+"""Of messages, or of bytes from the system."""
+
+
+def _key(source: Source) -> zmq.Socket[bytes] | int:
+    """As the poller names it."""
+    return source if isinstance(source, zmq.Socket) else source.fileno()
 
 
 class EndpointLoop:
@@ -44,7 +57,7 @@ class EndpointLoop:
         self._wake_lock = threading.Lock()  # its number must not be written to once closed
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._handlers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {}
         self._stopping = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -70,16 +83,20 @@ class EndpointLoop:
             with contextlib.suppress(BlockingIOError):  # already awake
                 os.eventfd_write(self._wake, 1)
 
-    def add_socket(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+    def add_socket(self, source: Source, handler: Callable[[], None]) -> None:
         """Serve a socket: ``handler`` reads what is there without blocking. Loop thread only."""
-        self._handlers[socket] = handler
-        self._poller.register(socket, zmq.POLLIN)
+        self._handlers[_key(source)] = handler
+        self._poller.register(_key(source), zmq.POLLIN)
+
+    def forget_socket(self, source: Source) -> None:
+        """Serve it no longer, and leave it open. Loop thread only."""
+        if self._handlers.pop(_key(source), None) is not None:
+            self._poller.unregister(_key(source))
 
     def remove_socket(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
         """Forget and close; what was sent last has ``linger_ms`` to go out, in the background.
         Loop thread only."""
-        if self._handlers.pop(socket, None) is not None:
-            self._poller.unregister(socket)
+        self.forget_socket(socket)
         socket.close(linger=linger_ms)
 
     def _run(self) -> None:
@@ -101,8 +118,9 @@ class EndpointLoop:
                     next_tick = now + TICK_S
                     self._guard(self._tick, now)
         finally:
-            for socket in list(self._handlers):
-                self.remove_socket(socket)
+            for source in list(self._handlers):
+                if isinstance(source, zmq.Socket):
+                    self.remove_socket(source)
             with self._wake_lock:
                 if self._wake is not None:
                     os.close(self._wake)

@@ -21,6 +21,8 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
     "VERSION",
+    "NOT_OURS",
+    "TOKEN_BYTES",
     "VERSION_FRAME",
     "Abort",
     "Ack",
@@ -40,18 +42,18 @@ __all__ = [
     "Pong",
     "Pull",
     "Refuse",
-    "SameHostOffer",
     "Slab",
     "StateLayout",
     "Welcome",
     "check_version",
     "decode",
     "encode",
+    "peer_failed",
     "printable",
 ]
 
 MAGIC = b"sgt-kv/"
-VERSION = 2
+VERSION = 3
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
@@ -60,6 +62,7 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_CONTROL_BYTES = 4 << 20
 """The same for whatever carries no pages, and so for all that a decode instance sends."""
 
+TOKEN_BYTES = 16
 MAX_CONNECTIONS = 64
 MAX_REASON = 500
 
@@ -69,7 +72,6 @@ KV_COMPONENT = -1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Pid = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -104,19 +106,6 @@ class KVLayout(_Message, frozen=True):
     codec: str = "none"
 
 
-class SameHostOffer(_Message, frozen=True):
-    """How another process of this machine can read the sender's pages.
-
-    ``nonce`` stands at ``nonce_address``: a reader that finds it there has the right process.
-    """
-
-    boot_id: str
-    pid: Pid
-    nonce_address: Count
-    nonce: bytes
-    addresses: list[Count]  # of each KV buffer
-
-
 # Control channel, decode to prefill.
 
 
@@ -126,8 +115,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     instance: bytes
     layout: KVLayout
     window_bytes: Positive
-    boot_id: str
-    pid: Pid
+    is_same_host: bool  # prefill's address is one of decode's machine
 
 
 class Claim(_Message, frozen=True, tag="claim"):
@@ -165,7 +153,8 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The session exists. ``key`` authenticates data headers; empty without keys."""
+    """The session exists. ``key`` authenticates data headers; empty without keys. ``door``: the
+    abstract Unix socket where a decode rank of the same machine asks for the pages' addresses."""
 
     instance: bytes
     session: bytes
@@ -174,7 +163,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     data_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     num_connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)]
     key: bytes
-    same_host: SameHostOffer | None
+    door: str | None
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
@@ -208,11 +197,10 @@ class Join(_Message, frozen=True, tag="join"):
     session: bytes
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONNECTIONS)]
     proof: bytes
-    reads_same_host: bool
 
     def proven(self) -> tuple[bytes, bytes]:
         """What ``proof`` authenticates."""
-        return self.session, bytes([self.index, self.reads_same_host])
+        return self.session, bytes([self.index])
 
 
 class Ack(_Message, frozen=True, tag="ack"):
@@ -286,6 +274,9 @@ AnyControl = AnyFromDecode | AnyFromPrefill
 AnyDataFromDecode = Join | Ack | Nack
 AnyDataFromPrefill = Slab | Pull | Last
 
+NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError)  # text is not always UTF-8
+"""What decoders raise."""
+
 _encoder = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")
 
@@ -299,8 +290,14 @@ def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     """The message in a frame. Raises ``TransferError`` for anything else."""
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # text is not always UTF-8
+    except NOT_OURS as error:
         raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
+
+
+def peer_failed(reason: str) -> str:
+    """Why a room failed where its other end is the cause, in the words by which SGLang's clients
+    know a request that is worth sending again."""
+    return f"PD peer failed: {reason}"
 
 
 def printable(reason: str) -> str:
@@ -325,3 +322,4 @@ control_from_decode = msgspec.msgpack.Decoder(AnyFromDecode)
 control_from_prefill = msgspec.msgpack.Decoder(AnyFromPrefill)
 data_from_decode = msgspec.msgpack.Decoder(AnyDataFromDecode)
 data_from_prefill = msgspec.msgpack.Decoder(AnyDataFromPrefill)
+addresses = msgspec.msgpack.Decoder(list[Count])

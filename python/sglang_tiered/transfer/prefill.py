@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.same_host import Guest
     from sglang_tiered.transfer.security import Keys
     from sglang_tiered.transfer.sending import Chunk, Memories, Parcel
     from sglang_tiered.transfer.settings import TransferSettings
@@ -92,6 +94,8 @@ class PrefillEndpoint:
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
+        if self._peers.door is not None:  # before data, which needs who came there
+            self._loop.add_socket(self._peers.door, self._on_door)
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
@@ -285,7 +289,7 @@ class PrefillEndpoint:
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
             room.opens.pop(peer, None)
-            self._fail(room.number, reason, True)
+            self._fail(room.number, messages.peer_failed(reason), True)
 
     def _say_goodbye(self) -> None:
         for peer in self._peers:
@@ -320,6 +324,18 @@ class PrefillEndpoint:
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.tell(peer.identity, messages.Bye(reason))
         self._lose(peer, reason)
+
+    # Readers on this machine.
+
+    def _on_door(self) -> None:
+        for guest in self._peers.at_the_door():
+            if not self._peers.hear(guest):
+                self._loop.add_socket(guest, partial(self._on_guest, guest))
+
+    def _on_guest(self, guest: Guest) -> None:
+        self._loop.forget_socket(guest)
+        if not self._peers.hear(guest):
+            self._loop.add_socket(guest, partial(self._on_guest, guest))
 
     # Data.
 

@@ -7,7 +7,6 @@ endpoint's thread only.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.addresses import check_is_allowed, is_own_address
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.loop import GOODBYE_MS
 from sglang_tiered.transfer.prefill_link import (
@@ -28,8 +28,8 @@ from sglang_tiered.transfer.prefill_link import (
     endpoint_of,
     received,
 )
-from sglang_tiered.transfer.same_host import PeerMemory, boot_id
-from sglang_tiered.transfer.security import Tagger
+from sglang_tiered.transfer.same_host import PeerMemory
+from sglang_tiered.transfer.security import Tagger, prove_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,12 +100,15 @@ class PrefillLinks:
         self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
         self._loop.add_socket(socket, partial(self._on_control, link))
         try:
+            if self._keys is None:
+                check_is_allowed(address[0], self._settings.allowed_networks)
             socket.connect(endpoint_of(address))
-        except zmq.ZMQError as error:
-            self._loop.call(self.lose, link, f"cannot be addressed ({error})")
+        except (TransferError, zmq.ZMQError) as error:
+            self._loop.call(self.lose, link, f"cannot be addressed: {error}")
             return link
         window = self._settings.window_bytes
-        link.tell(messages.Hello(self._instance, self._layout, window, boot_id(), os.getpid()))
+        reads = self._settings.same_host and is_own_address(address[0])
+        link.tell(messages.Hello(self._instance, self._layout, window, reads))
         return link
 
     def lose(self, link: PrefillLink, reason: str) -> None:
@@ -146,6 +149,8 @@ class PrefillLinks:
 
     def _close(self, link: PrefillLink) -> None:
         link.is_gone = True
+        if link.peer_memory is not None:
+            link.peer_memory.close()
         link.control.disable_monitor()
         self._loop.remove_socket(link.control, GOODBYE_MS)
         for socket in (link.monitor, *link.data):
@@ -189,26 +194,34 @@ class PrefillLinks:
 
     def _join(self, link: PrefillLink, welcome: messages.Welcome) -> None:
         link.pairs = pair_buffers(welcome.layout, self._layout)
-        offer = welcome.same_host
-        if offer is not None and len(offer.addresses) != len(welcome.layout.page_bytes):
-            raise TransferError("it offers other buffers than it has.")
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
-        if welcome.same_host is not None and self._settings.same_host:
-            peer = PeerMemory(welcome.same_host)
-            problem = peer.problem()
-            link.peer_memory = peer if problem is None else None
-            outcome = "read directly" if problem is None else f"sent ({problem})"
-            logger.info("KV transfer: pages of %s, on this machine, are %s", link.name, outcome)
-        keys = self._keys if self._settings.encrypt_data else None
+        # Asked again, since prefill may offer what it was not asked for.
+        if welcome.door is not None and self._settings.same_host:
+            self._go_to_the_door(link, welcome)
+        encrypts = self._settings.encrypt_data
         address = (link.address[0], welcome.data_port)
         for index in range(welcome.num_connections):
-            socket = connect_socket(self._context, address, keys)
+            socket = connect_socket(self._context, address, self._keys if encrypts else None)
+            if self._keys is not None and not encrypts:
+                prove_session(socket, welcome.session, welcome.key)
             socket.maxmsgsize = messages.MAX_FRAME_BYTES
             link.data.append(socket)
             self._loop.add_socket(socket, partial(self._events.data, link, index))
             socket.connect(endpoint_of(address))
-            join = messages.Join(welcome.session, index, b"", link.peer_memory is not None)
+            join = messages.Join(welcome.session, index, b"")
             proof = link.tagger.tag(*join.proven())
             link.tell_data(msgspec.structs.replace(join, proof=proof), index)
         link.is_welcome()
+
+    def _go_to_the_door(self, link: PrefillLink, welcome: messages.Welcome) -> None:
+        num_buffers = len(welcome.layout.page_bytes)
+        try:
+            if not is_own_address(link.address[0]):
+                raise OSError("another machine")
+            link.peer_memory = PeerMemory(welcome.door or "", welcome.session, num_buffers)
+        except (OSError, ValueError) as error:
+            outcome = f"sent ({error})"
+        else:
+            outcome = "read directly"
+        logger.info("KV transfer: pages of %s, on this machine, are %s", link.name, outcome)

@@ -2,7 +2,12 @@
 
 One copy, pool to pool, and the reader stays in control: nothing is written into its memory by
 anyone else. Needs the right to trace the other process (same user, and where Yama restricts it the
-permission given with ``prctl(PR_SET_PTRACER)``), which is why it is probed before it is used.
+permission given with ``prctl(PR_SET_PTRACER)``).
+
+Who reads whom is not believed but asked of the kernel. Prefill waits at a ``Door``, an abstract
+Unix socket; decode comes there with the token of their session. Each learns the other's process and
+user from the socket (``SO_PEERCRED``, unix(7)), prefill gives the permission to that process, and
+decode learns the addresses there and reads nothing but that process.
 """
 
 from __future__ import annotations
@@ -11,25 +16,33 @@ import contextlib
 import ctypes
 import os
 import secrets
-from pathlib import Path
+import select
+import socket
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.transfer.messages import SameHostOffer
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.transfer.memory import Buffer, Pages
 
-__all__ = ["MAX_PULL_BYTES", "Fence", "Nonce", "PeerMemory", "boot_id", "may_be_read_by"]
+__all__ = ["MAX_PULL_BYTES", "Door", "Fence", "Guest", "PeerMemory"]
 
 MAX_PULL_BYTES = 8 << 20
 """What one message lets the reader copy in one go; between two it looks after its sockets."""
 
-_NONCE_BYTES = 16
+MAX_GUESTS = 256
+"""At the door of one prefill rank who have not said yet whose they are."""
+
+_BACKLOG = 64
 _IOV_MAX = 1024
+_MAX_ANSWER_BYTES = 1 << 16
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,35 +58,83 @@ with contextlib.suppress(AttributeError):  # not on this system: ``PeerMemory`` 
     ]
 
 
-def boot_id() -> str:
-    """Names this boot of this machine; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def may_be_read_by(pid: int) -> None:
+def _may_be_read_by(pid: int) -> None:
     """Let ``pid`` read this process where Yama forbids it by default; without Yama a no-op."""
     with contextlib.suppress(AttributeError):
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
-class Nonce:
-    """Random bytes at a fixed address of this process, by which a reader knows it."""
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process (0: one of another process namespace) and user at the other end."""
+    size = _CREDENTIALS.size
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+class Guest:
+    """Somebody of this machine and this user who has come to the door. ``close`` it once."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._pid = pid
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def token(self) -> bytes | None:
+        """The session it says it belongs to; None while it has not said, empty if it left."""
+        try:
+            return self._connection.recv(messages.TOKEN_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def admit(self, buffers: Sequence[Buffer]) -> None:
+        """Let its process read this one, and say where these buffers are."""
+        _may_be_read_by(self._pid)
+        with contextlib.suppress(OSError):  # it left
+            self._connection.send(messages.encode([buffer.address for buffer in buffers]))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Door:
+    """Where decode ranks of this machine come. One thread. Raises ``OSError`` where there are no
+    abstract Unix sockets."""
 
     def __init__(self) -> None:
-        self.value = secrets.token_bytes(_NONCE_BYTES)
-        self._memory = ctypes.create_string_buffer(self.value, _NONCE_BYTES)
+        self.name = f"sglang-tiered-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        try:
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(_BACKLOG)
+        except OSError:
+            self._socket.close()
+            raise
 
-    def offer(self, buffers: Sequence[Buffer]) -> SameHostOffer:
-        return SameHostOffer(
-            boot_id(),
-            os.getpid(),
-            ctypes.addressof(self._memory),
-            self.value,
-            [buffer.address for buffer in buffers],
-        )
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def welcome(self) -> Guest | None:
+        """The next who has come, strangers turned away; None when nobody is left."""
+        for _ in range(_BACKLOG):  # others have their turn too, however many come
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                break
+            connection.setblocking(False)
+            pid, uid = _credentials(connection)
+            if pid and uid == os.geteuid():
+                return Guest(connection, pid)
+            connection.close()
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class Fence:
@@ -99,29 +160,59 @@ class Fence:
 
 
 class PeerMemory:
-    """The pages of a process on this machine. One thread."""
+    """The pages of the process behind a door, in so many buffers. One thread; ``close`` it once.
 
-    def __init__(self, offer: SameHostOffer) -> None:
-        self._offer = offer
-        self._seen = ctypes.create_string_buffer(_NONCE_BYTES)
+    Raises ``OSError``, which says why, where that process cannot be read.
+    """
 
-    def problem(self) -> str | None:
-        """Why the process cannot be read, or None."""
-        if not self._offer.boot_id or self._offer.boot_id != boot_id():
-            return "another machine"
-        if not hasattr(_libc, "process_vm_readv"):
-            return "no process_vm_readv here"
-        return self.check()
+    def __init__(self, name: str, token: bytes, num_buffers: int) -> None:
+        if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
+            raise OSError("no process_vm_readv here")
+        self._num_buffers = num_buffers
+        self._addresses: list[int] | None = None
+        self._process: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.setblocking(False)
+            self._connection.connect(f"\0{name}")
+            self._pid, uid = _credentials(self._connection)
+            if not self._pid:
+                raise OSError("another process namespace")
+            if uid != os.geteuid():
+                raise OSError("another user's process")
+            self._process = os.pidfd_open(self._pid)
+            self._connection.send(token)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
 
     def check(self) -> str | None:
-        """None while the process behind the pid is the one that made the offer."""
-        ctypes.memset(self._seen, 0, _NONCE_BYTES)
-        local = np.array([[ctypes.addressof(self._seen), _NONCE_BYTES]], np.uint64)
-        remote = np.array([[self._offer.nonce_address, _NONCE_BYTES]], np.uint64)
-        error = self._read(local, remote, _NONCE_BYTES)
-        if error is None and self._seen.raw != self._offer.nonce:
-            return "another process has its number"
-        return error
+        """Why the process cannot be read any more: it has ended, and another may have its number.
+        None while it lives."""
+        if self._process is None:
+            return "it was closed"
+        alive = select.poll()
+        alive.register(self._process, select.POLLIN)
+        return "the process has ended" if alive.poll(0) else None
+
+    def _learn_addresses(self) -> str | None:
+        """What prefill said at its door, before it sent the first message that needs it."""
+        if self._addresses is None:
+            try:
+                answer = self._connection.recv(_MAX_ANSWER_BYTES)
+                addresses = messages.decode(answer, messages.addresses)
+            except (OSError, TransferError) as error:
+                return f"prefill has not said where its pages are: {error}"
+            if len(addresses) != self._num_buffers:
+                return f"prefill named {len(addresses)} buffers of {self._num_buffers}"
+            self._addresses = addresses
+        return None
 
     def pull(
         self,
@@ -134,10 +225,13 @@ class PeerMemory:
         (its buffer index, our buffer). Returns why it failed, or None once all bytes are there
         and the peer has proved, after the copy, to be the process it was, with the word of
         ``fence`` (address, value) still standing."""
+        problem = self._learn_addresses()
+        if problem is not None or self._addresses is None:
+            return problem
         source_runs, runs, lengths = _runs(source_pages, pages)
         for index, buffer in pairs:
             size = buffer.page_bytes
-            remote = _vectors(self._offer.addresses[index], source_runs, lengths, size)
+            remote = _vectors(self._addresses[index], source_runs, lengths, size)
             local = _vectors(buffer.address, runs, lengths, size)
             for low in range(0, len(local), _IOV_MAX):
                 part = slice(low, low + _IOV_MAX)
@@ -157,7 +251,7 @@ class PeerMemory:
 
     def _read(self, local: Any, remote: Any, num_bytes: int) -> str | None:
         read = _libc.process_vm_readv(
-            self._offer.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+            self._pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
         )
         if read == num_bytes:
             return None

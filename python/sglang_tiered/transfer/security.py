@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 __all__ = [
     "PEER",
     "ROLES",
+    "SESSION_DOMAIN",
     "TAG_BYTES",
     "Keys",
     "Tagger",
+    "admit_sessions",
     "load_keys",
     "make_keys",
     "new_session_key",
+    "password_of",
+    "prove_session",
 ]
 
 ROLES = ("prefill", "decode")
@@ -42,6 +46,9 @@ PEER = "peer"
 """The role of servers that share pages: all have one key pair, and each is the others' peer."""
 
 TAG_BYTES = 16
+SESSION_DOMAIN = "sglang-tiered-session"
+"""In which ZAP (https://rfc.zeromq.org/spec/27) asks for the passwords of sessions."""
+
 _DOMAIN = "sglang-tiered"
 _KEY_CHARS = 40  # 32 bytes as Z85
 
@@ -57,8 +64,8 @@ class Keys:
     directory: Path
 
     def guard_server(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Admit only peers whose public key is in ``directory``. Returns its thread, started;
-        the caller stops it."""
+        """Admit only peers whose public key is in ``directory``, and nobody to sockets that ask for
+        passwords before there are some. Returns its thread, started; the caller stops it."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve(domain=_DOMAIN, location=self.directory)
@@ -100,6 +107,26 @@ class Tagger:
 def new_session_key(keys: Keys | None) -> bytes:
     """A key for one session's data headers, told over the encrypted control channel."""
     return b"" if keys is None else secrets.token_bytes(32)
+
+
+def password_of(key: bytes) -> str:
+    """What a data connection of the session with this key is admitted by. It travels in the clear
+    and does not tell the key."""
+    return Tagger(key).tag(b"data connection").hex()
+
+
+def admit_sessions(socket: zmq.Socket[bytes]) -> None:
+    """Ask who connects for the name and password of a session (PLAIN,
+    https://rfc.zeromq.org/spec/24): nobody else gets as far as a message, of which ZeroMQ would
+    collect all frames before anybody can look. Before ``bind``."""
+    socket.zap_domain = SESSION_DOMAIN.encode()
+    socket.plain_server = True
+
+
+def prove_session(socket: zmq.Socket[bytes], token: bytes, key: bytes) -> None:
+    """Answer that. Before ``connect``."""
+    socket.plain_username = token.hex().encode()
+    socket.plain_password = password_of(key).encode()
 
 
 def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:

@@ -15,7 +15,8 @@ class TransferSettings:
     noticed at once, by its connections). ``progress_timeout_s``: how long sent data may stay
     unanswered, or a gap unfilled. ``orphan_timeout_s``: how long a room may wait on prefill for
     its request, or its request for a decode rank. ``window_bytes``: data on its way to one decode
-    rank at most."""
+    rank at most. ``allowed_networks``: addresses and networks of prefill instances on other
+    machines from which decode takes KV without keys."""
 
     ping_interval_s: float = 1.0
     peer_timeout_s: float = 4.0
@@ -28,3 +29,4 @@ class TransferSettings:
     num_connections: int = 1
     same_host: bool = True
     encrypt_data: bool = False
+    allowed_networks: tuple[str, ...] = ()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from transfer_pair import eventually
 
 from server_process import free_port
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.integration.kv_transfer import ZmqKVManager
 from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
@@ -41,6 +42,7 @@ def manager() -> Any:
     made.is_mla_backend = made.is_hybrid_mla_backend = False
     made.enable_all_cp_ranks_for_transfer = False
     made._lookups = PrefillLookups(made)
+    made._transfer = TransferConfig()
     return made
 
 
@@ -148,3 +150,22 @@ def test_addresses_are_told_apart() -> None:
     assert address_of("192.0.2.7") == "192.0.2.7"
     assert is_loopback(address_of("localhost"))
     assert is_wildcard("0.0.0.0") and is_wildcard("::") and not is_wildcard("192.0.2.7")
+
+
+def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client names it: whoever runs it would decide what decode takes for KV."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        CommonKVManager, "try_ensure_parallel_info", lambda _, server: asked.append(server)
+    )
+    for server in ("192.0.2.7:9", "[2001:db8::1]:9"):
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda server=server: manager.why_unknown(server) is not None)
+        assert "--transfer-allow" in manager.why_unknown(server)
+    assert not asked
+    manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
+    manager._lookups = PrefillLookups(manager)
+    assert not manager.try_ensure_parallel_info("192.0.2.7:9")
+    eventually(lambda: bool(asked))

@@ -1,0 +1,73 @@
+"""Which addresses are this machine's, and from which others decode takes KV without keys."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import ConfigError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["check_is_allowed", "is_own_address", "parse_networks"]
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def parse_networks(flag: str, text: str) -> tuple[str, ...]:
+    """Addresses and networks with commas between them. Raises ``ConfigError``."""
+    networks = []
+    for part in text.split(","):
+        try:
+            networks.append(str(ipaddress.ip_network(part.strip(), strict=False)))
+        except ValueError:
+            raise ConfigError(
+                f"{flag} {text}: {part.strip()!r} is neither an address nor a network; write "
+                "10.0.0.7, 10.0.0.0/8 or several with commas."
+            ) from None
+    return tuple(networks)
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a numeric address is one of this machine: the system talks to those, and to no
+    others, from the same address. (That it can be bound proves nothing under ``ip_nonlocal_bind``.)
+    """
+    address = _parsed(host)
+    if address is None:
+        return False
+    if address.is_loopback or address.is_unspecified:
+        return True
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))  # sends nothing
+            source = probe.getsockname()[0]
+    except OSError:
+        return False
+    return ipaddress.ip_address(source) == address
+
+
+def check_is_allowed(host: str, networks: Sequence[str]) -> None:
+    """Raises ``TransferError`` where a numeric address is neither this machine's nor in one of
+    ``networks``: whom a client names, decode would connect to, and take whatever it sends as KV."""
+    address = _parsed(host)
+    if address is not None:
+        if any(address in ipaddress.ip_network(network) for network in networks):
+            return
+        if is_own_address(host):
+            return
+    raise TransferError(
+        f"{host} is not on this machine, and without --transfer-keys decode takes KV from others "
+        "only where --transfer-allow names them; start it with one of the two."
+    )
+
+
+def _parsed(host: str) -> IPAddress | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

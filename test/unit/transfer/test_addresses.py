@@ -1,0 +1,38 @@
+"""Whom decode takes KV from without keys: its own machine, and whom it was told of."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.errors import ConfigError, TransferError
+from sglang_tiered.transfer.addresses import check_is_allowed, is_own_address, parse_networks
+
+OWN = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"]
+OTHERS = ["203.0.113.1", "2001:db8::1", "::ffff:203.0.113.1"]
+NO_ADDRESSES = ["localhost", "example.org", "not an address", ""]
+
+
+def test_only_addresses_of_this_machine_are_its_own() -> None:
+    assert [host for host in (*OWN, *OTHERS, *NO_ADDRESSES) if is_own_address(host)] == OWN
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_an_instance_on_this_machine_is_allowed(host: str) -> None:
+    check_is_allowed(host, ())
+
+
+@pytest.mark.parametrize("host", [*OTHERS, *NO_ADDRESSES])
+def test_an_instance_elsewhere_that_nobody_named_is_refused_with_the_way_out(host: str) -> None:
+    with pytest.raises(TransferError, match=r"--transfer-keys .* --transfer-allow"):
+        check_is_allowed(host, parse_networks("--transfer-allow", "10.0.0.0/8, 2001:db9::/32"))
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_an_instance_elsewhere_that_is_named_is_allowed(host: str) -> None:
+    check_is_allowed(host, parse_networks("--transfer-allow", "203.0.113.7/24,2001:db8::1"))
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.0/8,", "prefill-1", "10.0.0.0/40", "1.2.3", "*"])
+def test_what_is_no_network_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--transfer-allow .* is neither"):
+        parse_networks("--transfer-allow", text)
