@@ -47,6 +47,11 @@ MAX_ASKS_PER_STEP = 32
 the step must not pay for each."""
 
 
+def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
+    """What ranks ask each other of a request whose load was put off."""
+    return "gains by its turn", request
+
+
 class LoadingRadixCache(AgreeingRadixCache):
     """See the module docstring."""
 
@@ -54,7 +59,8 @@ class LoadingRadixCache(AgreeingRadixCache):
     _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
     fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
-    _num_asks_left = 0  # in this step
+    # In this step: of requests that wait for the other ranks' answer, and for their turn to load.
+    _num_asks_left: list[int]
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
 
     # Locks of host copies, by the request whose prefix prefill was promised.
@@ -202,6 +208,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _forget(self, request: CacheRequestHandle) -> None:
         if self.agreement is not None:
             self.agreement.forget(request)
+            self.agreement.forget(_gain_of(request))
 
     def _held_pages(
         self,
@@ -242,7 +249,7 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
-        self._num_asks_left = MAX_ASKS_PER_STEP
+        self._num_asks_left = [MAX_ASKS_PER_STEP, MAX_ASKS_PER_STEP]
         self._soonest_load_s = None
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
@@ -252,9 +259,11 @@ class LoadingRadixCache(AgreeingRadixCache):
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether nothing of a request is loading or to be loaded any more."""
         if self._window is not None and self._window.is_put_off(request.rid):
-            if self._num_asks_left == 0:
+            # Whoever waits only for the other ranks' answer must not wait behind loads.
+            loads = self._window.num_tokens(request.rid) > 0
+            if self._num_asks_left[loads] == 0:
                 return False
-            self._num_asks_left -= 1
+            self._num_asks_left[loads] -= 1
             return not self._awaits_its_turn(request)
         has_ended: bool = super().check_prefetch_progress(request)
         return has_ended
@@ -275,27 +284,37 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _awaits_its_turn(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting; begins it when it has room."""
         assert self._window is not None
-        in_the_way = self.stores_in_the_way(request, self._window.num_tokens(request.rid))
+        num_tokens = self._window.num_tokens(request.rid)
+        in_the_way = self.stores_in_the_way(request, num_tokens)
         if self.storage is None or (
-            self._decides_alone() and not self._gains_by_its_turn(request, in_the_way)
+            num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way)
         ):
             self._window.withdraw(request.rid)
+            self._forget(request)
             return False
         if in_the_way or not self._window.has_turn(request.rid, self._num_loading_tokens()):
             return True
         if not self._window.ask(request.rid):
+            self._forget(request)
             return False
         # The scheduler repeats the load's request with a fresh match in its next pass.
         self.storage_prefetch_retries.refetch(request.rid)
         return True
 
     def _gains_by_its_turn(self, request: CacheRequestHandle, num_stored_first: int) -> bool:
-        assert self._planner is not None and self.storage is not None
-        if not self.storage.serves_loads:
-            return False
+        """Whether waiting still pays on every rank, as far as that is known: several ranks answer
+        each other in the next step."""
+        assert self._planner is not None and self.storage is not None and self.agreement is not None
         # A store is taken to last as long as a load.
         num_ahead = self.cache_controller.prefetch_tokens_occupied + num_stored_first
-        return self._planner.gains_by_its_turn(request, num_ahead=num_ahead)
+        gains = self.storage.serves_loads and self._planner.gains_by_its_turn(
+            request, num_ahead=num_ahead
+        )
+        question = _gain_of(request)
+        answer = self.agreement.ask(question, int(gains))
+        if answer is not None:
+            self.agreement.forget(question)
+        return answer != 0
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
@@ -379,6 +398,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._promised = {}
+        self._num_asks_left = [0, 0]
         if self._window is not None:
             self._window.clear()
         if self._planner is not None:
