@@ -209,12 +209,14 @@ class TieredRadixCache(SpillingRadixCache):
     def evict_host(
         self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
     ) -> int:
-        """Free host tokens; residents go only when nothing else is left to evict, and what
-        NVMe does not hold yet only after them."""
+        """Free host tokens, or slots of another component's states, which residents pin too;
+        residents go only when nothing else is left to evict, and what NVMe does not hold yet only
+        after them."""
         freed: int = super().evict_host(num_tokens, component_type)
-        if self._residents is None or component_type is not BASE_COMPONENT_TYPE:
+        if self._residents is None:
             return freed
-        self._residents.evicted(freed)
+        if component_type is BASE_COMPONENT_TYPE:
+            self._residents.evicted(freed)
         while freed < num_tokens and (dismissed := self._residents.give_up()) is not None:
             self._unpin(dismissed)
             freed += super().evict_host(num_tokens - freed, component_type)
