@@ -17,7 +17,10 @@ from array import array
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.rank_consensus_checker import assert_same
@@ -135,6 +138,9 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._window.withdraw(request.rid)
             num_before = len(matched_prefix_tokens or ())
             hashes, spans = self._held_pages(tokens, last_hash, extra_key, cache_salt)
+            ends = self._restorable_ends(last_host_node_id, hashes)
+            if ends is not None:
+                hashes = hashes[: ends[-1] if ends else 0]
             num_planned = self._planner.arrives(
                 request,
                 num_held=len(hashes) * self.page_size,
@@ -142,6 +148,7 @@ class LoadingRadixCache(AgreeingRadixCache):
                 num_before=num_before,
                 num_ahead=self.cache_controller.prefetch_tokens_occupied,
                 spans=[(span.tier, span.num_pages * self.page_size) for span in spans],
+                ends=None if ends is None else [end * self.page_size for end in ends],
             )
             self._probe_declined(hashes, spans, num_planned // self.page_size)
             tenant = self.fence.tenant_of(extra_key, cache_salt)
@@ -229,6 +236,32 @@ class LoadingRadixCache(AgreeingRadixCache):
         hashes: list[str] = get_storage_hash_str(key, last_hash, page_size=self.page_size)
         spans = self.storage.lookup_spans(hashes)
         return hashes[: sum(span.num_pages for span in spans)], spans
+
+    def _restorable_ends(self, node_id: int, hashes: list[str]) -> list[int] | None:
+        """After how many of these pages below a node a load may end, in a model with states of
+        sliding windows or Mamba, which lie at some places only; None if after any."""
+        assert self.storage is not None
+        num_tokens = len(hashes) * self.page_size
+        states: list[Any] = []
+        for kind in self.tree_components:
+            if kind is BASE_COMPONENT_TYPE or not hashes:
+                continue
+            staging = self.components[kind].prepare_prefetch(node_id, prefetch_tokens=num_tokens)
+            if staging.staging_tokens:
+                states += self.tree_core.build_hicache_transfers(
+                    kind,
+                    node_id,
+                    CacheTransferPhase.PREFETCH,
+                    prefetch_tokens=num_tokens,
+                    staging_tokens=staging.staging_tokens,
+                )
+        if not states:
+            return None
+        # SGLang loads no state for less than a window, except of a whole prompt.
+        is_root = self.tree_core.is_root(node_id)
+        shortest = 1 if is_root else max(len(state.keys) for state in states)
+        ends = self.storage.batch_exists_v2(hashes, states).restorable_prefix_pages
+        return [end for end in ends or () if end >= shortest]
 
     def _probe_declined(self, hashes: list[str], spans: list[Span], num_planned: int) -> None:
         """Measure the tier that a plan stopped short of, if nothing has for long."""
@@ -327,7 +360,12 @@ class LoadingRadixCache(AgreeingRadixCache):
         is_read = operation.host_indices is not None
         num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
         num_missing = num_planned - operation.completed_tokens
-        if num_missing <= 0:
+        # With states of other components SGLang drops a load of which anything is missing.
+        is_all_or_nothing = any(
+            transfer.indices_from_pool != PoolName.KV for transfer in operation.pool_transfers or ()
+        )
+        lacks_states = is_all_or_nothing and not operation.pool_transfers_done
+        if num_missing <= 0 and not lacks_states:
             return False
         occupied = self.cache_controller.prefetch_tokens_occupied
         return not self._planner.should_wait(
@@ -336,6 +374,7 @@ class LoadingRadixCache(AgreeingRadixCache):
             num_before=operation.storage_start + operation.completed_tokens,
             num_ahead=0 if is_read else max(0, occupied - num_planned),
             is_read=is_read,
+            num_lost=operation.completed_tokens if is_all_or_nothing else 0,
         )
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:

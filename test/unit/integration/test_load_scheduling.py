@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.load_scheduling import MAX_ASKS_PER_STEP
+from sglang_tiered.policy.cost_model import TransferCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,3 +94,62 @@ def test_a_put_off_load_that_gains_no_more_on_one_rank_is_given_up_by_all(
     while waits():
         num_steps += 1
         assert num_steps <= 3
+
+
+@pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
+def test_a_request_weighs_all_that_it_loses_when_it_gives_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_window: bool,
+    num_saved: int,
+    num_before: int,
+) -> None:
+    """With sliding windows SGLang drops a load of which anything is missing."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=has_window) as world:
+        world.store(RETURNING)
+        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
+        operation.completed_tokens = 12 * PAGE
+        weighed: dict[str, Any] = {}
+        costs = world.cache._planner.costs
+        monkeypatch.setattr(costs, "should_wait", lambda **asked: weighed.update(asked) or True)
+        assert not world.cache._prefetch_deadline_expired(operation)
+        assert weighed["num_saved"] == num_saved * PAGE
+        assert weighed["num_before"] == num_before * PAGE
+
+
+def test_a_request_whose_window_never_comes_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its KV is there, and a read of the window hangs."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        world.store(RETURNING)
+        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
+        operation.completed_tokens = len(RETURNING)
+        now = [0.0]
+        monkeypatch.setattr(world.cache._planner, "_clock", lambda: now[0])
+        assert not world.cache._prefetch_deadline_expired(operation)
+        now[0] += 2 * len(RETURNING)  # computing takes a second per token
+        assert world.cache._prefetch_deadline_expired(operation)
+
+
+def test_a_load_is_not_cut_where_no_window_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three quarters of it would hide behind the queue, but only all of it can be used."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        cache = world.cache
+        key = RadixKey(RETURNING, None)
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
+        assert all(cache.storage.batch_set_v1(hashes, slots))
+        windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
+        cache.storage.batch_set_v2(
+            [PoolTransfer(PoolName.SWA, host_indices=windows, keys=hashes[-2:])]
+        )
+        costs = cache._planner.costs
+        load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
+        costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
+        world.asks("cold", prompt(3, 24))
+        returning = world.asks("returning", RETURNING)
+        operation = cache.ongoing_prefetch[returning].operation
+        assert operation.storage_hit_count == len(RETURNING)
