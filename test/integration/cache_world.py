@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from array import array
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
@@ -42,7 +45,7 @@ __all__ = ["PAGE", "CacheWorld", "cache_world", "prompt"]
 PAGE, HEADS, HEAD_DIM = 16, 2, 64
 DEVICE_TOKENS = 64 * PAGE
 WINDOW_PAGES = 2
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def prompt(number: int, num_pages: int) -> array[int]:
@@ -115,9 +118,9 @@ class CacheWorld:
     def store(self, *prompts: array[int]) -> None:
         """Prompts' KV gets into the store, and out of memory."""
         for tokens in prompts:
-            num_pages = self.num_stored() + len(tokens) // PAGE
             self.compute(tokens)
-            self.until(lambda num=num_pages: self.num_stored() >= num)  # type: ignore[misc]
+            # What a busy machine dropped is offered again.
+            self.until(partial(self._is_stored, tokens))
             self.until(lambda: not self.cache.ongoing_backup)
         self.cache.reset()
         self.allocator.clear()
@@ -125,6 +128,14 @@ class CacheWorld:
     def num_stored(self) -> int:
         """KV pages that NVMe holds."""
         return int(self.cache.storage.stats().num_pages)
+
+    def _is_stored(self, tokens: array[int]) -> bool:
+        """Whether NVMe holds all of a prompt, its window included."""
+        hashes = get_storage_hash_str(RadixKey(tokens, None), None, page_size=PAGE)
+        keys, policy = hashes[-WINDOW_PAGES:], PoolHitPolicy.TRAILING_PAGES
+        window = PoolTransfer(PoolName.SWA, keys=keys, hit_policy=policy)
+        states = [window] if self.has_window else []
+        return bool(self.cache.storage.batch_exists_v2(hashes, states).kv_hit_pages == len(hashes))
 
     def until(self, condition: Callable[[], object]) -> None:
         """Scheduler steps until it is so."""

@@ -17,6 +17,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
@@ -65,6 +66,11 @@ class LoadingRadixCache(AgreeingRadixCache):
     # In this step: of requests that wait for the other ranks' answer, and for their turn to load.
     _num_asks_left: list[int]
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
+
+    # What was or will be loaded for a request that was not admitted yet: the prefix while it loads,
+    # then how many tokens came and the lock of its host copies, oldest first.
+    _loading_keys: dict[CacheRequestHandle, RadixKey]
+    _loaded: dict[CacheRequestHandle, tuple[int, int, DecLockRefParams]]
 
     # Locks of host copies, by the request whose prefix prefill was promised.
     _promised: dict[CacheRequestHandle, tuple[int, DecLockRefParams]]
@@ -181,6 +187,10 @@ class LoadingRadixCache(AgreeingRadixCache):
         )
         if self._planner is not None and request in self.ongoing_prefetch:
             self._planner.begins(request)
+            whole = array("q", matched_prefix_tokens or ()) + array("q", tokens)
+            self._loading_keys[request] = RadixKey(
+                whole, extra_key=extra_key, cache_salt=cache_salt
+            )
             if is_new and self._decides_alone():
                 # Between two steps; a repeated attempt may be in the middle of one.
                 num_answered = self.cache_controller.prefetch_hit_queue.qsize()
@@ -277,8 +287,43 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _num_loading_tokens(self) -> int:
         """Host tokens taken by loads in flight and by loads no request has consumed yet."""
         loading: int = self.cache_controller.prefetch_tokens_occupied
-        unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
+        locked = {request: num_tokens for request, (num_tokens, *_) in self._loaded.items()}
+        unconsumed: int = sum({**self.prefetch_loaded_tokens_by_reqid, **locked}.values())
         return loading + unconsumed
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        """A load has ended: what came stays in host memory until its request is admitted. In a long
+        queue it would be evicted before, by the loads of those behind it."""
+        request = operation.handle
+        key = self._loading_keys.pop(request, None)
+        super()._handle_prefetch_result(operation)
+        self._unlock_loaded(request)
+        num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
+        if key is None or num_loaded == 0:
+            return
+        node_id = self.match_prefix(MatchPrefixParams(key=key)).best_match_node
+        if not self.tree_core.is_root(node_id) and self.tree_core.is_backuped(node_id):
+            lock = self.inc_host_lock_ref(node_id).to_dec_params()
+            self._loaded[request] = num_loaded, node_id, lock
+
+    def _unlock_loaded(self, request: CacheRequestHandle) -> None:
+        if request in self._loaded:
+            self.dec_host_lock_ref(*self._loaded.pop(request)[1:])
+
+    def unlock_last_loaded(self) -> bool:
+        """Let what was loaded last be evicted before its request is admitted; False if nothing is
+        locked."""
+        if not self._loaded:
+            return False
+        self._unlock_loaded(next(reversed(self._loaded)))
+        return True
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """The request was admitted: what it takes from host memory the copy to the device locks."""
+        self._unlock_loaded(request)
+        super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
@@ -380,6 +425,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         if self._planner is not None:
             self._planner.leaves(request)
+        self._loading_keys.pop(request, None)
         span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
         return span
 
@@ -389,6 +435,8 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._window.withdraw(request.rid)
         if self._planner is not None:
             self._planner.leaves(request)
+        self._loading_keys.pop(request, None)
+        self._unlock_loaded(request)
         super().release_aborted_request(request)
 
     # ---- The decode side of a handoff, see ``decode_loads`` ----
@@ -424,6 +472,7 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def forget_plan(self, request: CacheRequestHandle) -> None:
         """A load that no request waits for was begun."""
+        self._loading_keys.pop(request, None)
         if self._window is not None:
             self._window.withdraw(request.rid)
         if self._planner is not None:
@@ -437,6 +486,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._promised = {}
+        self._loading_keys, self._loaded = {}, {}
         self._num_asks_left = [0, 0]
         if self._window is not None:
             self._window.clear()

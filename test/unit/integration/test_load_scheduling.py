@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -153,3 +154,74 @@ def test_a_load_is_not_cut_where_no_window_lies(
         returning = world.asks("returning", RETURNING)
         operation = cache.ongoing_prefetch[returning].operation
         assert operation.storage_hit_count == len(RETURNING)
+
+
+@pytest.fixture
+def loaded(world: CacheWorld) -> Any:
+    """A request whose load has ended, and whose turn to be admitted has not come."""
+    request = world.asks("returning", RETURNING)
+    world.until(lambda: request not in world.cache.ongoing_prefetch)
+    return request
+
+
+def host_hit(world: CacheWorld) -> int:
+    """What of the returning prompt is in host memory, once all that may go has gone."""
+    world.cache.evict_host(world.num_host_tokens)
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(RETURNING, None)))
+    return int(match.host_hit_length)
+
+
+def test_a_load_that_ended_holds_nothing_but_its_prefix_before_its_request_is_looked_at(
+    world: CacheWorld, loaded: Any
+) -> None:
+    assert world.cache.cache_controller.prefetch_tokens_occupied == 0
+    assert world.cache._num_loading_tokens() == len(RETURNING)
+
+
+def test_a_loaded_prefix_is_not_evicted_before_its_request_is_admitted(
+    world: CacheWorld, loaded: Any
+) -> None:
+    assert host_hit(world) == len(RETURNING)
+    # The scheduler looks at the request, and device memory is too full for it.
+    assert world.cache.load_has_ended(loaded)
+    assert world.cache.pop_prefetch_loaded_span(loaded)[0] == len(RETURNING)
+    assert host_hit(world) == len(RETURNING)
+    assert world.cache._num_loading_tokens() == len(RETURNING)
+    world.cache.finish_storage_prefetch_admission(loaded, len(RETURNING), reason=None)
+    assert host_hit(world) == 0
+    assert world.cache._num_loading_tokens() == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "reset"])
+def test_nothing_of_a_load_stays_locked_whose_request_is_never_admitted(
+    world: CacheWorld, loaded: Any, end: str
+) -> None:
+    assert host_hit(world) == len(RETURNING)
+    if end == "abort":
+        world.cache.release_aborted_request(loaded)
+    else:
+        world.cache.reset()
+    assert host_hit(world) == 0 and world.cache._num_loading_tokens() == 0
+    assert not world.cache.unlock_last_loaded()
+
+
+def test_a_load_that_no_request_waits_for_stays_evictable(world: CacheWorld) -> None:
+    warming = world.asks("warming", RETURNING)
+    world.cache.forget_plan(warming)
+    world.until(lambda: warming not in world.cache.ongoing_prefetch)
+    assert host_hit(world) == 0
+
+
+def test_what_was_loaded_last_gives_way_to_sliding_windows_that_need_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long queue would leave none of them for new copies."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        world.store(RETURNING)
+        request = world.asks("returning", RETURNING)
+        world.until(lambda: request not in world.cache.ongoing_prefetch)
+        assert host_hit(world) == len(RETURNING)
+        windows = world.cache.components[ComponentType.SWA]
+        free_tokens = windows._swa_kv_pool_host.available_size()
+        assert windows.alloc_prefetch_staging(free_tokens + PAGE) is not None
+        assert host_hit(world) == 0
