@@ -200,6 +200,19 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "obj",
     ),
     f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
+    f"{_CORE}.build_hicache_transfers": (
+        "self",
+        "component_type",
+        "node_id",
+        "phase",
+        "prefetch_tokens",
+        "staging_tokens",
+    ),
+    f"{_CACHE}.unified_cache.components.base:TreeComponent.prepare_prefetch": (
+        "self",
+        "node_id",
+        "prefetch_tokens",
+    ),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")
         for method in (

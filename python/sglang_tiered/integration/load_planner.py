@@ -136,10 +136,12 @@ class LoadPlanner(Generic[Request]):
         num_before: int,
         num_ahead: int,
         spans: Sequence[tuple[Tier, int]] = (),
+        ends: Sequence[int] | None = None,
     ) -> int:
         """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
         the tiers hold the first ``num_held`` of them, in ``spans`` of so many tokens (none: NVMe
-        holds all). Returns how many to load."""
+        holds all). A load may end after any page, or where ``ends`` says. Returns how many to
+        load."""
         self._learn()
         is_new = not self.knows(request)
         self.leaves(request)
@@ -152,6 +154,7 @@ class LoadPlanner(Generic[Request]):
                 ahead=farthest_first(num_ahead, self._loading),
                 queue_wait_s=self._waiting_s,
                 spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
+                ends=ends,
             )
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
@@ -242,9 +245,17 @@ class LoadPlanner(Generic[Request]):
         return self.far_deadline_s if self._always else max(0.0, gain_s)
 
     def should_wait(
-        self, request: Request, *, num_missing: int, num_before: int, num_ahead: int, is_read: bool
+        self,
+        request: Request,
+        *,
+        num_missing: int,
+        num_before: int,
+        num_ahead: int,
+        is_read: bool,
+        num_lost: int = 0,
     ) -> bool:
-        """Whether a request that could start now waits for the rest of its load.
+        """Whether a request that could start now waits for the ``num_missing`` tokens that its load
+        lacks, behind ``num_before`` that are there; of these ``num_lost`` would be lost without.
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
@@ -262,9 +273,12 @@ class LoadPlanner(Generic[Request]):
             if load.begun_at is None:
                 load.begun_at, load.left_to_begin_s = now, left_s
             left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
-        wait = self.costs.should_wait(num_missing=num_missing, num_before=num_before, left_s=left_s)
+        num_saved = num_missing + num_lost
+        wait = self.costs.should_wait(
+            num_saved=num_saved, num_before=num_before - num_lost, left_s=left_s
+        )
         if not wait:
-            self.tokens[LoadDecision.GAVE_UP] += num_missing
+            self.tokens[LoadDecision.GAVE_UP] += num_saved
         return wait
 
     def clear(self) -> None:

@@ -17,7 +17,11 @@ from array import array
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.rank_consensus_checker import assert_same
@@ -47,6 +51,11 @@ MAX_ASKS_PER_STEP = 32
 the step must not pay for each."""
 
 
+def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
+    """What ranks ask each other of a request whose load was put off."""
+    return "gains by its turn", request
+
+
 class LoadingRadixCache(AgreeingRadixCache):
     """See the module docstring."""
 
@@ -54,8 +63,14 @@ class LoadingRadixCache(AgreeingRadixCache):
     _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
     fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
-    _num_asks_left = 0  # in this step
+    # In this step: of requests that wait for the other ranks' answer, and for their turn to load.
+    _num_asks_left: list[int]
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step
+
+    # What was or will be loaded for a request that was not admitted yet: the prefix while it loads,
+    # then how many tokens came and the lock of its host copies, oldest first.
+    _loading_keys: dict[CacheRequestHandle, RadixKey]
+    _loaded: dict[CacheRequestHandle, tuple[int, int, DecLockRefParams]]
 
     # Locks of host copies, by the request whose prefix prefill was promised.
     _promised: dict[CacheRequestHandle, tuple[int, DecLockRefParams]]
@@ -129,6 +144,9 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._window.withdraw(request.rid)
             num_before = len(matched_prefix_tokens or ())
             hashes, spans = self._held_pages(tokens, last_hash, extra_key, cache_salt)
+            ends = self._restorable_ends(last_host_node_id, hashes)
+            if ends is not None:
+                hashes = hashes[: ends[-1] if ends else 0]
             num_planned = self._planner.arrives(
                 request,
                 num_held=len(hashes) * self.page_size,
@@ -136,6 +154,7 @@ class LoadingRadixCache(AgreeingRadixCache):
                 num_before=num_before,
                 num_ahead=self.cache_controller.prefetch_tokens_occupied,
                 spans=[(span.tier, span.num_pages * self.page_size) for span in spans],
+                ends=None if ends is None else [end * self.page_size for end in ends],
             )
             self._probe_declined(hashes, spans, num_planned // self.page_size)
             tenant = self.fence.tenant_of(extra_key, cache_salt)
@@ -168,6 +187,10 @@ class LoadingRadixCache(AgreeingRadixCache):
         )
         if self._planner is not None and request in self.ongoing_prefetch:
             self._planner.begins(request)
+            whole = array("q", matched_prefix_tokens or ()) + array("q", tokens)
+            self._loading_keys[request] = RadixKey(
+                whole, extra_key=extra_key, cache_salt=cache_salt
+            )
             if is_new and self._decides_alone():
                 # Between two steps; a repeated attempt may be in the middle of one.
                 num_answered = self.cache_controller.prefetch_hit_queue.qsize()
@@ -202,6 +225,7 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _forget(self, request: CacheRequestHandle) -> None:
         if self.agreement is not None:
             self.agreement.forget(request)
+            self.agreement.forget(_gain_of(request))
 
     def _held_pages(
         self,
@@ -223,6 +247,32 @@ class LoadingRadixCache(AgreeingRadixCache):
         spans = self.storage.lookup_spans(hashes)
         return hashes[: sum(span.num_pages for span in spans)], spans
 
+    def _restorable_ends(self, node_id: int, hashes: list[str]) -> list[int] | None:
+        """After how many of these pages below a node a load may end, in a model with states of
+        sliding windows or Mamba, which lie at some places only; None if after any."""
+        assert self.storage is not None
+        num_tokens = len(hashes) * self.page_size
+        states: list[Any] = []
+        for kind in self.tree_components:
+            if kind is BASE_COMPONENT_TYPE or not hashes:
+                continue
+            staging = self.components[kind].prepare_prefetch(node_id, prefetch_tokens=num_tokens)
+            if staging.staging_tokens:
+                states += self.tree_core.build_hicache_transfers(
+                    kind,
+                    node_id,
+                    CacheTransferPhase.PREFETCH,
+                    prefetch_tokens=num_tokens,
+                    staging_tokens=staging.staging_tokens,
+                )
+        if not states:
+            return None
+        # SGLang loads no state for less than a window, except of a whole prompt.
+        is_root = self.tree_core.is_root(node_id)
+        shortest = 1 if is_root else max(len(state.keys) for state in states)
+        ends = self.storage.batch_exists_v2(hashes, states).restorable_prefix_pages
+        return [end for end in ends or () if end >= shortest]
+
     def _probe_declined(self, hashes: list[str], spans: list[Span], num_planned: int) -> None:
         """Measure the tier that a plan stopped short of, if nothing has for long."""
         end = 0
@@ -237,12 +287,47 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _num_loading_tokens(self) -> int:
         """Host tokens taken by loads in flight and by loads no request has consumed yet."""
         loading: int = self.cache_controller.prefetch_tokens_occupied
-        unconsumed: int = sum(self.prefetch_loaded_tokens_by_reqid.values())
+        locked = {request: num_tokens for request, (num_tokens, *_) in self._loaded.items()}
+        unconsumed: int = sum({**self.prefetch_loaded_tokens_by_reqid, **locked}.values())
         return loading + unconsumed
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        """A load has ended: what came stays in host memory until its request is admitted. In a long
+        queue it would be evicted before, by the loads of those behind it."""
+        request = operation.handle
+        key = self._loading_keys.pop(request, None)
+        super()._handle_prefetch_result(operation)
+        self._unlock_loaded(request)
+        num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
+        if key is None or num_loaded == 0:
+            return
+        node_id = self.match_prefix(MatchPrefixParams(key=key)).best_match_node
+        if not self.tree_core.is_root(node_id) and self.tree_core.is_backuped(node_id):
+            lock = self.inc_host_lock_ref(node_id).to_dec_params()
+            self._loaded[request] = num_loaded, node_id, lock
+
+    def _unlock_loaded(self, request: CacheRequestHandle) -> None:
+        if request in self._loaded:
+            self.dec_host_lock_ref(*self._loaded.pop(request)[1:])
+
+    def unlock_last_loaded(self) -> bool:
+        """Let what was loaded last be evicted before its request is admitted; False if nothing is
+        locked."""
+        if not self._loaded:
+            return False
+        self._unlock_loaded(next(reversed(self._loaded)))
+        return True
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """The request was admitted: what it takes from host memory the copy to the device locks."""
+        self._unlock_loaded(request)
+        super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
-        self._num_asks_left = MAX_ASKS_PER_STEP
+        self._num_asks_left = [MAX_ASKS_PER_STEP, MAX_ASKS_PER_STEP]
         self._soonest_load_s = None
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
@@ -252,9 +337,11 @@ class LoadingRadixCache(AgreeingRadixCache):
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether nothing of a request is loading or to be loaded any more."""
         if self._window is not None and self._window.is_put_off(request.rid):
-            if self._num_asks_left == 0:
+            # Whoever waits only for the other ranks' answer must not wait behind loads.
+            loads = self._window.num_tokens(request.rid) > 0
+            if self._num_asks_left[loads] == 0:
                 return False
-            self._num_asks_left -= 1
+            self._num_asks_left[loads] -= 1
             return not self._awaits_its_turn(request)
         has_ended: bool = super().check_prefetch_progress(request)
         return has_ended
@@ -275,27 +362,37 @@ class LoadingRadixCache(AgreeingRadixCache):
     def _awaits_its_turn(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting; begins it when it has room."""
         assert self._window is not None
-        in_the_way = self.stores_in_the_way(request, self._window.num_tokens(request.rid))
+        num_tokens = self._window.num_tokens(request.rid)
+        in_the_way = self.stores_in_the_way(request, num_tokens)
         if self.storage is None or (
-            self._decides_alone() and not self._gains_by_its_turn(request, in_the_way)
+            num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way)
         ):
             self._window.withdraw(request.rid)
+            self._forget(request)
             return False
         if in_the_way or not self._window.has_turn(request.rid, self._num_loading_tokens()):
             return True
         if not self._window.ask(request.rid):
+            self._forget(request)
             return False
         # The scheduler repeats the load's request with a fresh match in its next pass.
         self.storage_prefetch_retries.refetch(request.rid)
         return True
 
     def _gains_by_its_turn(self, request: CacheRequestHandle, num_stored_first: int) -> bool:
-        assert self._planner is not None and self.storage is not None
-        if not self.storage.serves_loads:
-            return False
+        """Whether waiting still pays on every rank, as far as that is known: several ranks answer
+        each other in the next step."""
+        assert self._planner is not None and self.storage is not None and self.agreement is not None
         # A store is taken to last as long as a load.
         num_ahead = self.cache_controller.prefetch_tokens_occupied + num_stored_first
-        return self._planner.gains_by_its_turn(request, num_ahead=num_ahead)
+        gains = self.storage.serves_loads and self._planner.gains_by_its_turn(
+            request, num_ahead=num_ahead
+        )
+        question = _gain_of(request)
+        answer = self.agreement.ask(question, int(gains))
+        if answer is not None:
+            self.agreement.forget(question)
+        return answer != 0
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
@@ -308,7 +405,12 @@ class LoadingRadixCache(AgreeingRadixCache):
         is_read = operation.host_indices is not None
         num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
         num_missing = num_planned - operation.completed_tokens
-        if num_missing <= 0:
+        # With states of other components SGLang drops a load of which anything is missing.
+        is_all_or_nothing = any(
+            transfer.indices_from_pool != PoolName.KV for transfer in operation.pool_transfers or ()
+        )
+        lacks_states = is_all_or_nothing and not operation.pool_transfers_done
+        if num_missing <= 0 and not lacks_states:
             return False
         occupied = self.cache_controller.prefetch_tokens_occupied
         return not self._planner.should_wait(
@@ -317,11 +419,13 @@ class LoadingRadixCache(AgreeingRadixCache):
             num_before=operation.storage_start + operation.completed_tokens,
             num_ahead=0 if is_read else max(0, occupied - num_planned),
             is_read=is_read,
+            num_lost=operation.completed_tokens if is_all_or_nothing else 0,
         )
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         if self._planner is not None:
             self._planner.leaves(request)
+        self._loading_keys.pop(request, None)
         span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
         return span
 
@@ -331,6 +435,8 @@ class LoadingRadixCache(AgreeingRadixCache):
             self._window.withdraw(request.rid)
         if self._planner is not None:
             self._planner.leaves(request)
+        self._loading_keys.pop(request, None)
+        self._unlock_loaded(request)
         super().release_aborted_request(request)
 
     # ---- The decode side of a handoff, see ``decode_loads`` ----
@@ -366,6 +472,7 @@ class LoadingRadixCache(AgreeingRadixCache):
 
     def forget_plan(self, request: CacheRequestHandle) -> None:
         """A load that no request waits for was begun."""
+        self._loading_keys.pop(request, None)
         if self._window is not None:
             self._window.withdraw(request.rid)
         if self._planner is not None:
@@ -379,6 +486,8 @@ class LoadingRadixCache(AgreeingRadixCache):
     def reset(self) -> None:
         super().reset()
         self._promised = {}
+        self._loading_keys, self._loaded = {}, {}
+        self._num_asks_left = [0, 0]
         if self._window is not None:
             self._window.clear()
         if self._planner is not None:

@@ -209,18 +209,28 @@ class TieredRadixCache(SpillingRadixCache):
     def evict_host(
         self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
     ) -> int:
-        """Free host tokens; residents go only when nothing else is left to evict, and what
-        NVMe does not hold yet only after them."""
+        """Free host tokens, or slots of another component's states, which residents pin too;
+        residents go only when nothing else is left to evict, and what NVMe does not hold yet only
+        after them. What was loaded for requests that wait stays, since the window bounds it; but of
+        other components' states it may take all, so of these what came last goes too."""
         freed: int = super().evict_host(num_tokens, component_type)
-        if self._residents is None or component_type is not BASE_COMPONENT_TYPE:
-            return freed
-        self._residents.evicted(freed)
-        while freed < num_tokens and (dismissed := self._residents.give_up()) is not None:
-            self._unpin(dismissed)
-            freed += super().evict_host(num_tokens - freed, component_type)
-        while freed < num_tokens and self.release_dirty_pin():
+        is_base = component_type is BASE_COMPONENT_TYPE
+        if self._residents is not None and is_base:
+            self._residents.evicted(freed)
+        while freed < num_tokens and (
+            self._dismiss_resident()
+            or self.release_dirty_pin()
+            or (not is_base and self.unlock_last_loaded())
+        ):
             freed += super().evict_host(num_tokens - freed, component_type)
         return freed
+
+    def _dismiss_resident(self) -> bool:
+        dismissed = None if self._residents is None else self._residents.give_up()
+        if dismissed is None:
+            return False
+        self._unpin(dismissed)
+        return True
 
     def _offer_resident(self, node_id: int) -> None:
         """Pin the chain that ends in a node, if it is to stay: a pinned node keeps its ancestors,

@@ -415,17 +415,23 @@ class TieredStorage(ZeroCopyStorage):
                     f"pool {transfer.name} has hit policy {transfer.hit_policy}, which the tiered "
                     "storage does not serve; start with --tier-mode host."
                 )
-            covered = {
-                end for end in range(1, kv_pages + 1) if all(held[max(0, end - window) : end])
-            }
+            covered, num_held = set(), 0
+            for end, is_held in enumerate(held, 1):
+                num_held = num_held + 1 if is_held else 0
+                if num_held >= min(window, end):
+                    covered.add(end)
             if covered:
                 hits[transfer.name] = max(covered)
             restorable = [end for end in restorable if end in covered]
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
-        engine = self._require_engine()
-        return [engine.lookup([key]).num_hits == 1 for key in self._keys(pool, hashes)]
+        keys = self._keys(pool, hashes)
+        held, layered = self.region_engine.view.contains(keys), self._layered
+        if layered is not None:
+            pairs = zip(held, keys, strict=True)
+            held = [up or layered.lookup([key]).num_hits == 1 for up, key in pairs]
+        return held
 
     # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
 

@@ -17,6 +17,7 @@ Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -211,22 +212,24 @@ class CostModel:
         ahead: Sequence[int] = (),
         queue_wait_s: float = 0.0,
         spans: Sequence[tuple[int, int]] = (),
+        ends: Sequence[int] | None = None,
     ) -> LoadPlan:
         """The length to load of a prefix that the tiers hold ``num_held`` tokens of.
 
         ``num_new`` tokens, the held ones first among them, follow ``num_before`` that need no
         prefill. ``spans`` are pairs of a tier and how many of the held tokens it holds, in order;
-        without them the nearest holds all. ``ahead`` are the tokens of other loads, by tier.
-        Whatever arrives while the request has to wait anyway (``queue_wait_s``) costs nothing. Of
-        lengths that are about as good the longest is taken: it leaves more of the processor to
-        others. Whole pages; 0 means compute everything.
+        without them the nearest holds all. ``ends`` are the lengths that can be used, shortest
+        first, of models whose states lie at some places only. ``ahead`` are the tokens of other
+        loads, by tier. Whatever arrives while the request has to wait anyway (``queue_wait_s``)
+        costs nothing. Of lengths that are about as good the longest is taken: it leaves more of the
+        processor to others. Whole pages; 0 means compute everything.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         if num_held <= 0:
             return LoadPlan((), 0.0, 0.0)
         everything = self.prefill.seconds(num_new, num_before)
         best, best_s = LoadPlan((), 0.0, 0.0), everything
-        for num_tokens in self._cuts(num_held, spans):
+        for num_tokens in self._cuts(num_held, spans, ends):
             parts = self._parts(num_tokens, spans)
             load_s = self.load_seconds(parts, ahead)
             rest_s = self.prefill.seconds(num_new - num_tokens, num_before + num_tokens)
@@ -236,13 +239,16 @@ class CostModel:
                 best, best_s = LoadPlan(parts, load_s, saved_s), total_s
         return best
 
-    def should_wait(self, *, num_missing: int, num_before: int, left_s: float) -> bool:
-        """Whether a request that could start now waits on for ``num_missing`` tokens behind
-        ``num_before`` ones that are there, expected in ``left_s``."""
-        return left_s < self.prefill.seconds(num_missing, num_before)
+    def should_wait(self, *, num_saved: int, num_before: int, left_s: float) -> bool:
+        """Whether a request that could start now waits on for a load, expected in ``left_s``, that
+        saves it the prefill of ``num_saved`` tokens behind ``num_before`` others."""
+        return left_s < self.prefill.seconds(num_saved, num_before)
 
-    def _cuts(self, num_held: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """Lengths to compare: even parts, and where the tier changes."""
+    def _cuts(
+        self, num_held: int, spans: Sequence[tuple[int, int]], ends: Sequence[int] | None
+    ) -> list[int]:
+        """Lengths to compare: even parts, and where the tier changes; of a load that may end at
+        some places only, the last such place in each."""
         num_pages = num_held // self._page_tokens
         cuts = min(NUM_CUTS, num_pages)
         lengths = {num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)}
@@ -250,6 +256,9 @@ class CostModel:
         for _, num_tokens in spans[:MAX_SPANS]:
             end += num_tokens
             lengths.add(min(end, num_held) // self._page_tokens * self._page_tokens)
+        if ends is not None:
+            places = [bisect_right(ends, length) for length in lengths]
+            lengths = {ends[place - 1] for place in places if place}
         return sorted(lengths - {0})
 
     def _parts(self, num_tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -37,8 +37,9 @@ class PrefetchWindow(Generic[Request]):
         """Whether a load of ``num_tokens`` may begin beside ``num_taken`` tokens under way.
 
         One load always may, however large: a prompt longer than the window must not wait forever.
+        Nor must a request that loads nothing wait for one.
         """
-        return num_taken == 0 or num_taken + num_tokens <= self._limit
+        return num_tokens == 0 or num_taken == 0 or num_taken + num_tokens <= self._limit
 
     def put_off(self, request: Request, num_tokens: int) -> None:
         """An attempt found no room for so much; the request shall be asked again."""

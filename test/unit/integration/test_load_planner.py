@@ -131,6 +131,15 @@ def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -
     assert planner.tokens[LoadDecision.GAVE_UP] == 6400
 
 
+def test_the_last_of_a_load_that_is_lost_without_it_is_worth_waiting_for_all_of_it() -> None:
+    planner, _ = make_planner(load_token_s=2 * TOKEN_S)
+    asked = {"num_missing": 640, "num_before": 5760, "num_ahead": 0, "is_read": True}
+    assert not planner.should_wait("r", **asked)
+    assert planner.should_wait("r", **asked, num_lost=5760)
+    assert not planner.should_wait("r", **{**asked, "num_missing": 5000}, num_lost=640)
+    assert planner.tokens[LoadDecision.GAVE_UP] == 640 + 5000 + 640
+
+
 def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
     planner, now = make_planner()
     arrive(planner, "r", 6400, 6500)

@@ -113,6 +113,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.ongoing_write_through = {}
     cache._stores_on_device = {}
     cache._waits_for_room = {}
+    cache._loading_keys, cache._loaded = {}, {}
     return Made(
         cache=cache, storage=storage, spiller=spiller, backed_up=backed_up, upstream=upstream
     )

@@ -94,6 +94,15 @@ def test_a_disk_that_became_300_times_slower_is_declined_after_five_loads() -> N
     assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
 
 
+def test_a_load_ends_where_a_model_with_states_can_go_on() -> None:
+    costs = model()
+    asked = {"num_held": 4000, "num_new": 4032, "num_before": 0}
+    assert costs.plan(**asked, ends=[128, 2496, 3776]).num_tokens == 3776
+    assert costs.plan(**asked, ends=[]).num_tokens == 0
+    behind_a_queue = {**asked, "ends": [128, 2496, 3776], "ahead": (20_000,)}
+    assert costs.plan(**behind_a_queue).num_tokens in (0, 128, 2496, 3776)
+
+
 def test_one_stall_does_not_decide_alone() -> None:
     costs = model()
     costs.transfer.observe(12 << 20, 30 * load_seconds(12 << 20))
@@ -175,9 +184,9 @@ def test_loads_ahead_can_make_a_load_not_worth_its_wait() -> None:
 def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
     costs = model()
     compute_s = costs.prefill.seconds(2000, 2000)
-    assert costs.should_wait(num_missing=2000, num_before=2000, left_s=0.9 * compute_s)
-    assert not costs.should_wait(num_missing=2000, num_before=2000, left_s=1.1 * compute_s)
-    assert not costs.should_wait(num_missing=0, num_before=2000, left_s=0.0)
+    assert costs.should_wait(num_saved=2000, num_before=2000, left_s=0.9 * compute_s)
+    assert not costs.should_wait(num_saved=2000, num_before=2000, left_s=1.1 * compute_s)
+    assert not costs.should_wait(num_saved=0, num_before=2000, left_s=0.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])

@@ -46,3 +46,10 @@ def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
     assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
     assert not window.ask("a")
     assert not window.is_put_off("a")
+
+
+def test_a_request_that_loads_nothing_waits_for_no_load() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    assert window.has_room(0, num_taken=5000)
+    window.put_off("cold", 0)
+    assert window.has_turn("cold", num_taken=5000)

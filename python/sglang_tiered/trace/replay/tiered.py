@@ -238,7 +238,7 @@ class TieredStack(RadixStack):
         missing = self._tokens_between(job, arrived, job.load_stop)
         before = self._tokens_between(job, 0, arrived)
         if not self._costs.should_wait(
-            num_missing=missing, num_before=before, left_s=job.load_end_s - now_s
+            num_saved=missing, num_before=before, left_s=job.load_end_s - now_s
         ):
             job.ready_s = now_s
 

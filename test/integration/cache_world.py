@@ -1,0 +1,220 @@
+"""The real ``TieredRadixCache`` over SGLang's tree, pools and threads and a real store, without a
+model: what a scheduler asks of it, one call at a time."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_context, get_parallel
+
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration import load_scheduling, namespace
+from sglang_tiered.integration.radix_cache import TieredRadixCache
+from sglang_tiered.integration.rank_agreement import SILENT, RankAgreement
+from sglang_tiered.integration.server_args import _storage_arguments
+from sglang_tiered.integration.told_purges import INITIAL, RULES
+from sglang_tiered.policy.cost_model import PrefillCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import pytest
+
+__all__ = ["PAGE", "CacheWorld", "cache_world", "prompt"]
+
+PAGE, HEADS, HEAD_DIM = 16, 2, 64
+DEVICE_TOKENS = 64 * PAGE
+WINDOW_PAGES = 2
+DEADLINE_S = 120.0
+
+
+def prompt(number: int, num_pages: int) -> array[int]:
+    """Tokens that no other number's prompt begins with."""
+    return array("q", range(number * 10_000, number * 10_000 + num_pages * PAGE))
+
+
+class CacheWorld:
+    """A cache, and the calls that SGLang's scheduler makes for its requests."""
+
+    def __init__(self, server_args: Any, *, has_window: bool) -> None:
+        shape = {
+            "page_size": PAGE,
+            "dtype": torch.float32,
+            "head_num": HEADS,
+            "head_dim": HEAD_DIM,
+            "device": "cpu",
+            "enable_memory_saver": False,
+        }
+        self.has_window = has_window
+        self.allocator: Any
+        if has_window:
+            pool: Any = SWAKVPool(
+                size=DEVICE_TOKENS,
+                size_swa=DEVICE_TOKENS,
+                swa_attention_layer_ids=[0],
+                full_attention_layer_ids=[1],
+                **shape,
+            )
+            self.allocator = SWATokenToKVPoolAllocator(
+                DEVICE_TOKENS, DEVICE_TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False
+            )
+        else:
+            pool = MHATokenToKVPool(DEVICE_TOKENS, layer_num=2, **shape)
+            self.allocator = PagedTokenToKVPoolAllocator(
+                DEVICE_TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False
+            )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(4, 1024, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            sliding_window_size=WINDOW_PAGES * PAGE if has_window else None,
+            tree_components=(
+                (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
+            ),
+        )
+        self.cache: Any = TieredRadixCache(params)
+        self.cache.init_hicache(server_args, params)
+
+    @property
+    def num_host_tokens(self) -> int:
+        return int(self.cache.cache_controller.mem_pool_host.logical_size)
+
+    def compute(self, tokens: array[int]) -> None:
+        """A prompt's KV gets into the tree, and a copy of it on its way to host memory."""
+        slots = self._alloc(len(tokens))
+        self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
+        self.until(lambda: not self.cache.ongoing_write_through)
+
+    def _alloc(self, num_tokens: int) -> torch.Tensor:
+        allocator = self.allocator
+        if not self.has_window:
+            slots: torch.Tensor = allocator.alloc(num_tokens)
+            return slots
+        slots = allocator.full_attn_allocator.alloc(num_tokens)
+        allocator.set_full_to_swa_mapping(slots, allocator.swa_attn_allocator.alloc(num_tokens))
+        return slots
+
+    def store(self, *prompts: array[int]) -> None:
+        """Prompts' KV gets into the store, and out of memory."""
+        for tokens in prompts:
+            self.compute(tokens)
+            # What a busy machine dropped is offered again.
+            self.until(partial(self._is_stored, tokens))
+            self.until(lambda: not self.cache.ongoing_backup)
+        self.cache.reset()
+        self.allocator.clear()
+
+    def num_stored(self) -> int:
+        """KV pages that NVMe holds."""
+        return int(self.cache.storage.stats().num_pages)
+
+    def _is_stored(self, tokens: array[int]) -> bool:
+        """Whether NVMe holds all of a prompt, its window included."""
+        hashes = get_storage_hash_str(RadixKey(tokens, None), None, page_size=PAGE)
+        keys, policy = hashes[-WINDOW_PAGES:], PoolHitPolicy.TRAILING_PAGES
+        window = PoolTransfer(PoolName.SWA, keys=keys, hit_policy=policy)
+        states = [window] if self.has_window else []
+        return bool(self.cache.storage.batch_exists_v2(hashes, states).kv_hit_pages == len(hashes))
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Scheduler steps until it is so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.cache.check_hicache_events()
+
+    def asks(self, name: str, tokens: array[int]) -> CacheRequestHandle:
+        """A request comes (or its load is asked for again), as the scheduler's
+        ``_prefetch_kvcache`` has it."""
+        request = CacheRequestHandle(name, 0)
+        cache = self.cache
+        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:], None)))
+        start = match.device_prefix_len + match.host_hit_length
+        cache.prefetch_from_storage(
+            request,
+            match.last_host_node,
+            tokens[start:],
+            cache.get_last_hash_value(match.last_host_node),
+            matched_prefix_tokens=tokens[:start],
+        )
+        return request
+
+    def is_retried(self, request: CacheRequestHandle) -> bool:
+        """Whether the scheduler was told to ask for the load again."""
+        return request.rid in self.cache.storage_prefetch_retries._pending
+
+    def has_ranks(
+        self, monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], int] = lambda question: SILENT
+    ) -> None:
+        """From now on there is another rank, which answers the ranks' questions so."""
+        cache = self.cache
+
+        def reduce(data: torch.Tensor, op: Any) -> None:
+            questions = cache.agreement._questions
+            if data.dtype == torch.int64:  # what is exchanged in each step
+                for place, question in enumerate(reversed(questions)):
+                    data[-1 - place] = min(int(data[-1 - place]), other(question))
+
+        monkeypatch.setattr(cache, "_all_reduce_attn_groups", reduce)
+        monkeypatch.setattr(cache, "tp_world_size", 2)
+        del cache.cache_controller.prefetch  # which answers at once where nobody else is asked
+        cache.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+
+
+@contextmanager
+def cache_world(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_window: bool = False
+) -> Iterator[CacheWorld]:
+    """A world whose prefill is slow enough that every load pays."""
+    nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
+    config = TieredConfig(mode=TierMode.NVME, host_bytes=8 * MiB, nvme=nvme, num_ranks=1)
+    environment: dict[str, str] = {}
+    config.to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    slow = PrefillCost((1.0, 1.0, 0.0))
+    monkeypatch.setattr(load_scheduling, "probe_prefill", lambda *_, **__: slow)
+    flags = {
+        flag.lstrip("-").replace("-", "_"): value
+        for flag, value in _storage_arguments(PAGE).items()
+    }
+    override = get_context().override_server_args(
+        **flags,
+        device="cpu",
+        page_size=PAGE,
+        enable_hierarchical_cache=True,
+        hicache_io_backend="direct",
+        hicache_mem_layout="page_first_direct",
+        hicache_write_policy="write_through",
+    )
+    with (
+        override as server_args,
+        get_parallel().override(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
+        ),
+    ):
+        world = CacheWorld(server_args, has_window=has_window)
+        yield world
+        world.cache.release_host_resources()
