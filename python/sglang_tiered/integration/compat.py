@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.reset": ("self",),
     f"{_TREE}.init_hicache": ("self", "server_args", "params"),
     f"{_TREE}.shutdown": ("self",),
+    f"{_TREE}.attach_storage_backend": ("self", "storage_backend"),
     f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
     f"{_TREE}.init_load_back": ("self", "params"),
     f"{_TREE}._finish_write_through_ack": ("self", "ack_id"),
