@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.reset": ("self",),
     f"{_TREE}.init_hicache": ("self", "server_args", "params"),
     f"{_TREE}.shutdown": ("self",),
+    f"{_TREE}.total_size": ("self",),
     f"{_TREE}.attach_storage_backend": ("self", "storage_backend"),
     f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
     f"{_TREE}.init_load_back": ("self", "params"),
@@ -208,7 +209,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
             "update_weights_from_distributed",
             "update_weights_from_tensor",
             "update_weights_from_ipc",
+            "begin_weight_update",
             "end_weight_update",
+            "release_memory_occupation",
         )
     },
 }

@@ -2,7 +2,8 @@
 
 | target | kind | reason |
 |---|---|---|
-| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.release_memory_occupation | AFTER | released weights come back as garbage, whose KV must not be stored as theirs |
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
 | Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
@@ -49,11 +50,10 @@ __all__ = ["RepeatFilter", "register"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_WEIGHT_UPDATES = (
-    "update_weights_from_disk",
+_WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc")
+_SESSION_UPDATES = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
-    "update_weights_from_ipc",
     "end_weight_update",
 )
 TRANSFER_BACKEND = "zmq"
@@ -77,6 +77,10 @@ def register() -> None:
 
     for method in _WEIGHT_UPDATES:
         HookRegistry.register(f"{_UPDATER}.{method}", _after_weight_update, HookType.AFTER)
+    for method in _SESSION_UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{method}", _after_session_update, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.begin_weight_update", _after_begin, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.release_memory_occupation", _after_release, HookType.AFTER)
     clock = PrefillClock()
     HookRegistry.register(f"{_SCHEDULER}.run_batch", clock.around_run, HookType.AROUND)
     HookRegistry.register(
@@ -196,14 +200,42 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 
 
-def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
+def _after_weight_update(_: Any, updater: Any, *__: Any) -> None:
+    """A failed update may have replaced some weights, so it counts as one too."""
+    _weights_changed(updater)
+
+
+def _after_session_update(result: Any, updater: Any, *_: Any) -> None:
+    if result.success or updater._session is not None:  # noqa: SLF001
+        _weights_changed(updater)  # else it was refused, for no session is open
+
+
+def _after_begin(result: Any, updater: Any, *_: Any) -> None:
+    """From now on weights may change without a call, as by RDMA."""
+    if result.success:
+        _weights_changed(updater, are_final=False)
+
+
+def _after_release(_: Any, updater: Any, recv_req: Any) -> None:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_exec
+
+    of_weights = not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
+    are_kept = get_exec().features.enable_weights_cpu_backup
+    if of_weights and updater.memory_saver_adapter.enabled and not are_kept:
+        _weights_changed(updater, are_final=False)
+
+
+def _weights_changed(updater: Any, *, are_final: bool = True) -> None:
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
-    cache = getattr(updater.scheduler, "tree_cache", None)
+    scheduler = updater.scheduler
+    cache = getattr(scheduler, "tree_cache", None)
     if isinstance(cache, TieredRadixCache):
-        # A failed update may have replaced some weights, so it counts as one too.
-        flushed = bool(getattr(recv_req, "flush_cache", False)) and bool(result.success)
-        cache.change_weights(tree_was_flushed=flushed)
+        # Not what the call asked for counts but what is left: the last call of a session flushes
+        # nothing, and a flush may have been refused.
+        is_empty = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
+        cache.change_weights(tree_is_empty=are_final and is_empty and cache.is_empty)
 
 
 def _after_is_fully_idle(

@@ -182,7 +182,7 @@ class TieredRadixCache(SpillingRadixCache):
         if self._tier_events is not None:
             self._tier_events.use_tiers(tiers_of(storage))
         if self._holds_old_kv:
-            storage.change_weights(tree_was_flushed=False)
+            storage.change_weights(tree_is_empty=False)
 
     def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
         """Give SGLang the size in bytes: its flag counts whole gigabytes."""
@@ -324,12 +324,24 @@ class TieredRadixCache(SpillingRadixCache):
         if self.storage is not None:
             self.storage.tree_was_reset()
 
-    def change_weights(self, *, tree_was_flushed: bool) -> None:
-        """The model's weights were replaced: nothing stored so far may be read again."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither the tree, nor a session, nor host memory holds any KV. Walks the tree."""
+        host = self.cache_controller.mem_pool_host
+        return bool(
+            self.total_size() == (0, 0)
+            and not self.session.slots
+            and host.available_size() == host.logical_size
+        )
+
+    def change_weights(self, *, tree_is_empty: bool) -> None:
+        """The model's weights were replaced: nothing stored so far may be read again.
+
+        ``tree_is_empty``: no KV of the weights before is left, of running requests neither."""
         namespace.forget_files()
-        self._holds_old_kv = not tree_was_flushed
+        self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
-            self.storage.change_weights(tree_was_flushed=tree_was_flushed)
+            self.storage.change_weights(tree_is_empty=tree_is_empty)
 
     def purge_warm_list(self, tenant: bytes | None) -> Unfinished | None:
         """A tenant was purged, or all were: its prompts are forgotten too."""

@@ -239,7 +239,7 @@ class TieredStorage(ZeroCopyStorage):
         """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
         concern device and host memory. What is stored stays right; ``/tier/purge`` forgets it."""
 
-    def change_weights(self, *, tree_was_flushed: bool) -> None:
+    def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
 
         If the tree still holds KV of the old weights, stores are refused until it is reset, since
@@ -250,7 +250,7 @@ class TieredStorage(ZeroCopyStorage):
         with self.gate.lock:
             # What the backup thread decides before this is stored under the old namespace, and what
             # it decides after sees the flag.
-            self._stores_suspended = not tree_was_flushed
+            self._stores_suspended = not tree_is_empty
             self._namespace = namespace.successor(self._namespace)
             # Nobody can name the namespace of an update again: its space is the first to be reused.
             engine = self._layered or self.region_engine
@@ -258,7 +258,10 @@ class TieredStorage(ZeroCopyStorage):
             self._search = None
             self._begin_late_purges()
         self._was_updated = True
-        logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
+        waits = (
+            "" if tree_is_empty else "; it takes nothing until memory, full of old KV, is flushed"
+        )
+        logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
 
     @property
     def region_engine(self) -> RegionEngine:

@@ -1,4 +1,4 @@
-"""The whole cache over a real store: what outlives a storage that is detached and attached."""
+"""The whole cache over a real store: tiers that are detached and attached, weights that change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from small_cache import PAGE, compute, keys_of, make_cache, step, storage_flags
 
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
-from sglang_tiered.integration import namespace
+from sglang_tiered.integration import hooks, namespace
 from sglang_tiered.integration.tier_events import TierEvents, tiers_of
 from sglang_tiered.storage.layered.tiers import Tier
 
@@ -87,13 +88,52 @@ def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_
     cache: Any,
 ) -> None:
     compute(cache, TOKENS)
-    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+    settle(cache)
     assert cache.detach_storage_backend()[0]
-    cache.change_weights(tree_was_flushed=False)
+    cache.change_weights(tree_is_empty=False)
     attach_again(cache)
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
-    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+    settle(cache)
     assert cache.storage.stats().num_pages_stored == 0
+    flush(cache)
+    store(cache, TOKENS)
+
+
+def flush(cache: Any) -> None:
     cache.reset()
     cache.token_to_kv_pool_allocator.clear()
+
+
+def settle(cache: Any) -> None:
+    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+
+
+def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
+    scheduler = SimpleNamespace(
+        tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: True
+    )
+    updater = SimpleNamespace(scheduler=scheduler, _session=object())
+    done, request = SimpleNamespace(success=True), SimpleNamespace()
     store(cache, TOKENS)
+    hooks._after_begin(done, updater, request)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
+    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    settle(cache)
+    assert cache.storage.stats().num_pages_stored == 4, "KV of half the weights is stored"
+    hooks._after_session_update(done, updater, request)
+    flush(cache)
+    updater._session = None
+    hooks._after_session_update(done, updater, request)
+    compute(cache, TOKENS)
+    settle(cache)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 4
+
+
+def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -> None:
+    compute(cache, TOKENS)
+    settle(cache)
+    cache.evict(EvictParams(num_tokens=len(TOKENS)))
+    assert cache.total_size() == (0, 0), "the test wants it in host memory alone"
+    assert not cache.is_empty
+    flush(cache)
+    assert cache.is_empty
