@@ -17,9 +17,22 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["PAGE", "compute", "keys_of", "make_cache", "step", "storage_flags"]
+__all__ = [
+    "PAGE",
+    "TOKENS",
+    "compute",
+    "flush",
+    "keys_of",
+    "make_cache",
+    "settle",
+    "step",
+    "storage_flags",
+    "store",
+]
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 16
+TOKENS = list(range(100, 100 + 4 * PAGE))
+"""A prompt."""
 DEADLINE_S = 60.0
 
 
@@ -127,3 +140,21 @@ def step(cache: Any, until: Callable[[], bool], steps: int | None = None) -> Non
         cache.check_hicache_events()
         steps = None if steps is None else steps - 1
         time.sleep(0.001)
+
+
+def settle(cache: Any) -> None:
+    """Every copy and every store that was queued is done."""
+    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+
+
+def store(cache: Any, tokens: list[int]) -> None:
+    """A prompt is computed, and NVMe holds it."""
+    compute(cache, tokens)
+    step(cache, lambda: cache.storage.num_kept(keys_of(tokens)) == len(tokens) // PAGE)
+    settle(cache)
+
+
+def flush(cache: Any) -> None:
+    """Empty device and host memory, as ``/flush_cache`` does."""
+    cache.reset()
+    cache.token_to_kv_pool_allocator.clear()

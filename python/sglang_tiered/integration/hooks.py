@@ -5,7 +5,7 @@
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
 | SchedulerWeightUpdaterManager.release_memory_occupation | AFTER | released weights come back as garbage, whose KV must not be stored as theirs |
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
-| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
+| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop (``quiescing``) |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
 | Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
@@ -246,7 +246,7 @@ def _after_is_fully_idle(
     cache = scheduler.tree_cache
     if not result or for_health_check or not isinstance(cache, TieredRadixCache):
         return result
-    return cache.storage is None or cache.storage.transfers.num_running == 0
+    return not cache.has_loads_under_way
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:

@@ -485,7 +485,7 @@ class TieredStorage(ZeroCopyStorage):
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
-                job = self.transfers.begin(self._require_engine().submit_store, run)
+                job = self._require_engine().submit_store(run)
         if job is not None:
             stored = self.transfers.finish(job)
         stored += [False] * (len(hashes) - admitted)

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from small_cache import PAGE, compute, keys_of, make_cache, step, storage_flags
+from small_cache import PAGE, TOKENS, compute, flush, keys_of, settle, storage_flags, store
 
-from sglang_tiered.config import ENVIRONMENT_VARIABLE
-from sglang_tiered.integration import hooks, namespace
+from sglang_tiered.integration import hooks
 from sglang_tiered.integration.tier_events import TierEvents, tiers_of
 from sglang_tiered.storage.layered.tiers import Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-TOKENS = list(range(100, 100 + 4 * PAGE))
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")  # so that it is put back
-    monkeypatch.setattr(namespace, "server_identity", None)
-    monkeypatch.setattr(namespace, "_files_are_old", False)
-    with ExitStack() as held:
-        cache = make_cache(str(tmp_path / "kv"), held)
-        yield cache
-        cache.release_host_resources()
-
-
-def store(cache: Any, tokens: list[int]) -> None:
-    """A prompt is computed, and NVMe holds it."""
-    compute(cache, tokens)
-    step(cache, lambda: cache.storage.num_kept(keys_of(tokens)) == len(tokens) // PAGE)
-    step(cache, lambda: not cache.ongoing_backup)
 
 
 def attach_again(cache: Any) -> None:
@@ -97,15 +70,6 @@ def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_
     assert cache.storage.stats().num_pages_stored == 0
     flush(cache)
     store(cache, TOKENS)
-
-
-def flush(cache: Any) -> None:
-    cache.reset()
-    cache.token_to_kv_pool_allocator.clear()
-
-
-def settle(cache: Any) -> None:
-    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
 
 
 def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
