@@ -187,6 +187,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
+    "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (
         "self",
         "obj",
@@ -212,6 +213,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
             "begin_weight_update",
             "end_weight_update",
             "release_memory_occupation",
+            "resume_memory_occupation",
         )
     },
 }

@@ -34,6 +34,7 @@ class Updater(SimpleNamespace):
         self, patch: pytest.MonkeyPatch, *, is_idle: bool = True, is_empty: bool = True
     ) -> None:
         cache = TieredRadixCache.__new__(TieredRadixCache)
+        cache.tp_world_size = 1
         scheduler = SimpleNamespace(
             tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: is_idle
         )
@@ -103,7 +104,8 @@ def test_kv_of_weights_that_were_released_and_not_kept_is_not_stored(
     updater.memory_saver_adapter.enabled = saver
     features = SimpleNamespace(enable_weights_cpu_backup=kept)
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features))
-    hooks._after_release(None, updater, SimpleNamespace(tags=tags))
+    monkeypatch.setattr(TieredRadixCache, "quiesce", lambda _: True)
+    hooks._around_release(lambda *_: None, updater, SimpleNamespace(tags=tags))
     assert updater.told == told
 
 
