@@ -110,3 +110,32 @@ def test_prompts_that_split_and_evict_waiting_nodes_break_nothing(
     again = prompt()
     assert server.generate(again).output_ids == server.generate(again).output_ids
     assert "Traceback" not in server.log
+
+
+def test_memory_is_released_and_weights_change_while_stores_wait_for_a_crawling_disk(
+    server: Server, disk: Disk, model: Path
+) -> None:
+    """SGLang ended its scheduler, or kept the KV of the weights before in memory."""
+    prompts = make_prompts(9, 12, LENGTH)
+    update = {"model_path": str(model), "flush_cache": True}
+    disk.set_speed("0")
+    server.flush()
+    disk.set_speed(CRAWL)
+    expected = [answer.output_ids for answer in server.generate_all(prompts)]
+    server.request("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.request("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    answers = server.generate_all(prompts)
+    assert [answer.output_ids for answer in answers] == expected
+    server.request("/pause_generation", {"mode": "retract"})
+    assert server.request("/update_weights_from_disk", update)["success"]
+    server.request("/continue_generation", {"torch_empty_cache": False})
+    answers = server.generate_all(prompts)
+    assert [answer.output_ids for answer in answers] == expected
+    assert all(answer.num_cached == 0 for answer in answers), "of the weights before"
+    disk.set_speed("0")
+    wait_until_clean(server)
+    server.flush()
+    again = server.generate_all(prompts)
+    assert [answer.output_ids for answer in again] == expected
+    assert sum(answer.cached["storage"] for answer in again) > 0
+    assert "Traceback" not in server.log

@@ -37,6 +37,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.reset": ("self",),
     f"{_TREE}.init_hicache": ("self", "server_args", "params"),
     f"{_TREE}.shutdown": ("self",),
+    f"{_TREE}.total_size": ("self",),
+    f"{_TREE}.attach_storage_backend": ("self", "storage_backend"),
     f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
     f"{_TREE}.init_load_back": ("self", "params"),
     f"{_TREE}._finish_write_through_ack": ("self", "ack_id"),
@@ -185,6 +187,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
+    "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (
         "self",
         "obj",
@@ -220,7 +223,10 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
             "update_weights_from_distributed",
             "update_weights_from_tensor",
             "update_weights_from_ipc",
+            "begin_weight_update",
             "end_weight_update",
+            "release_memory_occupation",
+            "resume_memory_occupation",
         )
     },
 }

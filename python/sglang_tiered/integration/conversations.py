@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
+    from sglang_tiered.integration.quiescing import QuiescingRadixCache
     from sglang_tiered.integration.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage_backend import TieredStorage
 
@@ -217,7 +218,7 @@ def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) 
     return end
 
 
-def least_on_every_rank(cache: TieredRadixCache, values: list[int]) -> list[int]:
+def least_on_every_rank(cache: QuiescingRadixCache, values: list[int]) -> list[int]:
     """The smallest of each value over all ranks that hold parts of the same pages."""
     if cache.tp_world_size == 1:
         return values

@@ -2,9 +2,13 @@
 
 | target | kind | reason |
 |---|---|---|
-| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | stores under way would have SGLang refuse the flush, and old KV stay in memory under new weights |
+| SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored as theirs |
+| SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the scheduler when it is to resume what was not released, as a disk that hung may have had it |
+| Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang takes no note of stores that end, and a flush would be refused for ever |
 | Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
-| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop |
+| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop (``quiescing``) |
 | Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
 | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
 | Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
@@ -45,15 +49,16 @@ from sglang_tiered.metrics import METRICS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
 __all__ = ["RepeatFilter", "register"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_WEIGHT_UPDATES = (
-    "update_weights_from_disk",
+_WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc")
+_SESSION_UPDATES = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
-    "update_weights_from_ipc",
     "end_weight_update",
 )
 TRANSFER_BACKEND = "zmq"
@@ -77,6 +82,16 @@ def register() -> None:
 
     for method in _WEIGHT_UPDATES:
         HookRegistry.register(f"{_UPDATER}.{method}", _after_weight_update, HookType.AFTER)
+    for method in _SESSION_UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{method}", _after_session_update, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.begin_weight_update", _after_begin, HookType.AFTER)
+    for method in (*_WEIGHT_UPDATES, *_SESSION_UPDATES[:2]):
+        HookRegistry.register(f"{_UPDATER}.{method}", _before_weight_update, HookType.BEFORE)
+    HookRegistry.register(f"{_UPDATER}.release_memory_occupation", _around_release, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", _around_resume, HookType.AROUND)
+    HookRegistry.register(
+        f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", _after_pause, HookType.AFTER
+    )
     clock = PrefillClock()
     HookRegistry.register(f"{_SCHEDULER}.run_batch", clock.around_run, HookType.AROUND)
     HookRegistry.register(
@@ -196,14 +211,93 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 
 
-def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
+def _cache_of(updater: Any) -> TieredRadixCache | None:
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
     cache = getattr(updater.scheduler, "tree_cache", None)
-    if isinstance(cache, TieredRadixCache):
-        # A failed update may have replaced some weights, so it counts as one too.
-        flushed = bool(getattr(recv_req, "flush_cache", False)) and bool(result.success)
-        cache.change_weights(tree_was_flushed=flushed)
+    return cache if isinstance(cache, TieredRadixCache) else None
+
+
+def _before_weight_update(updater: Any, recv_req: Any) -> None:
+    cache = _cache_of(updater)
+    if cache is not None and recv_req.flush_cache:
+        cache.quiesce()
+
+
+def _after_weight_update(_: Any, updater: Any, recv_req: Any) -> None:
+    """A failed update may have replaced some weights, so it counts as one too."""
+    _weights_changed(updater, wants_flush=bool(getattr(recv_req, "flush_cache", False)))
+
+
+def _after_session_update(result: Any, updater: Any, recv_req: Any) -> None:
+    if result.success or updater._session is not None:  # noqa: SLF001
+        _after_weight_update(result, updater, recv_req)  # else it was refused: no session is open
+
+
+def _after_begin(result: Any, updater: Any, *_: Any) -> None:
+    """From now on weights may change without a call, as by RDMA."""
+    if result.success:
+        _weights_changed(updater, are_final=False)
+
+
+def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool = True) -> None:
+    cache, scheduler = _cache_of(updater), updater.scheduler
+    if cache is None:
+        return
+    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.conversations import least_on_every_rank
+
+    # Not what the call asked for counts but what is left: the last call of a session flushes
+    # nothing, and a flush may have been refused, by one rank where it failed to load.
+    is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
+    (is_empty,) = least_on_every_rank(cache, [int(is_idle and cache.is_empty)])
+    cache.change_weights(tree_is_empty=are_final and bool(is_empty))
+    if wants_flush and not is_empty:
+        logger.warning(
+            "memory was not flushed after the change of weights, since requests run or a disk "
+            "hangs; nothing matches what it holds any more, and it is flushed once nothing runs"
+        )
+        purging.hide_memory(scheduler)
+
+
+def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+    from sglang.srt.runtime_context import get_exec
+
+    cache = _cache_of(updater)
+    if cache is not None and not cache.quiesce():
+        logger.error(
+            "no memory was released: the disk of the NVMe tier hangs, and it may still write to "
+            "host memory; release it again once the disk answers"
+        )
+        return ReleaseMemoryOccupationReqOutput()
+    result = original(updater, recv_req)
+    of_weights = not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
+    are_kept = get_exec().features.enable_weights_cpu_backup
+    if of_weights and updater.memory_saver_adapter.enabled and not are_kept:
+        _weights_changed(updater, are_final=False)
+    return result
+
+
+def _around_resume(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    if _cache_of(updater) is not None:
+        asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
+        recv_req.tags = [tag for tag in asked if tag in updater.offload_tags]
+        if not recv_req.tags:
+            return ResumeMemoryOccupationReqOutput()
+    return original(updater, recv_req)
+
+
+def _after_pause(_: Any, scheduler: Any) -> None:
+    """In the place of the step that SGLang leaves out; all ranks are in the same one."""
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    if isinstance(scheduler.tree_cache, TieredRadixCache):
+        scheduler.tree_cache.check_hicache_events()
 
 
 def _after_is_fully_idle(
@@ -214,7 +308,7 @@ def _after_is_fully_idle(
     cache = scheduler.tree_cache
     if not result or for_health_check or not isinstance(cache, TieredRadixCache):
         return result
-    return cache.storage is None or cache.storage.transfers.num_running == 0
+    return not cache.has_loads_under_way
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:

@@ -51,6 +51,11 @@ class MetricsExporter:
             for metric in metrics
         }
 
+    def read_from(self, read: Callable[[], TierStats | TransferStats]) -> None:
+        """From now on the statistics are those of tiers that were opened again."""
+        self._read = read
+        self._due = self._clock()  # before what begins at zero has grown past what was exported
+
     def export(self) -> None:
         """Publish a snapshot if the last one is old enough."""
         now = self._clock()
@@ -66,7 +71,7 @@ class MetricsExporter:
                     series.set(value)
                     continue
                 last = self._seen.get((metric.name, labels), 0.0)
-                series.inc(value - last)
+                series.inc(value - last if value >= last else value)
                 self._seen[metric.name, labels] = value
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "attach",
     "empty_memory",
     "handle",
+    "hide_memory",
     "key_of_new_request",
     "on_idle",
 ]
@@ -108,11 +109,23 @@ def begin(
             cache.storage.begin_purge(each, was_told=was_told, tells_peers=each == tenant)
             for each in with_unknown(tenant)
         ]
-    for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
-        request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
+    _use_new_keys(scheduler, cache)
     what = "everything" if tenant is None else f"tenant {tenant.hex()}"
     logger.info("purged %s%s", what, ", as another server did" if was_told else "")
     return purges
+
+
+def hide_memory(scheduler: Any) -> None:
+    """Put what device and host memory hold out of reach until they are emptied, in the next idle
+    moment; the tiers stay as they are. Every rank calls it in the same step."""
+    cache = scheduler.tree_cache
+    cache.fence.raise_against(None)
+    _use_new_keys(scheduler, cache)
+
+
+def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
+    for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
+        request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
 
 
 def attach(scheduler: Any) -> None:

@@ -49,7 +49,7 @@ from sglang_tiered.integration.host_size import (
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.tenants import SECRET_BITS
-from sglang_tiered.integration.tier_events import TierEvents
+from sglang_tiered.integration.tier_events import TierEvents, tiers_of
 from sglang_tiered.integration.warm_host import WarmHost, remove_list
 from sglang_tiered.policy.resident import ResidentSet
 
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         InitLoadBackParams,
     )
 
+    from sglang_tiered.integration.storage_backend import TieredStorage
     from sglang_tiered.storage.layered.tiers import Unfinished
 
 __all__ = ["BACKEND_NAME", "TieredRadixCache", "register"]
@@ -130,6 +131,7 @@ class TieredRadixCache(SpillingRadixCache):
     _warm_host: WarmHost | None = None
     _exporter: MetricsExporter | None = None
     _tier_events: TierEvents | None = None
+    _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     purge_as_told: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
     @cached_property
@@ -163,6 +165,24 @@ class TieredRadixCache(SpillingRadixCache):
             self._exporter = MetricsExporter(self.storage.stats)
         if self.storage is not None:
             self._tier_events = TierEvents.of_cache(self.tree_core, self.storage, params)
+
+    def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        before = self.storage
+        answer: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
+        if self.storage is not None and self.storage is not before:
+            self._use_storage(self.storage)
+        return answer
+
+    def _use_storage(self, storage: TieredStorage) -> None:
+        """An operator attached the tiers again: what knew the storage before knows this one."""
+        if self._planner is not None:
+            storage.use_planner(self._planner)
+        if self._exporter is not None:
+            self._exporter.read_from(storage.stats)
+        if self._tier_events is not None:
+            self._tier_events.use_tiers(tiers_of(storage))
+        if self._holds_old_kv:
+            storage.change_weights(tree_is_empty=False)
 
     def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
         """Give SGLang the size in bytes: its flag counts whole gigabytes."""
@@ -303,6 +323,7 @@ class TieredRadixCache(SpillingRadixCache):
 
     def reset(self) -> None:
         super().reset()
+        self._holds_old_kv = False
         if self._residents is not None:
             self._residents.clear()
             self._pins.clear()
@@ -313,11 +334,24 @@ class TieredRadixCache(SpillingRadixCache):
         if self.storage is not None:
             self.storage.tree_was_reset()
 
-    def change_weights(self, *, tree_was_flushed: bool) -> None:
-        """The model's weights were replaced: nothing stored so far may be read again."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither the tree, nor a session, nor host memory holds any KV. Walks the tree."""
+        host = self.cache_controller.mem_pool_host
+        return bool(
+            self.total_size() == (0, 0)
+            and not self.session.slots
+            and host.available_size() == host.logical_size
+        )
+
+    def change_weights(self, *, tree_is_empty: bool) -> None:
+        """The model's weights were replaced: nothing stored so far may be read again.
+
+        ``tree_is_empty``: no KV of the weights before is left, of running requests neither."""
         namespace.forget_files()
+        self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
-            self.storage.change_weights(tree_was_flushed=tree_was_flushed)
+            self.storage.change_weights(tree_is_empty=tree_is_empty)
 
     def purge_warm_list(self, tenant: bytes | None) -> Unfinished | None:
         """A tenant was purged, or all were: its prompts are forgotten too."""

@@ -19,8 +19,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.utils.rank_consensus_checker import assert_same
+
+from sglang_tiered.integration.quiescing import QuiescingRadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -159,7 +160,7 @@ def _unordered(number: int) -> float:
     return float(value)
 
 
-class AgreeingRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class AgreeingRadixCache(QuiescingRadixCache):
     """Lets a ``RankAgreement`` ride in the exchange of each scheduler step."""
 
     agreement: RankAgreement | None = None

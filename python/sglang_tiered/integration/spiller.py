@@ -171,7 +171,7 @@ class Spiller:
         if self._skipped and not self._cache.lets_loads_go_first:
             self._back_up_again(storage)
         if storage is None:
-            self._abandon()
+            self.abandon()
             return
         if self._queue:
             self._begin(storage)
@@ -371,8 +371,8 @@ class Spiller:
         self._dropped.clear()
         self._skipped.clear()
 
-    def _abandon(self) -> None:
-        """The tier was detached: nothing can be stored, and nothing needs to stay."""
+    def abandon(self) -> None:
+        """The tier was detached, or memory is about to be emptied: nothing needs to stay."""
         for node_id in list(self._locks):
             self._unlock(node_id)
         self._queue.clear()

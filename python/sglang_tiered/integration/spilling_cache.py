@@ -100,12 +100,20 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def write_backup_storage(self, node_id: int) -> None:
         """SGLang asks for the store of a node; the spiller decides when it is queued."""
+        if self._is_quiescing:
+            return
         storage = self.storage
         if self._spiller is None or storage is None or not self.tree_core.is_backuped(node_id):
             if not self.fence or not self.fence.blocks(self.tenant_of(node_id)):
                 super().write_backup_storage(node_id)
             return
         self._spiller.offer(node_id, storage)
+
+    def _drop_stores(self, dropping: bool) -> None:
+        if self.storage is not None:
+            self.storage.drop_stores(dropping)
+        if dropping and self._spiller is not None:
+            self._spiller.abandon()
 
     def tenant_of(self, node_id: int) -> bytes:
         """Whose pages a node holds."""

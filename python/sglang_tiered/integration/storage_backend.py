@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.load_planner import LoadPlanner
     from sglang_tiered.integration.tier_engines import FarTiers
-    from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.base import Job, TierEngine
     from sglang_tiered.storage.layered import LayeredEngine
     from sglang_tiered.storage.layered.tiers import Unfinished
     from sglang_tiered.storage.region.notes import Notes
@@ -76,7 +76,7 @@ class TieredStorage(ZeroCopyStorage):
 
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
     stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
-    ``_search``, ``_stores_suspended`` and ``_namespace``."""
+    ``_search``, ``_stores_suspended``, ``_dropping_stores`` and ``_namespace``."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = TieredConfig.from_environment()
@@ -101,6 +101,8 @@ class TieredStorage(ZeroCopyStorage):
         self._noting: threading.Thread | None = None
         self._late_purges: list[_LatePurge] = []  # to begin when it is
         self._stores_suspended = False  # the tree holds KV of other weights
+        self._dropping_stores = False  # memory is about to be emptied
+        self._storing: Job | None = None  # on the backup thread
         self._planner: LoadPlanner[Any] | None = None
         self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
         self.ledger: HostLedger  # from when the host pools are registered
@@ -239,7 +241,7 @@ class TieredStorage(ZeroCopyStorage):
         """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
         concern device and host memory. What is stored stays right; ``/tier/purge`` forgets it."""
 
-    def change_weights(self, *, tree_was_flushed: bool) -> None:
+    def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
 
         If the tree still holds KV of the old weights, stores are refused until it is reset, since
@@ -250,7 +252,7 @@ class TieredStorage(ZeroCopyStorage):
         with self.gate.lock:
             # What the backup thread decides before this is stored under the old namespace, and what
             # it decides after sees the flag.
-            self._stores_suspended = not tree_was_flushed
+            self._stores_suspended = not tree_is_empty
             self._namespace = namespace.successor(self._namespace)
             # Nobody can name the namespace of an update again: its space is the first to be reused.
             engine = self._layered or self.region_engine
@@ -258,7 +260,10 @@ class TieredStorage(ZeroCopyStorage):
             self._search = None
             self._begin_late_purges()
         self._was_updated = True
-        logger.info("weights changed: NVMe tier continues as namespace %s", self._namespace.hex())
+        waits = (
+            "" if tree_is_empty else "; it takes nothing until memory, full of old KV, is flushed"
+        )
+        logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
 
     @property
     def region_engine(self) -> RegionEngine:
@@ -306,6 +311,14 @@ class TieredStorage(ZeroCopyStorage):
         with self._gate.lock:
             self._stores_suspended = False
         self._gate.tree_was_reset()
+
+    def drop_stores(self, dropping: bool) -> None:
+        """Whether stores that SGLang has queued end at once, as does what has not begun of the one
+        under way. Memory only."""
+        with self.gate.lock:
+            self._dropping_stores = dropping
+            if dropping and self._storing is not None:
+                self._storing.cancel()
 
     @property
     def gate(self) -> StoreGate:
@@ -484,15 +497,18 @@ class TieredStorage(ZeroCopyStorage):
         job, stored = None, []
         with self.gate.lock:
             suspended = self._stores_suspended or self._search is not None
-            admitted = 0 if suspended else self.gate.num_admitted(hashes, is_kv=is_kv)
+            dropping = self._dropping_stores
+            takes = not suspended and not dropping
+            admitted = self.gate.num_admitted(hashes, is_kv=is_kv) if takes else 0
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
-                job = self.transfers.begin(self._require_engine().submit_store, run)
+                self._storing = job = self._require_engine().submit_store(run)
         if job is not None:
             stored = self.transfers.finish(job)
+            self._storing = None
         stored += [False] * (len(hashes) - admitted)
-        if is_kv:
+        if is_kv and not dropping:  # or the flush counts them
             why = None if suspended else self.gate.dropped_as
             self.ledger.stored(host_indices, stored, admitted, why)
         return stored

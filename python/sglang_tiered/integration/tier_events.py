@@ -120,7 +120,7 @@ class TierEvents:
             dynamo_format=params.dynamo_kv_event_format,
             lora_names=params.kv_event_lora_names,
         )
-        self._tiers = [(medium, 1 << at, holds) for at, (medium, holds) in enumerate(tiers.items())]
+        self.use_tiers(tiers)
         self._max_pages = max_pages
         self._root = _Node(RadixKey([]), None, [])
         # Event hashes of the last pages of nodes, where they differ from the keys of the pages.
@@ -141,6 +141,10 @@ class TierEvents:
         events = cls(core, tiers_of(storage), params)
         events.start()
         return events
+
+    def use_tiers(self, tiers: Mapping[StorageMedium, Holds]) -> None:
+        """Ask these from now on: the same media, opened again. The next sweep looks."""
+        self._tiers = [(medium, 1 << at, holds) for at, (medium, holds) in enumerate(tiers.items())]
 
     # ---- Scheduler thread ----
 

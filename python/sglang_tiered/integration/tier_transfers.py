@@ -1,6 +1,6 @@
 """``TierTransfers``: jobs of the tiers as SGLang's storage threads want them, begun and waited for.
 
-Counts what has host pages in use, tells the planner of every read, and measures a tier on order.
+Tells the planner of every read, and measures a tier on order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ MAX_EXPECTED_PAGES = 1 << 16
 
 
 class TierTransfers:
-    """One per storage. ``num_running`` is how many calls have host pages in use; any thread may
-    read it."""
+    """One per storage."""
 
     def __init__(self, shard: RegionEngine, layered: LayeredEngine | None, page_bytes: int) -> None:
         self._shard = shard
@@ -48,7 +47,6 @@ class TierTransfers:
         self._planner: LoadPlanner[Any] | None = None
         self._tenants: OrderedDict[str, bytes] = OrderedDict()  # by page hash
         self._lock = threading.Lock()
-        self.num_running = 0
 
     def use_planner(self, planner: LoadPlanner[Any]) -> None:
         """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
@@ -67,16 +65,9 @@ class TierTransfers:
             while len(self._tenants) > MAX_EXPECTED_PAGES:
                 self._tenants.popitem(last=False)
 
-    def begin(self, submit: Callable[[Run], Job], run: Run) -> Job:
-        with self._lock:
-            self.num_running += 1
-        return submit(run)
-
     def finish(self, job: Job) -> list[bool]:
         """Wait; which pages succeeded."""
         job.wait()
-        with self._lock:
-            self.num_running -= 1
         # Every caller waits for its own job: no reports needed.
         (self._layered or self._shard).poll()
         return job.ok
@@ -90,7 +81,7 @@ class TierTransfers:
         with self._lock:
             tenant = self._tenants.get(first_hash)
         submit = partial(layered.submit_load, deadline_s=deadline_s, tenant=tenant)
-        return self.finish(self.begin(submit, run))  # which tells the planner of each tier
+        return self.finish(submit(run))  # which tells the planner of each tier
 
     def _read(
         self, submit: Callable[[Run], Job], run: Run, tier: Tier, taught_after_s: float = 0.0
@@ -98,7 +89,7 @@ class TierTransfers:
         """Read from one tier; the planner learns from it if it takes so long or longer."""
         begun = time.monotonic()
         reading = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
-        served = self.finish(self.begin(submit, run))
+        served = self.finish(submit(run))
         if self._planner is not None and reading is not None:
             is_lesson = time.monotonic() - begun >= taught_after_s
             self._planner.end_read(reading, is_complete=all(served) and is_lesson)

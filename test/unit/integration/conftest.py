@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_cache import make_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
@@ -10,3 +19,19 @@ with warnings.catch_warnings():
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The whole cache over a real store, of one rank; whatever it sets in the process is put back.
+    The first one of a process takes seconds, for SGLang compiles its hash of pages."""
+    from sglang_tiered.config import ENVIRONMENT_VARIABLE
+    from sglang_tiered.integration import namespace
+
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setattr(namespace, "server_identity", None)
+    monkeypatch.setattr(namespace, "_files_are_old", False)
+    with ExitStack() as held:
+        cache = make_cache(str(tmp_path / "kv"), held)
+        yield cache
+        cache.release_host_resources()

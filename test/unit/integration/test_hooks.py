@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt import runtime_context
 
 from sglang_tiered.integration import hooks, pod_backend
 from sglang_tiered.integration.radix_cache import TieredRadixCache
@@ -26,25 +27,86 @@ def test_repeated_message_passes_once_a_minute() -> None:
     assert log_filter.filter(record("Write page to storage: 1 pages failed."))
 
 
+class Updater(SimpleNamespace):
+    """SGLang's, of a scheduler with tiers that notes whether stores go on after a change."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, is_idle: bool = True, is_empty: bool = True
+    ) -> None:
+        cache = TieredRadixCache.__new__(TieredRadixCache)
+        cache.tp_world_size = 1
+        scheduler = SimpleNamespace(
+            tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: is_idle
+        )
+        saver = SimpleNamespace(enabled=True)
+        super().__init__(scheduler=scheduler, _session=None, memory_saver_adapter=saver)
+        self.told: list[bool] = []
+
+        def change_weights(_: Any, *, tree_is_empty: bool) -> None:
+            self.told.append(tree_is_empty)
+
+        patch.setattr(TieredRadixCache, "change_weights", change_weights)
+        patch.setattr(TieredRadixCache, "is_empty", is_empty)
+
+
+DONE, REFUSED = SimpleNamespace(success=True), SimpleNamespace(success=False)
+
+
+@pytest.mark.parametrize("result", [DONE, REFUSED])
 @pytest.mark.parametrize(
-    ("flush", "success", "flushed"),
-    [(True, True, True), (True, False, False), (False, True, False)],
+    ("is_idle", "is_empty"), [(True, True), (True, False), (False, True), (False, False)]
 )
-def test_weight_update_is_reported_with_what_the_tree_still_holds(
-    monkeypatch: pytest.MonkeyPatch, flush: bool, success: bool, flushed: bool
+def test_weight_update_is_reported_with_what_memory_still_holds(
+    monkeypatch: pytest.MonkeyPatch, result: Any, is_idle: bool, is_empty: bool
 ) -> None:
-    told: list[bool] = []
+    updater = Updater(monkeypatch, is_idle=is_idle, is_empty=is_empty)
+    hooks._after_weight_update(result, updater, SimpleNamespace())
+    assert updater.told == [is_idle and is_empty]
 
-    def change_weights(self: Any, *, tree_was_flushed: bool) -> None:
-        told.append(tree_was_flushed)
 
-    monkeypatch.setattr(TieredRadixCache, "change_weights", change_weights)
-    cache = TieredRadixCache.__new__(TieredRadixCache)
-    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
-    hooks._after_weight_update(
-        SimpleNamespace(success=success), updater, SimpleNamespace(flush_cache=flush)
-    )
-    assert told == [flushed]
+def test_session_ends_with_stores_though_its_last_call_flushes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is open nothing is stored, whoever writes the weights."""
+    updater = Updater(monkeypatch)
+    updater._session = object()
+    hooks._after_begin(DONE, updater, SimpleNamespace())
+    hooks._after_session_update(REFUSED, updater, SimpleNamespace(flush_cache=True))
+    updater._session = None
+    hooks._after_session_update(DONE, updater, SimpleNamespace())
+    assert updater.told == [False, True, True]
+
+
+def test_call_that_was_refused_for_want_of_a_session_costs_nothing_that_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    updater = Updater(monkeypatch)
+    hooks._after_session_update(REFUSED, updater, SimpleNamespace())
+    updater._session = object()
+    hooks._after_begin(REFUSED, updater, SimpleNamespace())
+    assert updater.told == []
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "kept", "told"),
+    [
+        (None, True, False, [False]),
+        (["weights"], True, False, [False]),
+        (["kv_cache"], True, False, []),
+        (["weights"], True, True, []),
+        (["weights"], False, False, []),
+    ],
+)
+def test_kv_of_weights_that_were_released_and_not_kept_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, kept: bool, told: list[bool]
+) -> None:
+    updater = Updater(monkeypatch)
+    updater.memory_saver_adapter.enabled = saver
+    features = SimpleNamespace(enable_weights_cpu_backup=kept)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(TieredRadixCache, "quiesce", lambda _: True)
+    hooks._around_release(lambda *_: None, updater, SimpleNamespace(tags=tags))
+    assert updater.told == told
 
 
 def test_weight_update_of_an_untiered_server_is_left_alone() -> None:

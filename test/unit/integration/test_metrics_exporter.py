@@ -171,3 +171,7 @@ def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyP
     assert value("sglang_tiered:nvme_page_outcomes_total", labels) == 4
     assert value("sglang_tiered:nvme_admission_total", {"outcome": "dropped_budget"}) == 2
     assert value("sglang_tiered:host_pages_left_total", {"outcome": "lost_waiting"}) == 3
+    opened_again = dataclasses.replace(STATS, num_pages_stored=1)
+    exporter.read_from(lambda: opened_again)
+    exporter.export()
+    assert value("sglang_tiered:nvme_pages_stored_total") == 10

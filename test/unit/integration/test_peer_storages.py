@@ -163,9 +163,9 @@ def test_after_a_weight_update_nothing_is_shared(
     keys = hashes("x")
     store(a, keys, slots(0))
     until(lambda: b.storage.lookup_leading(keys) == 1, "not found")
-    b.storage.change_weights(tree_was_flushed=True)
+    b.storage.change_weights(tree_is_empty=True)
     assert b.storage.lookup_leading(keys) == 0
-    a.storage.change_weights(tree_was_flushed=True)
+    a.storage.change_weights(tree_is_empty=True)
     store(a, keys, slots(0))
     assert b.storage._layered.peers.refresh(TIMEOUT_S)
     assert b.storage.lookup_leading(keys) == 0

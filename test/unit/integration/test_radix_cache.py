@@ -1,30 +1,103 @@
-"""Which host copies stay, over SGLang's own tree and pools."""
+"""The whole cache over a real store: tiers that are detached and attached, weights that change."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
-from cache_world import PAGE, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from small_cache import PAGE, TOKENS, compute, flush, keys_of, settle, storage_flags, store
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from sglang_tiered.integration import hooks
+from sglang_tiered.integration.tier_events import TierEvents, tiers_of
+from sglang_tiered.storage.layered.tiers import Tier
 
-    import pytest
+
+def attach_again(cache: Any) -> None:
+    assert cache.detach_storage_backend()[0]
+    assert cache.storage is None
+    flags = storage_flags()
+    attached, message = cache.attach_storage_backend(
+        flags["hicache_storage_backend"], flags["hicache_storage_backend_extra_config"]
+    )
+    assert attached, message
 
 
-def test_residents_give_way_to_sliding_windows_that_need_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def load(cache: Any, tokens: list[int]) -> list[bool]:
+    hashes = keys_of(tokens)
+    host = cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+    pages = host.alloc(len(tokens))
+    loaded: list[bool] = cache.storage.batch_get_v1(hashes, pages)
+    host.free(pages)
+    return loaded
+
+
+def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> None:
+    store(cache, TOKENS)
+    attach_again(cache)
+    meter = cache._planner.meters[Tier.NVME]
+    cache._planner.wants_probe()  # which learns
+    before = meter.num_loads
+    assert load(cache, TOKENS) == [True] * 4
+    cache._planner.wants_probe()
+    assert meter.num_loads > before
+    assert cache.storage.stats().num_loads == meter.num_loads
+
+
+def test_metrics_and_events_are_those_of_the_storage_that_was_attached_again(cache: Any) -> None:
+    store(cache, TOKENS)
+    read: list[Any] = []
+    cache._exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
+    params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
+    cache._tier_events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    attach_again(cache)
+    assert read == [cache.storage.stats]
+    ((_, _, holds),) = cache._tier_events._tiers
+    keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
+    assert holds(keys) == [True] * 4, "the storage that was closed is asked"
+
+
+def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_ones(
+    cache: Any,
 ) -> None:
-    """A load takes host memory for its window too, and without it all of the load is lost."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        cache, num_pages = world.cache, 8
-        for number in range(2):
-            world.compute(prompt(number, num_pages))
-        world.until(lambda: world.num_stored() and not cache.ongoing_backup)
-        cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
-        assert cache._residents.num_tokens > 0
-        windows = cache.components[ComponentType.SWA]
-        free_tokens = windows._swa_kv_pool_host.available_size()
-        assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None
+    compute(cache, TOKENS)
+    settle(cache)
+    assert cache.detach_storage_backend()[0]
+    cache.change_weights(tree_is_empty=False)
+    attach_again(cache)
+    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    settle(cache)
+    assert cache.storage.stats().num_pages_stored == 0
+    flush(cache)
+    store(cache, TOKENS)
+
+
+def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
+    scheduler = SimpleNamespace(
+        tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: True
+    )
+    updater = SimpleNamespace(scheduler=scheduler, _session=object())
+    done, request = SimpleNamespace(success=True), SimpleNamespace()
+    store(cache, TOKENS)
+    hooks._after_begin(done, updater, request)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
+    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    settle(cache)
+    assert cache.storage.stats().num_pages_stored == 4, "KV of half the weights is stored"
+    hooks._after_session_update(done, updater, request)
+    flush(cache)
+    updater._session = None
+    hooks._after_session_update(done, updater, request)
+    compute(cache, TOKENS)
+    settle(cache)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 4
+
+
+def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -> None:
+    compute(cache, TOKENS)
+    settle(cache)
+    cache.evict(EvictParams(num_tokens=len(TOKENS)))
+    assert cache.total_size() == (0, 0), "the test wants it in host memory alone"
+    assert not cache.is_empty
+    flush(cache)
+    assert cache.is_empty

@@ -173,8 +173,8 @@ def test_ranks_that_share_and_ask_at_random_never_differ() -> None:
 
 def test_integration_calls_no_collective_of_its_own() -> None:
     """Values travel in SGLang's exchange; one collective more per request or step is a bug. An
-    operator's purge is neither: there may be years between two. Nor is the sizing of pools at
-    start."""
+    operator's purge or change of weights is neither: there may be years between two. Nor is the
+    sizing of pools at start."""
     collectives = {
         *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
         *("broadcast", "broadcast_object_list", "broadcast_pyobj", "gather", "reduce", "scatter"),

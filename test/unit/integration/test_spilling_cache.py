@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_tiered.integration import spilling_cache
 from sglang_tiered.integration.host_ledger import HostLedger
+from sglang_tiered.integration.quiescing import QuiescingRadixCache
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel
@@ -104,7 +104,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
             answer = upstream.get(name)
             return answer(*args, **kwargs) if callable(answer) else answer
 
-        monkeypatch.setattr(UnifiedRadixCache, name, method)
+        monkeypatch.setattr(QuiescingRadixCache, name, method)
     cache: Any = SpillingRadixCache.__new__(SpillingRadixCache)
     cache._spiller = spiller
     cache.tp_world_size, cache.pp_size = 1, 1

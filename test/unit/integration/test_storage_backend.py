@@ -159,7 +159,7 @@ def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
 ) -> None:
     storage = make.open(make_pool(0))
     storage.batch_set_v1(hashes("a"), slots(0))
-    storage.change_weights(tree_was_flushed=False)
+    storage.change_weights(tree_is_empty=False)
     assert storage.batch_exists(hashes("a")) == 0
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
     storage.tree_was_reset()
@@ -316,7 +316,7 @@ def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
     )
     lock.held.start()
     assert lock.reached.wait(TIMEOUT_S)
-    storage.change_weights(tree_was_flushed=False)
+    storage.change_weights(tree_is_empty=False)
     lock.let_go.set()
     lock.held.join(TIMEOUT_S)
     assert stored == [False]
@@ -428,7 +428,7 @@ def test_namespace_of_replaced_weights_is_not_what_the_next_start_tries(
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     storage.batch_set_v1(hashes("a"), slots(0))
-    storage.change_weights(tree_was_flushed=True)
+    storage.change_weights(tree_is_empty=True)
     storage.batch_set_v1(hashes("b"), slots(0))
     make.opened.pop().close()
     weights.are_forgotten()
@@ -486,7 +486,7 @@ def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
 ) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
-    storage.change_weights(tree_was_flushed=True)
+    storage.change_weights(tree_is_empty=True)
     assert storage.knows_namespace
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
     weights.are_read(storage)

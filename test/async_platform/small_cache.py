@@ -1,0 +1,160 @@
+"""The real ``TieredRadixCache`` over the real ``TieredStorage`` and region store, without a model.
+
+Of one rank, or of one of two where a process group is given. What SGLang and the tiers look up in
+the process (environment, server arguments, place among ranks) is set for good.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    import torch
+
+__all__ = [
+    "PAGE",
+    "TOKENS",
+    "compute",
+    "flush",
+    "keys_of",
+    "make_cache",
+    "settle",
+    "step",
+    "storage_flags",
+    "store",
+]
+
+PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 16
+TOKENS = list(range(100, 100 + 4 * PAGE))
+"""A prompt."""
+DEADLINE_S = 60.0
+
+
+def storage_flags() -> dict[str, str]:
+    """SGLang's flags for our storage, by the names of its settings."""
+    from sglang_tiered.integration.server_args import _storage_arguments
+
+    return {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in _storage_arguments(PAGE).items()
+        if flag.startswith("--hicache-storage-backend")
+    }
+
+
+def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None) -> Any:
+    """``group``: of all ranks, of which this process is number ``rank``."""
+    import torch
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+    from sglang_tiered.integration import namespace
+    from sglang_tiered.integration.radix_cache import TieredRadixCache
+
+    num_ranks = 1 if group is None else group.size()
+    nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB)
+    config = TieredConfig(
+        mode=TierMode.NVME, host_bytes=num_ranks * 8 * MiB, nvme=nvme, num_ranks=num_ranks
+    )
+    config.to_environment(os.environ)
+    namespace.server_identity = lambda config: {"model": "m"}
+    arguments = ServerArgs(
+        model_path="dummy",
+        page_size=PAGE,
+        hicache_io_backend="direct",
+        hicache_mem_layout="page_first_direct",
+        hicache_write_policy="write_through",
+        **storage_flags(),
+    )
+    set_global_server_args_for_scheduler(arguments)
+    held.enter_context(
+        get_parallel().override(tp_rank=rank, tp_size=num_ranks, pp_rank=0, pp_size=1)
+    )
+    pool = MHATokenToKVPool(
+        size=PAGE * PAGES,
+        page_size=PAGE,
+        dtype=torch.float32,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    params = CacheInitParams(
+        req_to_token_pool=ReqToTokenPool(
+            size=4, max_context_len=512, device="cpu", enable_memory_saver=False
+        ),
+        token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(
+            PAGE * PAGES, PAGE, torch.float32, "cpu", pool, False
+        ),
+        page_size=PAGE,
+        disable=False,
+        tree_components=(ComponentType.FULL,),
+        tp_cache_group=group,
+    )
+    cache = TieredRadixCache(params=params)
+    cache.init_hicache(arguments, params)
+    return cache
+
+
+def compute(cache: Any, tokens: list[int]) -> torch.Tensor:
+    """Put a prompt into the tree, as a request does that has finished. Its copy is queued."""
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    pool = cache.token_to_kv_pool_allocator.get_kvcache()
+    slots: torch.Tensor = cache.token_to_kv_pool_allocator.alloc(len(tokens))
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[slots] = torch.randn(len(slots), HEADS, DIM)
+    cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+    cache.flush_pending_backups()
+    assert cache.ongoing_write_through
+    return slots
+
+
+def keys_of(tokens: list[int]) -> list[str]:
+    """What the pages of a prompt go by."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    hashes = get_storage_hash_str(RadixKey(array("q", tokens)), None, page_size=PAGE)
+    return list(hashes)
+
+
+def step(cache: Any, until: Callable[[], bool], steps: int | None = None) -> None:
+    """Steps of the scheduler until something is so, with a deadline or a number."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not until() and steps != 0:
+        assert time.monotonic() < deadline
+        cache.check_hicache_events()
+        steps = None if steps is None else steps - 1
+        time.sleep(0.001)
+
+
+def settle(cache: Any) -> None:
+    """Every copy and every store that was queued is done."""
+    step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+
+
+def store(cache: Any, tokens: list[int]) -> None:
+    """A prompt is computed, and NVMe holds it."""
+    compute(cache, tokens)
+    step(cache, lambda: cache.storage.num_kept(keys_of(tokens)) == len(tokens) // PAGE)
+    settle(cache)
+
+
+def flush(cache: Any) -> None:
+    """Empty device and host memory, as ``/flush_cache`` does."""
+    cache.reset()
+    cache.token_to_kv_pool_allocator.clear()

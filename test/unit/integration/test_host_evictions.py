@@ -1,0 +1,30 @@
+"""Which host copies stay, over SGLang's own tree and pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cache_world import PAGE, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_residents_give_way_to_sliding_windows_that_need_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load takes host memory for its window too, and without it all of the load is lost."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        cache, num_pages = world.cache, 8
+        for number in range(2):
+            world.compute(prompt(number, num_pages))
+        world.until(lambda: world.num_stored() and not cache.ongoing_backup)
+        cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
+        assert cache._residents.num_tokens > 0
+        windows = cache.components[ComponentType.SWA]
+        free_tokens = windows._swa_kv_pool_host.available_size()
+        assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None
