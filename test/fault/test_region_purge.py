@@ -16,7 +16,8 @@ from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import purges
-from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
+from sglang_tiered.storage.region.files import PURGES_NAME
+from sglang_tiered.storage.region.purges import Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,12 +26,13 @@ from sglang_tiered.integration import (
 )
 from sglang_tiered.integration.durability import make_durable
 from sglang_tiered.integration.model_identity import identify_model
-from sglang_tiered.integration.namespace_search import NOTE, NamespaceSearch
+from sglang_tiered.integration.namespace_search import NamespaceSearch
 from sglang_tiered.integration.storage_backend import TieredStorage
 from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_digest
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.storage.layered.tiers import Tier
+from sglang_tiered.storage.region.files import NAMESPACE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -447,13 +448,13 @@ def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
     notes = storage.notes
     make.opened.pop().close()
     weights.are_forgotten()
-    notes.write(NOTE, note)
+    notes.write(NAMESPACE_NAME, note)
     weights.take_long()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
     make.opened.pop().close()
-    assert unseal(notes.read(NOTE), bytes) == storage._namespace
+    assert unseal(notes.read(NAMESPACE_NAME), bytes) == storage._namespace
 
 
 def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(

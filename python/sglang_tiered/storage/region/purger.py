@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import purges as purges_file
-from sglang_tiered.storage.region.purges import PURGES_NAME, compact
+from sglang_tiered.storage.region.files import PURGES_NAME
+from sglang_tiered.storage.region.purges import compact
 from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import Contents
 from sglang_tiered.storage.region.writer import write_footer
 
@@ -189,7 +190,7 @@ class SyncWorker:
             )
         try:
             with self._health.watch():
-                self._device.replace_file(checkpoint.CHECKPOINT_NAME, data)
+                self._device.replace_file(CHECKPOINT_NAME, data)
         except OSError as error:
             logger.debug("%s: no checkpoint (%s)", self._directory, error)
             return
