@@ -227,6 +227,7 @@ class EngineStats:
     queued_store_bytes: int  # payload bytes of stores submitted and not done
     num_tenants: int  # that hold pages, no tenant included
     num_pages_purged: int  # forgotten by ``purge`` and ``clear``
+    num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
 
 

@@ -174,6 +174,7 @@ class MemoryEngine(TierEngine):
                 queued_store_bytes=0,
                 num_tenants=len(self._tenant_pages),
                 num_pages_purged=self._num_purged,
+                num_regions_stuck=0,
                 reasons=dict(self._outcomes),
             )
 

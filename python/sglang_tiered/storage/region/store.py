@@ -130,7 +130,7 @@ class RegionEngine(TierEngine):
         self.notes = Notes(device)
         reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
-            device, health, state, reader, capacity_bytes, io_timeout_s
+            directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
         )
         writer = RegionWriter(
             device, health, reclaimer, state, region_bytes, report.next_sequence, max_tenant_bytes
@@ -292,6 +292,7 @@ class RegionEngine(TierEngine):
                 num_inflight_jobs=state.jobs.num_inflight,
                 num_tenants=state.index.num_tenants,
                 num_pages_purged=state.num_pages_purged,
+                num_regions_stuck=self._reclaimer.num_stuck,
                 reasons=dict(state.jobs.outcomes),
             )
 
