@@ -58,7 +58,10 @@ class StoreWorker:
         """Until the store is closed and all that was placed is settled."""
         while self._step():
             pass
-        self._writer.finish()
+        try:
+            self._writer.finish()
+        except Exception:
+            logger.exception("%s: closing the log failed by our own fault", self._directory)
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
