@@ -16,7 +16,8 @@ from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import purges
-from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
+from sglang_tiered.storage.region.files import PURGES_NAME
+from sglang_tiered.storage.region.purges import Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +156,7 @@ def test_clear_is_durable_even_where_no_file_can_be_removed(tmp_path: Path) -> N
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
-        assert engine.clear()
+        assert engine.clear(TIMEOUT_S)
         assert held(engine, OF_A + OF_B) == 0
     with running(tmp_path, inner.restart()) as engine:
         assert held(engine, OF_A + OF_B) == 0
@@ -223,7 +224,7 @@ def test_purges_are_forgotten_once_no_region_before_them_is_left(tmp_path: Path)
         for number in range(20):
             assert engine.purge(bytes([number]) * 16, TIMEOUT_S)
         assert len(purges.read(device).tenants) == 20
-        assert engine.clear()
+        assert engine.clear(TIMEOUT_S)
         assert engine.purge(A, TIMEOUT_S)
     assert set(purges.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:

@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from sglang_tiered.sealed import seal, unseal
-from sglang_tiered.storage.region.directory import WEIGHTS_NAME
+from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     import threading

@@ -22,6 +22,7 @@ from sglang_tiered.integration import namespace
 from sglang_tiered.integration.file_digests import FileDigests
 from sglang_tiered.integration.model_identity import contents_of, is_nameless, spell_out
 from sglang_tiered.sealed import seal, unseal
+from sglang_tiered.storage.region.files import NAMESPACE_NAME
 from sglang_tiered.storage.region.format import NAMESPACE_BYTES
 from sglang_tiered.storage.region.notes import read_note
 
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.file_digests import SeenFile
     from sglang_tiered.storage.region.notes import Notes
 
-__all__ = ["NOTE", "NamespaceSearch", "recall_namespace", "remember_namespace"]
-
-NOTE = "NAMESPACE"
+__all__ = ["NamespaceSearch", "recall_namespace", "remember_namespace"]
 
 PATIENCE_S = 2.0
 """How long a start waits."""
@@ -130,7 +129,7 @@ class NamespaceSearch:
 
 def recall_namespace(shard: Path) -> bytes:
     """The last one that was found for a shard, or one of which it holds nothing."""
-    found = unseal(read_note(shard, NOTE), bytes)
+    found = unseal(read_note(shard, NAMESPACE_NAME), bytes)
     if found is None or len(found) != NAMESPACE_BYTES:
         return namespace.successor(b"")
     return found
@@ -139,9 +138,9 @@ def recall_namespace(shard: Path) -> bytes:
 def remember_namespace(notes: Notes, found: bytes) -> None:
     """For the next start that must read its weights. Waits for the disk."""
     data = seal(found)
-    if notes.read(NOTE) == data:
+    if notes.read(NAMESPACE_NAME) == data:
         return
     try:
-        notes.write(NOTE, data)
+        notes.write(NAMESPACE_NAME, data)
     except OSError as error:
-        logger.warning("%s cannot be written (%s)", NOTE, error.strerror)
+        logger.warning("%s cannot be written (%s)", NAMESPACE_NAME, error.strerror)

@@ -25,6 +25,7 @@ from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.tenants import tenant_digest
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
 from sglang_tiered.storage.forgetting import Forgetting
+from sglang_tiered.storage.region.files import WARM_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WarmHost", "remove_list"]
 
-NAME = "WARM"
 SAVE_INTERVAL_S = 30.0
 RID_PREFIX = "sglang-tiered-warm-"
 
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 def remove_list(notes: Notes) -> None:
     """Of an earlier run, where nobody would rewrite it after a purge. Waits for the disk."""
     try:
-        notes.remove(NAME)
+        notes.remove(WARM_NAME)
     except OSError as error:
         raise StoreError(
-            f"{NAME}, which --tier-warm-host keeps in a shard of --tier-dir, cannot be removed "
-            f"({error.strerror}); delete it."
+            f"{WARM_NAME}, which --tier-warm-host keeps in a shard of --tier-dir, cannot be "
+            f"removed ({error.strerror}); delete it."
         ) from error
 
 
@@ -77,7 +77,7 @@ class WarmHost:
         self._capacity = capacity
         self._waiting: deque[_Named] = deque()
         self._unnamed: dict[bytes, list[WarmChain]] = {}  # by the digest of their keys
-        chains = decode(notes.read(NAME))
+        chains = decode(notes.read(WARM_NAME))
         if not chains:
             remove_list(notes)  # damaged, or of another format
         for chain in chains:
@@ -231,12 +231,12 @@ class _Saver:
     def _write(self, chains: list[WarmChain]) -> bool:
         """Whether the file holds this list now, or nothing of an older one that it must not."""
         try:
-            self._notes.write(NAME, encode(chains))
+            self._notes.write(WARM_NAME, encode(chains))
         except OSError:  # a full disk: the next one may fit
             if not self._is_owed:
                 return False
             try:
-                self._notes.remove(NAME)
+                self._notes.remove(WARM_NAME)
             except OSError:
                 return False
         self._is_owed = False

@@ -36,6 +36,13 @@ NVME_METRICS = (
         "nvme_tenants", Kind.GAUGE, "num_tenants", (), "Tenants with pages, no tenant included."
     ),
     Metric(
+        "nvme_regions_stuck",
+        Kind.GAUGE,
+        "num_regions_stuck",
+        (),
+        "Regions whose file cannot be removed: they serve, and their room is not given back.",
+    ),
+    Metric(
         "nvme_write_budget_bytes",
         Kind.GAUGE,
         "write_budget_bytes",

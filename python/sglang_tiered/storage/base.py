@@ -227,6 +227,7 @@ class EngineStats:
     queued_store_bytes: int  # payload bytes of stores submitted and not done
     num_tenants: int  # that hold pages, no tenant included
     num_pages_purged: int  # forgotten by ``purge`` and ``clear``
+    num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
 
 
@@ -295,9 +296,9 @@ class TierEngine(ABC):
         """
 
     @abstractmethod
-    def clear(self) -> bool:
-        """Forget every page and give the storage back. Blocks until running jobs are done; does
-        nothing on a closed engine. Returns what ``purge`` returns."""
+    def clear(self, timeout_s: float) -> bool:
+        """Forget every page, at once, and give the storage back. Jobs under way are waited for;
+        does nothing on a closed engine. Returns what ``purge`` returns."""
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:

@@ -174,6 +174,7 @@ class MemoryEngine(TierEngine):
                 queued_store_bytes=0,
                 num_tenants=len(self._tenant_pages),
                 num_pages_purged=self._num_purged,
+                num_regions_stuck=0,
                 reasons=dict(self._outcomes),
             )
 
@@ -189,7 +190,7 @@ class MemoryEngine(TierEngine):
                 self._num_purged += 1
             return not self._closed
 
-    def clear(self) -> bool:
+    def clear(self, timeout_s: float) -> bool:
         with self._lock:
             self._num_purged += len(self._pages)
             self._pages.clear()
@@ -202,7 +203,7 @@ class MemoryEngine(TierEngine):
         return True
 
     def close(self) -> None:
-        self.clear()
+        self.clear(0.0)
         with self._lock:
             self._closed = True
 

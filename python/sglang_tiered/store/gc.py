@@ -18,21 +18,21 @@ import numpy as np
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, StoreError, StoreForeignError
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
-from sglang_tiered.storage.region.directory import (
+from sglang_tiered.storage.region.directory import DirectoryState, inspect, remove_shards
+from sglang_tiered.storage.region.files import (
+    IGNORED_NAMES,
+    LEFTOVER_NAMES,
     MANIFEST_NAME,
-    DirectoryState,
-    inspect,
-    remove_shards,
+    SHARD_PREFIX,
+    is_shard_file,
+    is_tier_temporary,
 )
-from sglang_tiered.storage.region.format import FORMAT_VERSION, parse_region_name
-from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
-from sglang_tiered.storage.region.notes import NOTE_NAMES
-from sglang_tiered.storage.region.purges import PURGES_NAME
+from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.store.holder import Holder
 from sglang_tiered.store.report import MAX_LISTED, describe, holder_json
 from sglang_tiered.store.scan import ShardReader, identities, totals
-from sglang_tiered.store.target import LEFTOVERS, SHARD_PREFIX, resolve
+from sglang_tiered.store.target import resolve
 from sglang_tiered.terminal import print_lines, print_table, printable, write_json
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _GEOMETRY = re.compile(r"shard-tp\d+of(\d+)-pp\d+of(\d+)-dp\d+-\d+")
-_TEMPORARY = re.compile(r"(STORE|WEIGHTS)\.tmp-\d+")
-_IGNORED = frozenset({"lost+found"})  # the kernel's, where a filesystem is mounted here
-_SHARD_FILES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVERS})
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def _check_ours(target: Target) -> None:
         if path.name.startswith(SHARD_PREFIX) and inspect(path.parent) is DirectoryState.OURS:
             return
     with ShardReader(target.shards[0]) as reader:
-        foreign = sorted({*reader.names} - {*reader.regions} - _SHARD_FILES - _IGNORED)
+        foreign = [n for n in reader.names if not is_shard_file(n) and n not in IGNORED_NAMES]
     if foreign:
         raise StoreForeignError(
             f"{target.path} holds {foreign[0]!a}, which is not ours, and no {MANIFEST_NAME} above "
@@ -125,7 +122,7 @@ def _make_plan(target: Target, kept: Sequence[str], jobs: int, *, owned: bool) -
     plan = _Plan()
     if target.is_tier and (owned or not target.holder().may_write):
         for name in sorted(os.listdir(target.path)):
-            if _TEMPORARY.fullmatch(name):
+            if is_tier_temporary(name):
                 plan.add(target.path / name, "leftover", "a file that was never finished")
     stored: dict[str, list[RegionView]] = {}
     for shard in target.shards:
@@ -147,9 +144,9 @@ def _plan_shard(
         views = list(reader.views(full=False, jobs=jobs))
         in_use, names = reader.holder.may_write, reader.names
     for name in names:
-        if name in LEFTOVERS and not in_use:
+        if name in LEFTOVER_NAMES and not in_use:
             plan.add(shard.path / name, "leftover", "left by a process that died")
-        elif name not in _SHARD_FILES and parse_region_name(name) is None:
+        elif not is_shard_file(name):
             plan.kept.append(f"{shard.path / name} is not ours")
     dead = _unserved(views, reader.purges)
     for view in views:

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_tiered.storage.region.lock import LOCK_NAME
+from sglang_tiered.storage.region.files import LOCK_NAME
 
 __all__ = ["Holder", "find_holder"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region import checkpoint, purges
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import parse_region_name, region_name
 from sglang_tiered.storage.region.inspection import inspect_region
 from sglang_tiered.store.holder import Holder

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError, StoreFormatError
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
-from sglang_tiered.storage.region.device import PROBE_NAME, TEMPORARY_SUFFIX
-from sglang_tiered.storage.region.directory import MANIFEST_NAME, DirectoryState, inspect
+from sglang_tiered.storage.region.directory import DirectoryState, inspect
+from sglang_tiered.storage.region.files import (
+    CHECKPOINT_NAME,
+    MANIFEST_NAME,
+    PURGES_NAME,
+    SHARD_PREFIX,
+    is_shard_file,
+)
 from sglang_tiered.storage.region.format import parse_region_name
-from sglang_tiered.storage.region.lock import LOCK_NAME
-from sglang_tiered.storage.region.notes import NOTE_NAMES
-from sglang_tiered.storage.region.purges import PURGES_NAME
 from sglang_tiered.store.holder import find_holder
 
 if TYPE_CHECKING:
@@ -24,14 +26,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.store.holder import Holder
 
-__all__ = ["LEFTOVERS", "SHARD_PREFIX", "Shard", "Target", "resolve"]
-
-SHARD_PREFIX = "shard-"
-LEFTOVERS = (
-    PROBE_NAME,
-    *(name + TEMPORARY_SUFFIX for name in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)),
-)
-"""Files in a shard that exist for an instant, unless their process died in it."""
+__all__ = ["Shard", "Target", "resolve"]
 
 _WAY_OUT = "pass the --tier-dir of a server, or one of its shard-* directories"
 _MANIFEST_BYTES = 256
@@ -108,8 +103,7 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
     ours = (CHECKPOINT_NAME, PURGES_NAME)
     if any(name in ours or parse_region_name(name) is not None for name in names):
         return True
-    empty = {LOCK_NAME, *NOTE_NAMES, *LEFTOVERS}
-    return path.resolve().name.startswith(SHARD_PREFIX) and {*names} <= empty
+    return path.resolve().name.startswith(SHARD_PREFIX) and all(map(is_shard_file, names))
 
 
 def _stated_version(path: Path) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 from sglang_tiered.integration import file_digests
 from sglang_tiered.integration.file_digests import FileDigests, SeenFile, see
 from sglang_tiered.sealed import seal
-from sglang_tiered.storage.region.directory import WEIGHTS_NAME
+from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -37,6 +37,7 @@ STATS = TierStats(
     queued_store_bytes=20,
     num_tenants=5,
     num_pages_purged=6,
+    num_regions_stuck=0,
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
     admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
     write_budget_bytes=None,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration import namespace_search, warm_host
+from sglang_tiered.integration import warm_host
 from sglang_tiered.integration.tenants import Fence, tenant_digest
-from sglang_tiered.integration.warm_host import NAME, WarmHost, remove_list
+from sglang_tiered.integration.warm_host import WarmHost, remove_list
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.sealed import seal
-from sglang_tiered.sharing.locality import purge_memory
-from sglang_tiered.storage.region.device import TEMPORARY_SUFFIX, FileDevice
-from sglang_tiered.storage.region.notes import NOTE_NAMES, Notes
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
+from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,10 +66,10 @@ class Tier:
 
     @property
     def path(self) -> Path:
-        return self.directory / NAME
+        return self.directory / WARM_NAME
 
     def tenants(self) -> set[bytes]:
-        return {chain.tenant for chain in decode(self.notes.read(NAME))}
+        return {chain.tenant for chain in decode(self.notes.read(WARM_NAME))}
 
 
 @pytest.fixture
@@ -154,10 +154,10 @@ def test_a_tenants_prompts_are_loaded_once_a_request_has_named_its_keys(tier: Ti
 
 def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> None:
     first = {"version": 1, "chains": [{"tokens": bytes(512), "extra_key": "acme"}]}
-    (tmp_path / NAME).write_bytes(seal(first))
-    (tmp_path / (NAME + TEMPORARY_SUFFIX)).write_bytes(b"acme")
+    (tmp_path / WARM_NAME).write_bytes(seal(first))
+    (tmp_path / (WARM_NAME + TEMPORARY_SUFFIX)).write_bytes(b"acme")
     tier = Tier(tmp_path)
-    assert not list(tmp_path.glob(f"{NAME}*"))
+    assert not list(tmp_path.glob(f"{WARM_NAME}*"))
     assert tier.load_all() == []
     tier.host.close()
 
@@ -175,7 +175,3 @@ def test_without_the_flag_the_list_of_an_earlier_run_goes(
     monkeypatch.setattr(tier.notes._device, "unlink", broken)
     with pytest.raises(StoreError, match="Read-only file system"):
         remove_list(tier.notes)
-
-
-def test_a_shard_that_is_removed_takes_every_note_with_it() -> None:
-    assert set(NOTE_NAMES) == {NAME, namespace_search.NOTE, purge_memory.NOTE}

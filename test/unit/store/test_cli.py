@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from sglang_tiered.storage.region import directory as directory_module
-from sglang_tiered.storage.region.directory import MANIFEST_NAME, prepare
+from sglang_tiered.storage.region.directory import prepare
+from sglang_tiered.storage.region.files import MANIFEST_NAME
 from sglang_tiered.storage.region.format import region_name
 
 COMMANDS = ("stat", "verify", "dump", "gc", "bench")

@@ -14,10 +14,10 @@ from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.region import RegionEngine, purges
 from sglang_tiered.storage.region import format as region_format
-from sglang_tiered.storage.region.directory import MANIFEST_NAME, shard_path
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
-from sglang_tiered.storage.region.notes import NOTE_NAMES
-from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
+from sglang_tiered.storage.region.purges import Bound, Purges
 from sglang_tiered.store import gc
 
 REGION = 64 * 1024

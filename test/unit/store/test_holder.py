@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
+from sglang_tiered.storage.region.files import LOCK_NAME
+from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.store import holder
 from sglang_tiered.store.holder import Holder, find_holder
 

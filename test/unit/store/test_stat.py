@@ -13,8 +13,8 @@ import pytest
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
-from sglang_tiered.storage.region.directory import MANIFEST_NAME, shard_path
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME, MANIFEST_NAME
 from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
     RegionHeader,

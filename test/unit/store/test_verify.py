@@ -17,7 +17,7 @@ import pytest
 
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine, sync_worker
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,

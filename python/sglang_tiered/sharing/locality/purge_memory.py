@@ -15,15 +15,15 @@ import msgspec
 
 from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.sharing.locality.formats import unpack_purge
+from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.sharing.locality.purges import PurgeBook
 
-__all__ = ["NOTE", "NoteStore", "PurgeMemory"]
+__all__ = ["NoteStore", "PurgeMemory"]
 
-NOTE = "APPLIED-PURGES"
 VERSION = 1
 MAX_ENTRIES = 32_768  # of all namespaces; a server has one, and one more for each change of weights
 
@@ -68,7 +68,7 @@ class PurgeMemory:
 
     def recall(self) -> None:
         """Tell the book what was remembered. What does not verify was never applied."""
-        file = unseal(self._notes.read(NOTE), _File)
+        file = unseal(self._notes.read(APPLIED_PURGES_NAME), _File)
         offset_s = self._clock() - self._wall_clock()
         for entry in file.entries if file is not None and file.version == VERSION else ():
             if unpack_purge(entry.member) is not None:
@@ -94,12 +94,12 @@ class PurgeMemory:
         kept |= {(namespace, member): at + offset_s for member, at in settled.items()}
         try:
             entries = [_Entry(*key, at) for key, at in kept.items()]
-            self._notes.write(NOTE, seal(_File(VERSION, entries)))
+            self._notes.write(APPLIED_PURGES_NAME, seal(_File(VERSION, entries)))
         except OSError as error:
             if not self._failed:
                 logger.warning(
                     "%s cannot be written (%s); until it can, a restart applies purges again",
-                    NOTE,
+                    APPLIED_PURGES_NAME,
                     error,
                 )
             self._failed = True

@@ -75,6 +75,12 @@ class Breaker:
             self._num_probes += 1
             self._retry_at = now + pause
 
+    def fault(self, cause: str) -> None:
+        """Something of ours failed, not the bucket: misses until it has answered a probe."""
+        with self._lock:
+            self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
+        self.failed(cause)
+
     def accepts_stores(self) -> bool:
         with self._lock:
             return self._retry_at is None and self._stores.is_over(self._clock())

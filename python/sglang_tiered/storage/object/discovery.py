@@ -93,8 +93,8 @@ class Discovery:
                 succeeded = True
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
-            except Exception:
-                logger.exception("looking for manifests failed")
+            except BaseException:  # a panic of the library is no Exception
+                logger.exception("looking for manifests failed; what is known stays")
             for order in orders:
                 order.succeeded = succeeded
                 order.done.set()
@@ -263,7 +263,7 @@ class _Batch:
     """Guarded by the state's lock."""
 
     num_left: int
-    error: RequestError | None = None
+    error: BaseException | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -278,20 +278,25 @@ class _ManifestErrand:
     batch: _Batch
 
     def run(self) -> None:
+        error: BaseException | None = None
         try:
-            data: memoryview | None = self.client.get(self.layout.manifest(self.name))
-        except RequestError as error:
-            data = None
-            if error.failure is not Failure.NOT_FOUND:
-                self.batch.error = error
+            self._read()
+        except RequestError as failed:
+            if failed.failure is not Failure.NOT_FOUND:
+                error = failed
+        except BaseException as fault:  # the pass that waits for it says so
+            error = fault
         with self.state.lock:
-            try:
-                if data is not None and self.state.epoch == self.epoch:
-                    self._take(data)
-            finally:
-                self.batch.num_left -= 1
-                if not self.batch.num_left:
-                    self.state.discovery_ready.notify_all()
+            self.batch.error = error or self.batch.error
+            self.batch.num_left -= 1
+            if not self.batch.num_left:
+                self.state.discovery_ready.notify_all()
+
+    def _read(self) -> None:
+        data = self.client.get(self.layout.manifest(self.name))
+        with self.state.lock:
+            if self.state.epoch == self.epoch:
+                self._take(data)
 
     def _take(self, data: memoryview) -> None:
         state, counts = self.state, self.state.discovery

@@ -86,11 +86,12 @@ class ObjectEngine(TierEngine):
             settings, self._own(namespace), page_codec, index, clock, wall_clock
         )
         self._deadlines = DeadlineClock(state)
+        fault = self._fault
         discovery = Discovery(state, client, breaker, Purger(state, client))
-        uploader, loader = Uploader(state, client, breaker), Loader(state, client)
+        uploader, loader = Uploader(state, client, breaker, fault), Loader(state, client, fault)
         num_uploaders = max(settings.num_connections // 4, 1)
         self._threads = [
-            _thread("object-packer", Packer(state).run),
+            _thread("object-packer", Packer(state, fault).run),
             _thread("object-deadlines", self._deadlines.run),
             _thread("object-discovery", discovery.run),
             *(_thread(f"object-uploader-{i}", uploader.run) for i in range(num_uploaders)),
@@ -133,6 +134,17 @@ class ObjectEngine(TierEngine):
                 self._settings.url,
                 error.clause,
             )
+
+    def _fault(self, what: str) -> None:
+        """In an except clause of a thread of ours, which goes on."""
+        logger.exception(
+            "%s: %s failed by our own fault; every lookup misses until the bucket has answered",
+            self._settings.url,
+            what,
+        )
+        self._breaker.fault(f"{what} failed by our own fault")
+        with self._state.lock:  # its probes are the discovery's
+            self._state.discovery_ready.notify_all()
 
     # ---- Lookups ----
 
@@ -243,9 +255,9 @@ class ObjectEngine(TierEngine):
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
-    def clear(self) -> bool:
+    def clear(self, timeout_s: float) -> bool:
         """As the contract says, for every server: the namespace is emptied."""
-        return self.begin_purge(None).wait(None)
+        return self.begin_purge(None).wait(timeout_s)
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:

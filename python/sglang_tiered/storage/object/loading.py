@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.index import Place
-    from sglang_tiered.storage.object.state import ObjectState
+    from sglang_tiered.storage.object.state import ObjectState, OnFault
 
 __all__ = ["DeadlineClock", "LoadSpan", "LoadTicket", "Loader", "plan_spans", "submit_load"]
 
@@ -134,16 +134,15 @@ def plan_spans(
 class Loader:
     """Body of the loading threads."""
 
-    def __init__(self, state: ObjectState, client: ObjectClient) -> None:
+    def __init__(self, state: ObjectState, client: ObjectClient, on_fault: OnFault) -> None:
         self._state = state
         self._client = client
+        self._on_fault = on_fault
         self._max_errands = max(state.settings.num_connections // 2, 1)
 
     def run(self) -> None:
         state = self._state
-        room = None
-        if self._client.directory is not None:  # it reads into it
-            room = memoryview(bytearray(self._client.max_span_bytes))
+        room: memoryview | None = None
         while True:
             errand = None
             with state.lock:
@@ -159,25 +158,31 @@ class Loader:
                         break
                     state.load_ready.wait()
             if errand is None:
-                self._serve(span, room)
+                room = self._serve(span, room)
                 continue
-            try:
-                errand()
-            finally:
-                with state.lock:
-                    state.num_errands_running -= 1
-                    state.load_ready.notify()
+            errand()
+            with state.lock:
+                state.num_errands_running -= 1
+                state.load_ready.notify()
 
-    def _serve(self, span: LoadSpan, room: memoryview | None) -> None:
+    def _serve(self, span: LoadSpan, room: memoryview | None) -> memoryview | None:
+        """``room`` is what a directory is read into; returns it for the next span."""
         ticket = span.ticket
         if ticket.is_open:
             if ticket.job.cancelled or self._state.closed:
                 self._give_up(span, Reason.CANCELLED)
             else:
-                self._load(span, room)
+                try:
+                    if room is None and self._client.directory is not None:
+                        room = memoryview(bytearray(self._client.max_span_bytes))
+                    self._load(span, room)
+                except BaseException:  # a panic of the library is no Exception
+                    self._on_fault("loading")
+                    self._give_up(span, Reason.IO_ERROR)
         if ticket.settle_span():
             with self._state.lock:
                 self._state.finish_load(ticket)
+        return room
 
     def _give_up(self, span: LoadSpan, reason: Reason) -> None:
         with span.ticket.touching() as allowed:

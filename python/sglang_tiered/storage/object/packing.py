@@ -22,7 +22,7 @@ from sglang_tiered.storage.object.state import FlushMark
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
     from sglang_tiered.storage.object.names import ObjectId
-    from sglang_tiered.storage.object.state import ObjectState
+    from sglang_tiered.storage.object.state import ObjectState, OnFault
 
 __all__ = ["Filling", "Packer", "StoreTicket", "submit_store"]
 
@@ -72,8 +72,9 @@ class Filling:
 class Packer:
     """Body of the packing thread."""
 
-    def __init__(self, state: ObjectState) -> None:
+    def __init__(self, state: ObjectState, on_fault: OnFault) -> None:
         self._state = state
+        self._on_fault = on_fault
         self._codec = state.codec
 
     def run(self) -> None:
@@ -112,15 +113,20 @@ class Packer:
     def _pack(self, ticket: StoreTicket) -> None:
         run = ticket.job.run
         num_packed = 0
-        for position in ticket.positions:
-            if ticket.dropped or ticket.job.cancelled:
-                break
-            self._pack_page(ticket, position, run.keys[position], run.pages[position])
-            num_packed += 1
+        reason = Reason.CANCELLED
+        try:
+            for position in ticket.positions:
+                if ticket.dropped or ticket.job.cancelled:
+                    break
+                self._pack_page(ticket, position, run.keys[position], run.pages[position])
+                num_packed += 1
+        except Exception:
+            self._on_fault("packing pages")
+            reason = Reason.IO_ERROR
         state = self._state
         with state.lock:
             state.packing = None
-            state.refuse(ticket, ticket.positions[num_packed:], Reason.CANCELLED)
+            state.refuse(ticket, ticket.positions[num_packed:], reason)
             self._relieve()
 
     def _pack_page(self, ticket: StoreTicket, position: int, key: bytes, page: Page) -> None:

@@ -7,6 +7,7 @@ namespace under the prefix, a purge of everyone of the engine's own.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.state import ObjectState
 
 __all__ = ["PurgeOrder", "Purger", "begin_purge", "hide", "obey"]
+
+logger = logging.getLogger(__name__)
 
 _MAX_SKEW_MS = 60_000
 _SWEPT_ROWS = 1 << 16
@@ -135,11 +138,14 @@ class Purger:
         self._unfinished: dict[bytes | None, PurgeOrder] = {}
 
     def serve(self, order: PurgeOrder) -> None:
-        self.sweep()
-        self._await_uploads(order)
         try:
+            self.sweep()
+            self._await_uploads(order)
             self._make_durable(order)
         except RequestError:
+            self._unfinished[order.tenant] = order
+        except BaseException:  # a panic of the library is no Exception
+            logger.exception("a purge failed by our own fault; it is tried again")
             self._unfinished[order.tenant] = order
         else:
             self._unfinished.pop(order.tenant, None)

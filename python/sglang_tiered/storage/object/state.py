@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.base import NO_TENANT, Reason
@@ -14,8 +15,6 @@ from sglang_tiered.storage.object.stats import DiscoveryCounts
 from sglang_tiered.storage.region.jobs import JobBook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.storage.codecs.base import PageCodec
     from sglang_tiered.storage.object.discovery import RefreshOrder
     from sglang_tiered.storage.object.index import ObjectIndex
@@ -24,12 +23,17 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.purging import PurgeOrder
     from sglang_tiered.storage.object.settings import ObjectSettings
 
-__all__ = ["Bounds", "FlushMark", "ObjectState"]
+__all__ = ["Bounds", "FlushMark", "ObjectState", "OnFault"]
 
 _MAX_PURGES = 16_384
 _MAX_IGNORED = 8192
 _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
+
+
+OnFault = Callable[[str], None]
+"""Called by a thread with what it was at, where an exception that nobody foresaw ended that: the
+thread goes on, or jobs would wait for it for ever. Without the lock held."""
 
 
 class FlushMark(NamedTuple):

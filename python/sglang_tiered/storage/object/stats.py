@@ -86,6 +86,7 @@ def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats
             queued_store_bytes=state.staged_bytes,
             num_tenants=state.index.num_tenants,
             num_pages_purged=state.num_pages_purged,
+            num_regions_stuck=0,
             reasons=dict(state.jobs.outcomes),
         )
 

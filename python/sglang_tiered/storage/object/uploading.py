@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.breaker import Breaker
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.packing import Filling
-    from sglang_tiered.storage.object.state import ObjectState
+    from sglang_tiered.storage.object.state import ObjectState, OnFault
 
 __all__ = ["Uploader"]
 
@@ -28,10 +28,13 @@ __all__ = ["Uploader"]
 class Uploader:
     """Body of the uploading threads."""
 
-    def __init__(self, state: ObjectState, client: ObjectClient, breaker: Breaker) -> None:
+    def __init__(
+        self, state: ObjectState, client: ObjectClient, breaker: Breaker, on_fault: OnFault
+    ) -> None:
         self._state = state
         self._client = client
         self._breaker = breaker
+        self._on_fault = on_fault
 
     def run(self) -> None:
         state = self._state
@@ -44,14 +47,17 @@ class Uploader:
                 filling = state.uploads.popleft()
                 state.uploading[filling] = None
             try:
-                reason = self._upload(filling)
-            finally:
+                self._upload(filling)
+            except BaseException:  # a panic of the library is no Exception
+                self._on_fault("uploading")
                 with state.lock:
-                    del state.uploading[filling]
-                    state.upload_done.notify_all()
-            del filling, reason  # its memory goes now, not with the next one
+                    state.settle(filling, Reason.IO_ERROR)
+            with state.lock:
+                del state.uploading[filling]
+                state.upload_done.notify_all()
+            del filling  # its memory goes now, not with the next one
 
-    def _upload(self, filling: Filling) -> Reason:
+    def _upload(self, filling: Filling) -> None:
         """Upload and settle. Reasons: OK, IO_ERROR, REJECTED while stores pause, CANCELLED when
         its pages were purged."""
         state = self._state
@@ -74,7 +80,6 @@ class Uploader:
                 if filling.epoch == state.epoch:
                     state.index.put(manifest)
             state.settle(filling, reason)
-        return reason
 
     def _write(self, filling: Filling, manifest: Manifest) -> Reason:
         state = self._state

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import BLOCK_BYTES, FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["CHECKPOINT_NAME", "CheckpointEntry", "pack", "read", "unpack"]
+__all__ = ["CheckpointEntry", "pack", "read", "unpack"]
 
-CHECKPOINT_NAME = "CHECKPOINT"
 MAGIC = b"SGLTCHKP"
 
 _HEADER = struct.Struct("<8sIIQ")  # magic version num_regions reserved

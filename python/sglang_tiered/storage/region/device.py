@@ -18,6 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
+from sglang_tiered.storage.region.files import PROBE_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "PROBE_NAME",
-    "TEMPORARY_SUFFIX",
     "Device",
     "FileDevice",
     "aligned_buffer",
@@ -35,8 +34,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PROBE_NAME = "PROBE"
-TEMPORARY_SUFFIX = ".tmp"
 _BOUNCE_BYTES = 1 << 20
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)

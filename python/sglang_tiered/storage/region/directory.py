@@ -29,25 +29,28 @@ from sglang_tiered.errors import (
     StoreFormatError,
     StoreLockedError,
 )
-from sglang_tiered.storage.region.checkpoint import CHECKPOINT_NAME
-from sglang_tiered.storage.region.device import PROBE_NAME, TEMPORARY_SUFFIX
+from sglang_tiered.storage.region.files import (
+    IGNORED_NAMES,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SHARD_PREFIX,
+    is_shard_file,
+    is_shard_name,
+    is_tier_file,
+)
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
     other_version,
     parse_region_name,
 )
-from sglang_tiered.storage.region.lock import LOCK_NAME, DirectoryLock
-from sglang_tiered.storage.region.notes import NOTE_NAMES
-from sglang_tiered.storage.region.purges import PURGES_NAME
+from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 __all__ = [
-    "MANIFEST_NAME",
-    "WEIGHTS_NAME",
     "DirectoryState",
     "inspect",
     "prepare",
@@ -55,26 +58,8 @@ __all__ = [
     "shard_path",
 ]
 
-MANIFEST_NAME = "STORE"
-WEIGHTS_NAME = "WEIGHTS"
-_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
-_SHARD = re.compile(r"shard-[A-Za-z0-9._-]+")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
-# An empty filesystem mounted here holds this; it is the kernel's, not somebody's data.
-_IGNORED = frozenset({"lost+found"})
-_SUFFIXES = ("", TEMPORARY_SUFFIX)
-_SHARD_FILES = frozenset(
-    {
-        LOCK_NAME,
-        PROBE_NAME,
-        *(
-            name + suffix
-            for name in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)
-            for suffix in _SUFFIXES
-        ),
-    }
-)
 
 
 class DirectoryState(enum.Enum):
@@ -86,8 +71,8 @@ class DirectoryState(enum.Enum):
 
 def shard_path(path: Path, name: str) -> Path:
     """Where the shard of that name lies. Raises ``ValueError`` for a name that cannot be one."""
-    shard = f"shard-{name}"
-    if not _SHARD.fullmatch(shard):
+    shard = SHARD_PREFIX + name
+    if not is_shard_name(shard):
         raise ValueError(f"{name!r} cannot name a shard")
     return path / shard
 
@@ -137,16 +122,14 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool], timeout_s: float =
     cannot be removed.
     """
     removed = []
-    for shard in sorted(path.glob("shard-*")):
-        name = shard.name.removeprefix("shard-")
+    for shard in sorted(path.glob(f"{SHARD_PREFIX}*")):
+        name = shard.name.removeprefix(SHARD_PREFIX)
         if not _is_ours(shard) or keep(name):
             continue
         try:
             with DirectoryLock(shard, timeout_s=timeout_s):
                 for file in shard.iterdir():
-                    if parse_region_name(file.name) is not None or (
-                        file.name in _SHARD_FILES and file.name != LOCK_NAME
-                    ):
+                    if is_shard_file(file.name) and file.name != LOCK_NAME:
                         file.unlink()
                 (shard / LOCK_NAME).unlink()
             shard.rmdir()
@@ -167,7 +150,7 @@ def _inspect(path: Path) -> DirectoryState:
         return DirectoryState.ABSENT
     if not path.is_dir():
         raise StoreForeignError(f"{path} is not a directory; {_WAY_OUT}")
-    names = set(os.listdir(path)) - _IGNORED
+    names = set(os.listdir(path)) - IGNORED_NAMES
     if not names:
         return DirectoryState.EMPTY
     version = _manifest_version(path)
@@ -178,24 +161,23 @@ def _inspect(path: Path) -> DirectoryState:
     for name in sorted(names):
         if not _is_ours(path / name):
             raise StoreForeignError(f"{path} holds {name!r}, which is not ours; {_WAY_OUT}")
-    for shard in sorted(name for name in names if _SHARD.fullmatch(name)):
+    for shard in sorted(name for name in names if is_shard_name(name)):
         _inspect_shard(path / shard)
     return DirectoryState.OURS_DAMAGED
 
 
 def _is_ours(path: Path) -> bool:
     mode = path.lstat().st_mode
-    if _SHARD.fullmatch(path.name):
+    if is_shard_name(path.name):
         return stat.S_ISDIR(mode)
-    known = path.name in (MANIFEST_NAME, LOCK_NAME, WEIGHTS_NAME)
-    return stat.S_ISREG(mode) and (known or _TEMPORARY.fullmatch(path.name) is not None)
+    return stat.S_ISREG(mode) and is_tier_file(path.name)
 
 
 def _inspect_shard(shard: Path) -> None:
     for name in sorted(os.listdir(shard)):
+        if not is_shard_file(name):
+            raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
         if parse_region_name(name) is None:
-            if name not in _SHARD_FILES:
-                raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
             continue
         with _reading(shard / name) as fd:
             version = other_version(os.read(fd, BLOCK_BYTES))
@@ -220,7 +202,7 @@ def _write_manifest(path: Path) -> None:
     statement = b"sglang-tiered store %d" % FORMAT_VERSION
     text = statement + b" %s\n" % xxhash.xxh3_64_hexdigest(statement).encode()
     # By process, as the ranks of one server may prepare their directory at the same time.
-    temporary = path / f"STORE.tmp-{os.getpid()}"
+    temporary = path / f"{MANIFEST_NAME}.tmp-{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o600)
     try:

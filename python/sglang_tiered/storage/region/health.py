@@ -112,6 +112,12 @@ class HealthMonitor:
             if self._num_read_failures > _READ_FAILURES_TOLERATED or self._device.num_failures:
                 self._device.fail(self._clock())
 
+    def fault(self, cause: str) -> None:
+        """Something of ours failed, not the device: lookups miss for a while."""
+        with self._lock:
+            self._cause = cause
+            self._device.fail(self._clock())
+
     def read_succeeded(self) -> None:
         with self._lock:
             self._num_read_failures = 0

@@ -10,15 +10,15 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError, StoreLockedError
+from sglang_tiered.storage.region.files import LOCK_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["LOCK_NAME", "DirectoryLock"]
+__all__ = ["DirectoryLock"]
 
-LOCK_NAME = "LOCK"
 _POLL_S = 0.05
 
 

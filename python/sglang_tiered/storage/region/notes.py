@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.device import TEMPORARY_SUFFIX, read_small_file
+from sglang_tiered.storage.region.device import read_small_file
+from sglang_tiered.storage.region.files import NOTE_NAMES, TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["NOTE_NAMES", "Notes", "read_note"]
-
-NOTE_NAMES = ("APPLIED-PURGES", "NAMESPACE", "WARM")
-"""Every note there is: whoever removes a shard removes them too."""
+__all__ = ["Notes", "read_note"]
 
 
 def read_note(shard: Path, name: str) -> bytes:
@@ -43,7 +41,10 @@ class Notes:
             return b""
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a note whole, flushed. Raises ``OSError``."""
+        """Replace a note whole, flushed. Raises ``OSError``, and ``ValueError`` for a name that
+        is not in the list of a shard's files: nobody would know the file for ours."""
+        if name not in NOTE_NAMES:
+            raise ValueError(f"{name!r} is not in NOTE_NAMES")
         self._device.replace_file(name, data)
 
     def remove(self, name: str) -> None:

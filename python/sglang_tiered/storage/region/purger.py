@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import purges as purges_file
-from sglang_tiered.storage.region.purges import PURGES_NAME, compact
+from sglang_tiered.storage.region.files import PURGES_NAME
+from sglang_tiered.storage.region.purges import compact
 from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
@@ -54,11 +55,7 @@ class Purger:
         when it is durable."""
         durable = self._record(tenant, bound)
         self._sweep()
-        try:
-            self._reclaimer.remove_useless()
-        except OSError as error:
-            # They are dead all the same, and go first when room is needed.
-            self._log.report("purge", "%s cannot give space back (%s)", self._directory, error)
+        self._reclaimer.remove_useless()
         return durable
 
     def clear(self, bound: Bound) -> bool:
@@ -67,15 +64,7 @@ class Purger:
         with self._state.lock:
             regions = list(self._state.regions)
         for region in regions:
-            try:
-                self._reclaimer.remove(region)
-            except OSError as error:
-                self._log.report(
-                    "store",
-                    "%s could not be emptied (%s); its pages are forgotten, its files stay for now",
-                    self._directory,
-                    error,
-                )
+            self._reclaimer.remove(region)
         return durable
 
     def _record(self, tenant: bytes | None, bound: Bound) -> bool:

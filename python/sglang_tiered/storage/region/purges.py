@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.errors import StoreFormatError
+from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_TENANTS",
     "NOWHERE",
-    "PURGES_NAME",
     "Bound",
     "Purges",
     "compact",
@@ -42,7 +42,6 @@ __all__ = [
     "unpack",
 ]
 
-PURGES_NAME = "PURGES"
 MAGIC = b"SGLTPURG"
 MAX_TENANTS = 16384
 """Beyond it the older half is replaced by one purge of every tenant, as far back as those reach: a

@@ -4,6 +4,7 @@ created, so the cap holds at every moment."""
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,13 +12,15 @@ import numpy as np
 from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
+from sglang_tiered.storage.region.health import Backoff
 from sglang_tiered.storage.region.reader import Wanted, plan_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
@@ -36,6 +39,7 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
+_MAX_VICTIMS = 8  # tried for one that can be removed: where none can, stores pause before the next
 
 
 def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool]) -> Region | None:
@@ -103,30 +107,43 @@ class Reclaimer:
     """Makes room under the cap. Called by the writer thread only, without the lock held, but for
     ``dispose``.
 
-    ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked.
+    ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked. A region
+    whose file cannot be removed stays in service, takes its room, and is passed over with growing
+    pauses: chosen again and again as the oldest, it would keep all others from giving theirs.
     """
 
     def __init__(
         self,
+        directory: Path,
+        log: OnceLog,
         device: Device,
         health: HealthMonitor,
         state: StoreState,
         reader: RegionReader,
         capacity_bytes: int,
         pin_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._directory = directory
+        self._log = log
         self._device = device
         self._health = health
         self._state = state
         self._reader = reader
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
+        self._clock = clock
         self._credit = ReinsertionCredit()
+        self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
         self.num_pages_evicted = 0
 
+    @property
+    def num_stuck(self) -> int:
+        """Regions whose file could not be removed yet. Any thread."""
+        return len(self._stuck)
+
     def reserve(self, nbytes: int) -> bool:
-        """Reserve room for a new region, evicting as needed; false when nothing can go.
-        Raises ``OSError`` when a victim's file cannot be removed."""
+        """Reserve room for a new region, evicting as needed; false when nothing can go."""
         self._remove_leftovers()
         while True:
             with self._state.lock:
@@ -152,32 +169,40 @@ class Reclaimer:
                 with self._health.watch(), contextlib.suppress(FileNotFoundError):
                     self._device.unlink(name)
             except OSError:
-                return
+                continue
             with self._state.lock:
                 del self._state.regions.leftovers[name]
                 self._state.regions.unreserve(nbytes)
 
     def evict_one(self) -> bool:
-        """Remove the best victim and put what is hot in it back into the queue of stores; false
-        when there is none, or its readers keep its space. Raises ``OSError`` when its file cannot
-        be removed, in which case the region stays in service."""
-        with self._state.lock:
-            victim = choose_victim(self._state.regions, self._is_useless)
-        if victim is None:
-            return False
-        return self.remove(victim, self._save(victim))
+        """Remove the best victim that can be removed, and put what is hot in it back into the
+        queue of stores; false when there is none, or its readers keep its space."""
+        return self._evict(lambda regions: choose_victim(regions, self._is_useless))
 
     def evict_own(self, tenant: bytes) -> bool:
         """Make room within a tenant's share at its own cost; false when it has no region that
-        could go. Raises as ``evict_one`` does."""
-        with self._state.lock:
-            victim = choose_own_victim(self._state.regions, tenant)
-        if victim is None:
-            return False
-        return self.remove(victim, self._save(victim, besides=tenant))
+        could go."""
+        return self._evict(lambda regions: choose_own_victim(regions, tenant), besides=tenant)
+
+    def _evict(
+        self, choose: Callable[[Iterable[Region]], Region | None], besides: bytes | None = None
+    ) -> bool:
+        for _ in range(_MAX_VICTIMS):
+            with self._state.lock:
+                victim = choose(filter(self._may_try, self._state.regions))
+            if victim is None:
+                return False
+            saved = self._save(victim, besides)
+            if self._unlink(victim):
+                return self._retire(victim, saved)
+        return False
+
+    def _may_try(self, region: Region) -> bool:
+        pause = self._stuck.get(region)
+        return pause is None or pause.is_over(self._clock())
 
     def remove_useless(self) -> None:
-        """Give back every region in which a purge left nothing. Raises ``OSError``."""
+        """Give back every region in which a purge left nothing."""
         with self._state.lock:
             regions = [r for r in self._state.regions if _may_go(r) and self._is_useless(r)]
         for region in regions:
@@ -230,12 +255,35 @@ class Reclaimer:
         ]
         return [_Saved(Job(JobKind.STORE, run), namespace, generation) for run in runs]
 
-    def remove(self, region: Region, saved: Sequence[_Saved] = ()) -> bool:
-        """Unlink the file and forget its keys, but for those saved, which are on their way back
-        from the same moment. I/O running on it still finishes, and is waited for, because the disk
-        gets its space back only then; false when that took too long."""
-        with self._health.watch(), contextlib.suppress(FileNotFoundError):
-            self._device.unlink(region.name)
+    def remove(self, region: Region) -> bool:
+        """Give up a region as it is; false when its file cannot be removed, or its readers keep
+        its space."""
+        return self._unlink(region) and self._retire(region)
+
+    def _unlink(self, region: Region) -> bool:
+        """False when the file cannot be removed; no other victim has to wait for this one."""
+        try:
+            with self._health.watch(), contextlib.suppress(FileNotFoundError):
+                self._device.unlink(region.name)
+        except OSError as error:
+            self._stuck.setdefault(region, Backoff()).fail(self._clock())
+            self._log.report(
+                "remove",
+                "%s cannot be removed (%s): it stays in service, its room is not given back, and "
+                "it is tried again with growing pauses",
+                self._directory / region.name,
+                error.strerror or error,
+            )
+            return False
+        self._stuck.pop(region, None)
+        if not self._stuck:
+            self._log.settle("remove")
+        return True
+
+    def _retire(self, region: Region, saved: Sequence[_Saved] = ()) -> bool:
+        """Forget the keys of a region whose file is gone, but for those saved, which are on their
+        way back from the same moment. I/O running on it still finishes, and is waited for, because
+        the disk gets its space back only then; false when that took too long."""
         with self._state.lock:
             for item in reversed(saved):
                 self._state.queue_reinsertion(*item, region.slot)

@@ -32,6 +32,7 @@ import numpy as np
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.region import checkpoint, purges
 from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -45,7 +46,7 @@ from sglang_tiered.storage.region.format import (
     unpack_trailer,
 )
 from sglang_tiered.storage.region.progress import LateProgress
-from sglang_tiered.storage.region.purges import PURGES_NAME, Bound, Purges
+from sglang_tiered.storage.region.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer

@@ -43,6 +43,7 @@ from sglang_tiered.storage.region.key_words import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region.open_files import allow_regions
 from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -123,14 +124,14 @@ class RegionEngine(TierEngine):
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
-        report = self._open(device, num_readers)
+        report = self._open(device, region_bytes, num_readers)
         state.bytes_written = report.bytes_written
         self._first_sequence = report.next_sequence
         device = self._device
         self.notes = Notes(device)
         reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
-            device, health, state, reader, capacity_bytes, io_timeout_s
+            directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
         )
         writer = RegionWriter(
             device, health, reclaimer, state, region_bytes, report.next_sequence, max_tenant_bytes
@@ -139,18 +140,18 @@ class RegionEngine(TierEngine):
         store_worker = StoreWorker(directory, state, health, log, writer, reclaimer, purger)
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
-        self._load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
+        load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),
             *(_thread(f"tier-hasher-{i}", HashWorker(state).run) for i in range(_NUM_HASHERS)),
             *(_thread(f"tier-chunk-{i}", chunk_worker.run) for i in range(num_writers)),
-            *(_thread(f"tier-reader-{i}", self._load_worker.run) for i in range(num_readers)),
+            *(_thread(f"tier-reader-{i}", load_worker.run) for i in range(num_readers)),
         ]
         for thread in self._threads:
             thread.start()
 
-    def _open(self, device: Device | None, num_threads: int) -> RecoveryReport:
+    def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -158,7 +159,10 @@ class RegionEngine(TierEngine):
         self._directory_lock = DirectoryLock(self._directory)
         state = self._state
         try:
-            self._device = device or FileDevice(self._directory)
+            if device is None:
+                allow_regions(self._directory, self._capacity_bytes, region_bytes)
+                device = FileDevice(self._directory)
+            self._device = device
             report = recover(
                 self._device,
                 state.namespace,
@@ -292,6 +296,7 @@ class RegionEngine(TierEngine):
                 num_inflight_jobs=state.jobs.num_inflight,
                 num_tenants=state.index.num_tenants,
                 num_pages_purged=state.num_pages_purged,
+                num_regions_stuck=self._reclaimer.num_stuck,
                 reasons=dict(state.jobs.outcomes),
             )
 
@@ -331,8 +336,8 @@ class RegionEngine(TierEngine):
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
-    def clear(self) -> bool:
-        return self.begin_purge(None).wait(None)
+    def clear(self, timeout_s: float) -> bool:
+        return self.begin_purge(None).wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -348,11 +353,9 @@ class RegionEngine(TierEngine):
             if state.closed:
                 return
             state.closed = True
-            spans = state.shed(Reason.CANCELLED)
+            state.shed(Reason.CANCELLED, Reason.CANCELLED)
             state.store_ready.notify_all()
             state.load_ready.notify_all()
-        for span in spans:
-            self._load_worker.skip(span, Reason.CANCELLED)
         deadline = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -393,9 +396,7 @@ class RegionEngine(TierEngine):
             self._directory,
         )
         with state.lock:
-            spans = state.shed(Reason.REJECTED)
-        for span in spans:
-            self._load_worker.skip(span, Reason.IO_ERROR)
+            state.shed(Reason.REJECTED, Reason.IO_ERROR)
         return health
 
 

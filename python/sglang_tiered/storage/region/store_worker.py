@@ -60,8 +60,8 @@ class StoreWorker:
             pass
         try:
             self._writer.finish()
-        except OSError as error:
-            logger.warning("%s: an empty region could not be removed (%s)", self._directory, error)
+        except Exception:
+            logger.exception("%s: closing the log failed by our own fault", self._directory)
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
@@ -207,7 +207,8 @@ class StoreWorker:
             while not all(write.done for write in state.writes):
                 state.store_ready.wait()
             failed = [write for write in state.writes if write.region is first.region]
-        if error.errno in NO_SPACE_ERRNOS and first.num_tries == 1 and self._made_room():
+        is_full = error.errno in NO_SPACE_ERRNOS and first.num_tries == 1
+        if is_full and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
                     if write.error is not None and write.chunks:
@@ -221,12 +222,6 @@ class StoreWorker:
                 write.region.num_writing -= 1
                 state.give_up(write.parts, reason)
         self._writer.rewind(first)
-
-    def _made_room(self) -> bool:
-        try:
-            return self._reclaimer.evict_one()
-        except OSError:
-            return False  # the failed extent is what is to be reported
 
     def _failed(self, error: OSError) -> Reason:
         self._health.store_failed()

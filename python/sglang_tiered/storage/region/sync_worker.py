@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import Contents
 from sglang_tiered.storage.region.writer import write_footer
 
@@ -32,7 +33,11 @@ _CHECKPOINT_INTERVAL_S = 30.0
 
 class SyncWorker:
     """Its ``run`` is the syncer thread. ``interval_s`` bounds how long a published page waits for
-    its sync, beyond the time a sync takes."""
+    its sync, beyond the time a sync takes.
+
+    The thread does not end by an exception: nothing would be durable any more, and nobody would
+    know.
+    """
 
     def __init__(
         self,
@@ -56,37 +61,60 @@ class SyncWorker:
 
     def run(self) -> None:
         """Until the store is closed and all that was written is sealed."""
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Wait for work and do it; false when it was the last."""
         state = self._state
-        while True:
-            with state.lock:
-                last, due = self._wait()
-                seals = [region for region in state.to_seal if not region.retired]
-                state.to_seal.clear()
-                orders, state.syncs = state.syncs, []
-                dirty = [region for region in state.regions if region.dirty] if due else []
-                tails = {region: region.published_tail for region in dirty}
-                state.any_dirty = state.any_dirty and not due
-                state.syncing = True
-                for region in dirty:
-                    region.dirty = False
-                busy = set(seals) | set(dirty)
-                for region in busy:
-                    region.syncing = True
-                    state.regions.pin(region)
+        with state.lock:
+            last, due = self._wait()
+            seals = [region for region in state.to_seal if not region.retired]
+            state.to_seal.clear()
+            orders, state.syncs = state.syncs, []
+            dirty = [region for region in state.regions if region.dirty] if due else []
+            tails = {region: region.published_tail for region in dirty}
+            state.any_dirty = state.any_dirty and not due
+            state.syncing = True
+            for region in dirty:
+                region.dirty = False
+            busy = set(seals) | set(dirty)
+            for region in busy:
+                region.syncing = True
+                state.regions.pin(region)
+        durable = False
+        try:
             for region in seals:
                 self._seal(region)
             durable = self._sync_all(tails)
-            for region in busy:
-                self._unpin(region)
+        except Exception:
+            self._fault("syncing")
+            with state.lock:
+                for region in seals:
+                    region.extents = []
+                for region in busy:  # next time
+                    region.dirty = state.any_dirty = True
+        for region in busy:
+            self._unpin(region)
+        try:
             if due:
                 self._checkpoint(last=last)
-            with state.lock:
-                state.syncing = False
-            for order in orders:
-                order.durable = durable
-                order.done.set()
-            if last:
-                return
+        except Exception:
+            self._fault("writing a checkpoint")
+        with state.lock:
+            state.syncing = False
+        for order in orders:
+            order.durable = durable
+            order.done.set()
+        return not last
+
+    def _fault(self, what: str) -> None:
+        logger.exception(
+            "%s: %s failed by our own fault; lookups miss for a while, and it is tried again",
+            self._directory,
+            what,
+        )
+        self._health.fault(f"{what} failed by our own fault")
 
     def _wait(self) -> tuple[bool, bool]:
         """Until there is something to do: whether it is the last, and whether it is time to sync.
@@ -189,7 +217,7 @@ class SyncWorker:
             )
         try:
             with self._health.watch():
-                self._device.replace_file(checkpoint.CHECKPOINT_NAME, data)
+                self._device.replace_file(CHECKPOINT_NAME, data)
         except OSError as error:
             logger.debug("%s: no checkpoint (%s)", self._directory, error)
             return

@@ -243,7 +243,7 @@ class RegionWriter:
                 region.sealed = True
 
     def finish(self) -> None:
-        """Before closing; a region without extents is removed. Raises ``OSError``."""
+        """Before closing; a region without extents is removed."""
         region = self._region
         if region is not None and not region.extents:
             self.abandon()

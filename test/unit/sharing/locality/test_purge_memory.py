@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.sharing.locality.purge_memory import NOTE, PurgeMemory
+from sglang_tiered.sharing.locality.purge_memory import PurgeMemory
 from sglang_tiered.sharing.locality.purges import PurgeBook
+from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
 HERE, THERE = b"h" * 32, b"t" * 32
 TENANT = b"t" * 16
@@ -146,8 +147,8 @@ def test_a_damaged_note_is_none(notes: Notes, clock: Clock, damage: int) -> None
     first = Server(notes, clock)
     first.book.begin(TENANT)
     first.memory.remember()
-    data = notes.files[NOTE]
-    notes.files[NOTE] = [data[:-1], data[:20] + b"\xff" + data[21:], b""][damage]
+    data = notes.files[APPLIED_PURGES_NAME]
+    notes.files[APPLIED_PURGES_NAME] = [data[:-1], data[:20] + b"\xff" + data[21:], b""][damage]
     assert not Server(notes, clock).book
 
 

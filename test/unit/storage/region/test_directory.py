@@ -12,12 +12,20 @@ from sglang_tiered.errors import StoreError, StoreForeignError, StoreFormatError
 from sglang_tiered.storage.region import directory as directory_module
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import (
-    MANIFEST_NAME,
-    WEIGHTS_NAME,
     DirectoryState,
     inspect,
     prepare,
+    remove_shards,
     shard_path,
+)
+from sglang_tiered.storage.region.files import (
+    CHECKPOINT_NAME,
+    LEFTOVER_NAMES,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    NOTE_NAMES,
+    PURGES_NAME,
+    WEIGHTS_NAME,
 )
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 
@@ -96,6 +104,29 @@ def test_damaged_manifest_is_repaired(store: Path, position: int) -> None:
     prepare(store)
     assert (store / MANIFEST_NAME).read_bytes() == good
     assert inspect(store) is DirectoryState.OURS
+
+
+def fill_shard(path: Path) -> Path:
+    """A shard with a file under every name of ours."""
+    shard = shard_path(path, "tp0")
+    shard.mkdir()
+    names = {LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
+    for name in names:
+        (shard / name).write_bytes(b"x")
+    return shard
+
+
+def test_no_file_of_ours_keeps_a_store_with_a_damaged_manifest_from_starting(store: Path) -> None:
+    fill_shard(store)
+    (store / MANIFEST_NAME).write_bytes(b"")
+    assert prepare(store) is DirectoryState.OURS_DAMAGED
+    assert inspect(store) is DirectoryState.OURS
+
+
+def test_no_half_of_a_shard_is_left_behind(store: Path) -> None:
+    shard = fill_shard(store)
+    assert remove_shards(store, keep=lambda name: False) == ["tp0"]
+    assert not shard.exists()
 
 
 def test_missing_manifest_with_our_regions_is_repaired(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_tiered.storage.base import Job, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Job, Reason, Run
 from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -17,6 +17,7 @@ from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
     extent_header_bytes,
+    region_name,
     unpack_footer,
     unpack_region_header,
     unpack_trailer,
@@ -36,11 +37,17 @@ HEADER = extent_header_bytes(1)
 class Bench:
     """An engine on a device that fails on order, with a clock to wait out its pauses."""
 
-    def __init__(self, directory: Path, make_run: MakeRun, num_regions: int = 4) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        make_run: MakeRun,
+        num_regions: int = 4,
+        device: FaultyDevice | None = None,
+    ) -> None:
         self.directory = directory
         self.make_run = make_run
         self.now = 0.0
-        self.device = FaultyDevice(FileDevice(directory))
+        self.device: Any = device or FaultyDevice(FileDevice(directory))
         self.engine = RegionEngine(
             directory,
             namespace=NAMESPACE,
@@ -273,12 +280,78 @@ def test_a_victim_that_cannot_be_removed_stays_in_service(
     bench = Bench(tmp_path, make_run, num_regions=1)
     assert bench.store(1, 12) == [Reason.OK] * 12
     bench.fail("unlink", error=errno.EROFS)
-    assert bench.store(2) == [Reason.IO_ERROR]
+    assert bench.store(2) == [Reason.NO_SPACE]
     assert bench.engine.stats().num_pages == 12
     assert bench.engine.stats().physical_bytes == REGION
+    assert bench.engine.stats().num_regions_stuck == 1
     bench.engine.check_integrity()
     assert bench.store(3) == [Reason.OK]
     assert bench.engine.stats().num_pages == 1
+    assert bench.engine.stats().num_regions_stuck == 0
+    bench.engine.close()
+
+
+class StickyDevice(FaultyDevice):
+    """Files of these names cannot be removed."""
+
+    def __init__(self, directory: Path, *names: str) -> None:
+        super().__init__(FileDevice(directory))
+        self.sticky = {*names}
+
+    def unlink(self, name: str) -> None:
+        if name in self.sticky:
+            self.faults = [Fault(self.calls.count("unlink"), "unlink", error=errno.EPERM)]
+        super().unlink(name)
+
+
+def test_one_region_that_cannot_be_removed_does_not_wedge_reclaim(
+    tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = region_name(0)
+    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, first))
+    kept, job = bench.submit(0, 12)
+    assert job.wait(TIMEOUT_S)
+    for seed in range(1, 9):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    assert bench.engine.lookup(kept.keys).num_hits == 12, "what cannot go stays in service"
+    assert bench.files()[0].name == first
+    assert bench.engine.stats().num_regions_stuck == 1
+    assert bench.engine.stats().physical_bytes == 4 * REGION
+    assert len([r for r in caplog.records if f"{first} cannot be removed" in r.message]) == 1
+    bench.engine.check_integrity()
+
+    bench.device.sticky.clear()
+    assert bench.store(9, 12) == [Reason.OK] * 12
+    assert bench.engine.stats().num_regions_stuck == 0
+    assert first not in {file.name for file in bench.files()}
+    bench.engine.close()
+
+
+def test_a_region_that_cannot_be_removed_is_tried_with_pauses(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
+    for seed in range(4):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    before = bench.device.calls.count("unlink")
+    stood_at = bench.now
+    for seed in range(4, 8):
+        _, job = bench.submit(seed, 12)
+        assert job.wait(TIMEOUT_S)
+        assert job.reasons == [Reason.OK] * 12
+    assert bench.now == stood_at
+    assert bench.device.calls.count("unlink") - before == 5, "4 victims, and once the stuck one"
+    bench.engine.close()
+
+
+def test_a_purge_gives_back_what_can_go_beside_what_cannot(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
+    for seed in range(3):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    assert bench.engine.purge(NO_TENANT, TIMEOUT_S)
+    assert [file.name for file in bench.files()] == [region_name(0), region_name(2)], "2 is open"
     bench.engine.close()
 
 

@@ -1,0 +1,80 @@
+"""Every name that a file of ours can have in a tier directory; no other list of them exists.
+
+Whoever takes a directory for ours, looks into a shard or removes one goes by it: a name that is
+missing here keeps a store without its manifest from being opened, and its shard from being removed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sglang_tiered.storage.region.format import parse_region_name
+
+__all__ = [
+    "APPLIED_PURGES_NAME",
+    "CHECKPOINT_NAME",
+    "IGNORED_NAMES",
+    "LEFTOVER_NAMES",
+    "LOCK_NAME",
+    "MANIFEST_NAME",
+    "NAMESPACE_NAME",
+    "NOTE_NAMES",
+    "PROBE_NAME",
+    "PURGES_NAME",
+    "SHARD_PREFIX",
+    "TEMPORARY_SUFFIX",
+    "WARM_NAME",
+    "WEIGHTS_NAME",
+    "is_shard_file",
+    "is_shard_name",
+    "is_tier_file",
+    "is_tier_temporary",
+]
+
+# Of the tier directory.
+MANIFEST_NAME = "STORE"
+WEIGHTS_NAME = "WEIGHTS"
+SHARD_PREFIX = "shard-"
+LOCK_NAME = "LOCK"  # of a shard too
+
+# Of a shard, beside its regions.
+CHECKPOINT_NAME = "CHECKPOINT"
+PURGES_NAME = "PURGES"
+PROBE_NAME = "PROBE"
+APPLIED_PURGES_NAME = "APPLIED-PURGES"
+NAMESPACE_NAME = "NAMESPACE"
+WARM_NAME = "WARM"
+TEMPORARY_SUFFIX = ".tmp"
+
+NOTE_NAMES = (APPLIED_PURGES_NAME, NAMESPACE_NAME, WARM_NAME)
+LEFTOVER_NAMES = frozenset(
+    {PROBE_NAME, *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES))}
+)
+"""In a shard for an instant, unless their process died in it."""
+IGNORED_NAMES = frozenset({"lost+found"})
+"""The kernel's, not somebody's data: a filesystem that is mounted here holds it."""
+
+_SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
+_TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
+_TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
+_SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES})
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a directory of that name in a tier directory is a shard."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_tier_file(name: str) -> bool:
+    """Whether a file of that name in a tier directory is ours."""
+    return name in _TIER_NAMES or is_tier_temporary(name)
+
+
+def is_tier_temporary(name: str) -> bool:
+    """Whether it exists for an instant, unless its process died in it."""
+    return _TIER_TEMPORARY.fullmatch(name) is not None
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether a file of that name in a shard is ours, regions included."""
+    return name in _SHARD_NAMES or parse_region_name(name) is not None

@@ -1,0 +1,138 @@
+"""An exception that nobody foresaw costs one job and a while of health, and no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.storage.base import Health, Job, Reason, Run
+from sglang_tiered.storage.object import discovery, loading, packing, uploading
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.object import ObjectEngine
+
+MakeEngine = Callable[..., "ObjectEngine"]
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+
+TIMEOUT_S = 20.0
+
+
+class Panic(BaseException):
+    """As the library's own: none of ``Exception``."""
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def finished(job: Job) -> list[Reason]:
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job.reasons
+
+
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, error: BaseException
+) -> list[BaseException]:
+    """The next call raises; returns what is still to be raised."""
+    inner, left = getattr(place, name), [error]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(place, name, call)
+    return left
+
+
+def check_that_it_serves_again(engine: ObjectEngine, clock: Clock, run: Run, target: Run) -> None:
+    health = engine.stats()
+    assert health.health is Health.MISS_ONLY
+    assert "own fault" in health.health_reason
+    clock.now += 100.0
+    assert engine.refresh(TIMEOUT_S), "the bucket answers"
+    assert engine.stats().health is Health.RUNNING
+    assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
+    assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
+    assert all(thread.is_alive() for thread in engine._threads)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (packing, "page_checksum", MemoryError()),
+        (uploading, "pack_manifest", MemoryError()),
+        (None, "put", Panic("as of a library in Rust")),
+    ],
+    ids=["packer", "uploader", "library"],
+)
+def test_a_store_that_meets_our_own_fault_ends_and_the_next_is_stored(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    error: BaseException,
+) -> None:
+    clock = Clock()
+    engine = make_engine(clocks={"clock": clock})
+    run = make_run(1, [4096, 5000])
+    fail_once(monkeypatch, place or engine._client, name, error)
+    assert finished(engine.submit_store(run)) == [Reason.IO_ERROR] * 2
+    assert engine.stats().queued_store_bytes == 0
+    check_that_it_serves_again(engine, clock, run, blank(run))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
+def test_a_load_that_meets_our_own_fault_ends_and_the_next_is_served(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    clock = Clock()
+    engine = make_engine(num_connections=1, clocks={"clock": clock})
+    run = make_run(1, [4096, 5000])
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
+    fail_once(monkeypatch, loading, "page_checksum", error)
+    assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR] * 2
+    check_that_it_serves_again(engine, clock, run, blank(run))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
+def test_a_manifest_that_meets_our_own_fault_fails_its_pass_and_is_read_by_the_next(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    run = make_run(1, [4096])
+    assert finished(make_engine().submit_store(run)) == [Reason.OK]
+    left = fail_once(monkeypatch, discovery, "unpack_manifest", error)
+    other = make_engine(num_connections=1)
+    if left:  # its first pass may still be to come
+        other.refresh(TIMEOUT_S, full=True)
+    assert not left
+    assert other.refresh(TIMEOUT_S, full=True)
+    assert other.lookup(run.keys).num_hits == 1
+    assert all(thread.is_alive() for thread in other._threads)
+
+
+def test_a_purge_that_meets_our_own_fault_says_so_and_goes_with_the_next_pass(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
+    assert finished(engine.submit_store(run)) == [Reason.OK]
+    fail_once(monkeypatch, engine._client, "folders", MemoryError())
+    assert not engine.purge(run.tenant, TIMEOUT_S)
+    assert engine.refresh(TIMEOUT_S)
+    assert [list(chunk) for chunk in engine._client.listing(engine._state.layout.manifests)] == []

@@ -1,0 +1,51 @@
+"""One list names every file of ours, and nothing is written beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.files import (
+    CHECKPOINT_NAME,
+    NOTE_NAMES,
+    PURGES_NAME,
+    is_shard_file,
+)
+from sglang_tiered.storage.region.format import region_name
+from sglang_tiered.storage.region.notes import Notes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sglang_tiered.storage.base import Run
+
+    MakeRun = Callable[..., Run]
+
+REGION = 64 * 1024
+
+
+def test_a_note_that_nobody_would_know_for_ours_is_not_written(tmp_path: Path) -> None:
+    notes = Notes(FileDevice(tmp_path))
+    with pytest.raises(ValueError, match="'DIARY' is not in NOTE_NAMES"):
+        notes.write("DIARY", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_that_a_store_writes_is_known_for_ours(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    engine = RegionEngine(
+        tmp_path, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
+    )
+    assert engine.submit_store(make_run(1, [4096])).wait(10.0)
+    assert engine.purge(b"t" * 16, 10.0)
+    for name in NOTE_NAMES:
+        engine.notes.write(name, b"x")
+    engine.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {CHECKPOINT_NAME, PURGES_NAME, region_name(0), *NOTE_NAMES} <= names
+    assert [name for name in names if not is_shard_file(name)] == []

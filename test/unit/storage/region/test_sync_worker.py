@@ -1,0 +1,117 @@
+"""The syncer thread outlives exceptions that nobody foresaw, and makes up for what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.region import RegionEngine, sync_worker
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+
+TIMEOUT_S = 10.0
+REGION = 64 * 1024
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegionEngine]:
+    monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)  # with every sync
+    engine = RegionEngine(
+        tmp_path,
+        namespace=b"\x11" * 32,
+        capacity_bytes=4 * REGION,
+        region_bytes=REGION,
+        sync_interval_s=1000.0,
+        device=FileDevice(tmp_path),
+        clock=clock,
+    )
+    yield engine
+    engine.close()
+    assert not [thread.name for thread in engine._threads if thread.is_alive()]
+
+
+def store(engine: RegionEngine, run: Run) -> None:
+    job = engine.submit_store(run)
+    assert job.wait(TIMEOUT_S)
+    assert set(job.reasons) == {Reason.OK}
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
+    inner, left = getattr(place, name), [MemoryError()]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(place, name, call)
+
+
+@pytest.mark.parametrize("name", ["sync", "sync_directory"])
+def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_pages(
+    engine: RegionEngine,
+    make_run: MakeRun,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    store(engine, make_run(1, [4096]))
+    fail_once(monkeypatch, engine._device, name)
+    assert not engine.sync(TIMEOUT_S)
+    assert engine.stats().health is Health.MISS_ONLY
+    assert "own fault" in engine.stats().health_reason
+    clock.now += 100.0
+    assert engine.stats().health is Health.RUNNING
+    assert engine.sync(TIMEOUT_S)
+    (region,) = engine._state.regions
+    assert region.durable_tail == region.published_tail
+    engine.check_integrity()
+
+
+def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinned(
+    engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, sync_worker, "write_footer")
+    first = make_run(1, [4096] * 10)
+    store(engine, first)
+    job = engine.submit_store(make_run(2, [4096] * 10))  # the first region is full
+    assert job.wait(TIMEOUT_S)
+    engine.sync(TIMEOUT_S)
+    clock.now += 100.0
+    assert engine.lookup(first.keys).num_hits == 10
+    for seed in range(3, 9):
+        store(engine, make_run(seed, [4096] * 10))
+    assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
+    assert engine.sync(TIMEOUT_S)
+    engine.check_integrity()
+
+
+def test_a_checkpoint_that_meets_our_own_fault_costs_no_barrier(
+    engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, sync_worker.checkpoint, "pack")
+    store(engine, make_run(2, [4096]))
+    assert engine.sync(TIMEOUT_S)
+    assert "a checkpoint failed" in engine.stats().health_reason
+    clock.now += 100.0
+    store(engine, make_run(3, [4096]))
+    assert engine.sync(TIMEOUT_S)
