@@ -173,6 +173,7 @@ def _claim_directory(config: TieredConfig, held: ExitStack) -> None:
     if config.nvme is None:
         return
     path = Path(config.nvme.directory)
+    store_directory.refuse_strangers(path)
     if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
         store_directory.prepare(path)
     held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))

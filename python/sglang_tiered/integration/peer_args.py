@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.settings import PeerSettings
 
-__all__ = ["URL_VARIABLE", "peer_settings", "resolve_index"]
+__all__ = ["URL_VARIABLE", "exposure", "peer_settings", "resolve_index"]
 
 URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
 """Takes the place of ``--tier-index``: a command line can be read by everybody on a machine."""
@@ -63,6 +64,19 @@ def resolve_index(
     if config.keys_directory is not None:
         load_keys(Path(config.keys_directory), PEER)
     return config
+
+
+def exposure(config: IndexConfig | None) -> str | None:
+    """A sentence for the operator where machines beyond this one share without keys."""
+    if config is None or config.keys_directory is not None:
+        return None
+    if ipaddress.ip_address(config.host).is_loopback:
+        return None
+    return (
+        f"--tier-index without --tier-peer-keys: whoever reaches {config.host} and knows a page's "
+        "key can read the page, and whoever writes to the Redis can make this server use pages of "
+        "his own making; pass --tier-peer-keys, or let only these servers reach both."
+    )
 
 
 def _address(host: str) -> str:

@@ -33,7 +33,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import pod_flags
 from sglang_tiered.integration.cpu_memory import allocatable_bytes
 from sglang_tiered.integration.object_args import resolve_object
-from sglang_tiered.integration.peer_args import resolve_index
+from sglang_tiered.integration.peer_args import exposure, resolve_index
 from sglang_tiered.integration.radix_cache import BACKEND_NAME
 from sglang_tiered.integration.tier_flags import (
     OBJECT_FLAGS,
@@ -183,6 +183,9 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         added |= _storage_arguments(page_size)
     else:
         _refuse_given(explicit, _NVME_FLAGS, reason="--tier-mode host")
+    index = resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None
+    if (warning := exposure(index)) is not None:
+        notes.append(warning)
     config = TieredConfig(
         mode=mode,
         host_bytes=host_bytes,
@@ -193,7 +196,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         dp_size=(explicit.get("dp_size") or 1) if explicit.get("enable_dp_attention") else 1,
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
-        index=resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None,
+        index=index,
     )
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 

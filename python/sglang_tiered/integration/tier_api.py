@@ -30,6 +30,8 @@ TIMEOUT_S = 30.0
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
 _MAX_LIMIT = 1000
 _MAX_TOKENS = 1 << 22
+_MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is made tokens of
+_MAX_SHOWN = 40
 _SOURCES = ("rid", "text", "input_ids")
 _TIERS = ("nvme", "object")
 
@@ -49,7 +51,8 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
     known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
     unknown = sorted(body.keys() - known)
     if unknown:
-        raise SelectorError(f"{unknown[0]!r} is unknown; pass {', '.join(sorted(known))}")
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise SelectorError(f"{shown} is unknown; pass {', '.join(sorted(known))}")
     sources = [name for name in _SOURCES if name in body]
     if len(sources) != 1:
         raise SelectorError(f"pass exactly one of {', '.join(_SOURCES)}")
@@ -59,15 +62,40 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
         if name == "input_ids":
             if not _are_tokens(value):
                 raise SelectorError("input_ids must be a list of token numbers that is not empty")
-        elif not isinstance(value, str) or not value:
-            raise SelectorError(f"{name} must be a text that is not empty")
+            _check_length(len(value), "input_ids", "tokens", _MAX_TOKENS)
+        elif (problem := _problem(name, value)) is not None:
+            raise SelectorError(problem)
+    _check_length(len(body.get("text", "")), "text", "characters", _MAX_CHARACTERS)
     if body.get("tier", "nvme") not in _TIERS:
-        raise SelectorError(f"tier {body['tier']!r} is unknown; choose one of {', '.join(_TIERS)}")
+        shown = repr(body["tier"][:_MAX_SHOWN])
+        raise SelectorError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
     return dict(body)
 
 
+def _check_length(length: int, name: str, unit: str, limit: int) -> None:
+    if length > limit:
+        raise SelectorError(
+            f"{name} has {length} {unit}, more than {limit}; pass the beginning of it"
+        )
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value that must be a text."""
+    if not isinstance(value, str) or not value:
+        return f"{name} must be a text that is not empty"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(value[error.start])
+        return (
+            f"{name} has {half} at character {error.start}, half of a surrogate pair, which no "
+            "text in UTF-8 holds; pass the whole character"
+        )
+    return None
+
+
 def _are_tokens(value: Any) -> bool:
-    if not isinstance(value, list) or not 0 < len(value) <= _MAX_TOKENS:
+    if not isinstance(value, list) or not value:
         return False
     return all(type(token) is int and 0 <= token < 1 << 31 for token in value)
 
@@ -78,14 +106,15 @@ def parse_purge(body: Any) -> dict[str, Any]:
         raise PurgeRequestError("the body must be a JSON object")
     unknown = sorted(body.keys() - {"extra_key", "cache_salt", "all"})
     if unknown:
-        raise PurgeRequestError(f"{unknown[0]!r} is unknown; pass extra_key, cache_salt or all")
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise PurgeRequestError(f"{shown} is unknown; pass extra_key, cache_salt or all")
     if "all" in body:
         if body != {"all": True}:
             raise PurgeRequestError('"all" must be true, and stand alone')
         return {"all": True}
     for name, value in body.items():
-        if not isinstance(value, str) or not value:
-            raise PurgeRequestError(f"{name} must be a text that is not empty")
+        if (problem := _problem(name, value)) is not None:
+            raise PurgeRequestError(problem)
     if not body:
         raise PurgeRequestError('pass extra_key, cache_salt or both, or "all": true')
     return dict(body)
@@ -99,8 +128,8 @@ def add_routes(app: FastAPI) -> None:
 
     async def purge(request: Request) -> Response:
         try:
-            body = parse_purge(await request.json())
-        except ValueError as error:  # of JSON too
+            body = parse_purge(await _json(request))
+        except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         answers = await _ask("purge", body)
         failed = [answer["error"] for answer in answers if "error" in answer]
@@ -117,7 +146,7 @@ def add_routes(app: FastAPI) -> None:
 
     async def checkpoint(request: Request) -> Response:
         try:
-            body = _with_tokens(parse_selector(await request.json(), with_tier=True))
+            body = _with_tokens(parse_selector(await _json(request), with_tier=True))
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         answers = await _ask("checkpoint", body, repeats_body=False)
@@ -125,7 +154,7 @@ def add_routes(app: FastAPI) -> None:
 
     async def residency(request: Request) -> Response:
         try:
-            body = _query(request) if request.method == "GET" else await request.json()
+            body = _query(request) if request.method == "GET" else await _json(request)
             body = _with_tokens(parse_selector(body, with_tier=False))
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
@@ -161,6 +190,18 @@ def add_routes(app: FastAPI) -> None:
     )
 
 
+async def _json(request: Request) -> Any:
+    """The body. Raises ``ValueError``, one sentence."""
+    try:
+        return await request.json()
+    except RecursionError:
+        raise ValueError(
+            "the body is nested too deeply; pass a JSON object of texts and token numbers"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"the body is no JSON ({error}); pass a JSON object") from None
+
+
 def _is_durable(answer: dict[str, Any]) -> bool:
     return bool(answer.get("done")) and answer.get("num_missing") == 0
 
@@ -184,7 +225,9 @@ def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
     tokenizer = get_global_state().tokenizer_manager.tokenizer
     if tokenizer is None:
         raise SelectorError("this server has no tokenizer; pass input_ids")
-    return {**body, "input_ids": [int(token) for token in tokenizer.encode(text)]}
+    tokens = tokenizer.encode(text)
+    _check_length(len(tokens), "text", "tokens", _MAX_TOKENS)
+    return {**body, "input_ids": [int(token) for token in tokens]}
 
 
 async def _ask(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import format_bytes
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import (
+    MAX_MANIFEST_BYTES,
+    MAX_PURGE_BYTES,
     other_version,
     pack_manifest,
     pack_tail,
@@ -112,7 +114,7 @@ def _verify(client: ObjectClient, layout: Layout, pool: ThreadPoolExecutor, jobs
             future.cancel()
     for purge_id in _ids(client, layout.purges):
         path = layout.purge(purge_id)
-        data = _get(client, path)
+        data = _get(client, path, MAX_PURGE_BYTES)
         found.counts["purges"] += 1
         if data is not None and other_version(data) is None and unpack_purge(data) is None:
             found.problem(path, "does not verify: what it purged may be served again")
@@ -126,9 +128,9 @@ def _ids(client: ObjectClient, folder: str) -> Iterator[ObjectId]:
                 yield object_id
 
 
-def _get(client: ObjectClient, path: str) -> memoryview | None:
+def _get(client: ObjectClient, path: str, max_bytes: int = MAX_MANIFEST_BYTES) -> memoryview | None:
     try:
-        return client.get(path)
+        return client.get(path, max_bytes)
     except RequestError as error:
         if error.failure is not Failure.NOT_FOUND:
             raise

@@ -158,6 +158,7 @@ def load_keys(directory: Path, role: str) -> Keys:
     flag = "--tier-peer-keys" if role == PEER else "--transfer-keys"
     other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
     own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
+    _check_writers(flag, directory)
     for path in (own, peer):
         if not path.is_file():
             raise ConfigError(
@@ -176,4 +177,31 @@ def load_keys(directory: Path, role: str) -> Keys:
         raise ConfigError(f"{own} holds no secret key; make keys anew.")
     if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
         raise ConfigError(f"{flag} {directory} holds keys cut short; copy them anew.")
+    _check_admitted(flag, directory)
     return Keys(public, secret, peer_public, directory)
+
+
+def _check_writers(flag: str, directory: Path) -> None:
+    """Whoever can add a ``*.key`` file is admitted, unless the mount lets nobody."""
+    if not directory.is_dir():
+        return
+    is_mounted_read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+    if stat.S_IMODE(directory.stat().st_mode) & 0o022 and not is_mounted_read_only:
+        raise ConfigError(
+            f"{flag} {directory} can be written by others, who could admit themselves; "
+            "chmod go-w it."
+        )
+
+
+def _check_admitted(flag: str, directory: Path) -> None:
+    """The authenticator reads all ``*.key`` files or, where one is bad, none."""
+    for path in sorted(directory.glob("[!.]*.key")):
+        try:
+            public, _ = zmq.auth.load_certificate(path)
+        except (OSError, ValueError):
+            public = b""
+        if len(public) != _KEY_CHARS:
+            raise ConfigError(
+                f"{flag} {directory} admits whoever is in a *.key file, but {path.name} is no "
+                "usable key; copy it anew, or move it away."
+            )

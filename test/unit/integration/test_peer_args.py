@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.peer_args import URL_VARIABLE, peer_settings, resolve_index
+from sglang_tiered.integration.peer_args import (
+    URL_VARIABLE,
+    exposure,
+    peer_settings,
+    resolve_index,
+)
 from sglang_tiered.transfer.security import PEER, make_keys
 
 if TYPE_CHECKING:
@@ -129,3 +134,15 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
 def test_the_last_rank_needs_a_port_too() -> None:
     with pytest.raises(ConfigError, match="must be from 1 to 65534"):
         resolve(tier_index=URL, tier_peer_port="65535", num_ranks=2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_sharing_with_other_machines_without_keys_is_said(host: str, tmp_path: Path) -> None:
+    if host == "::" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    warning = exposure(resolve(tier_index=URL, host=host))
+    assert warning is not None and "--tier-peer-keys" in warning and host in warning
+    make_keys(tmp_path, (PEER,))
+    assert exposure(resolve(tier_index=URL, host=host, tier_peer_keys=str(tmp_path))) is None
+    assert exposure(resolve(tier_index=URL, host="localhost")) is None
+    assert exposure(None) is None

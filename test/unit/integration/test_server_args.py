@@ -180,6 +180,13 @@ def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
     assert "stops growing when the disk is full" in resolved.notes[0]
 
 
+def test_sharing_with_other_machines_without_keys_is_noted_not_refused(resolve: Any) -> None:
+    shared = "--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB --tier-index redis://192.0.2.1"
+    (note,) = resolve(f"{shared} --host 0.0.0.0").notes
+    assert "--tier-peer-keys" in note
+    assert resolve(shared).notes == ()
+
+
 def test_unknown_flag_ends_with_code_2(resolve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         resolve("--tier-colour blue")

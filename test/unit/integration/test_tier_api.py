@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from array import array
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
 
-from sglang_tiered.integration import conversations
+from sglang_tiered.integration import conversations, tier_api
 from sglang_tiered.integration.conversations import RecentRequests, Selector
-from sglang_tiered.integration.tier_api import SelectorError, parse_selector
+from sglang_tiered.integration.tier_api import (
+    PurgeRequestError,
+    SelectorError,
+    parse_purge,
+    parse_selector,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,11 @@ def test_a_selector_names_one_prefix(body: dict[str, Any]) -> None:
         ({"input_ids": "1,2"}, "list of token numbers"),
         ({"text": "t", "tier": "tape"}, "choose one of nvme, object"),
         ({"text": "t", "prompt": "u"}, "'prompt' is unknown"),
+        ({"text": "a\ud800"}, r"text has '\\ud800' at character 1, half of a surrogate pair"),
+        ({"rid": "\udfff"}, "pass the whole character"),
+        ({"text": "t", "\ud800": 1}, r"'\\ud800' is unknown"),
+        ({"text": "t", "x" * 10_000: 1}, "'x{40}' is unknown"),
+        ({"text": "t", "tier": "\ud800"}, "tier has"),
     ],
 )
 def test_anything_else_is_one_sentence(body: Any, sentence: str) -> None:
@@ -75,3 +89,60 @@ def test_recent_requests_are_bounded_by_number_and_by_tokens(
     assert selector is not None and len(selector.tokens) == 85
     note("e", 1000)
     assert [recent.get(rid) for rid in "abcde"] == [None] * 5
+
+
+def test_a_prompt_has_a_bound_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_api, "_MAX_TOKENS", 8)
+    monkeypatch.setattr(tier_api, "_MAX_CHARACTERS", 32)
+    with pytest.raises(SelectorError, match="input_ids has 9 tokens, more than 8; pass the begin"):
+        parse_selector({"input_ids": [1] * 9}, with_tier=True)
+    with pytest.raises(SelectorError, match="text has 33 characters, more than 32"):
+        parse_selector({"text": "a" * 33}, with_tier=True)
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_half_a_character_names_no_tenant(name: str) -> None:
+    with pytest.raises(PurgeRequestError, match=f"{name} has .* half of a surrogate pair"):
+        parse_purge({name: "\ud800"})
+
+
+def read_body(body: bytes) -> Any:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    return asyncio.run(tier_api._json(Request({"type": "http"}, receive)))
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"", "the body is no JSON"),
+        (b'{"all": tru', "the body is no JSON"),
+        (b"\xff", "the body is no JSON"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_one_sentence(body: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"{sentence}.*; pass a JSON object"):
+        read_body(body)
+
+
+@pytest.mark.parametrize("text", [b"\\ud800", b"\xed\xa0\x80"])
+def test_half_a_character_is_refused_however_it_is_sent(text: bytes) -> None:
+    for body in (b'{"text": "%s"}', b'{"text": "a", "extra_key": "%s"}', b'{"%s": 1}'):
+        with pytest.raises(SelectorError) as caught:
+            parse_selector(read_body(body % text), with_tier=True)
+        str(caught.value).encode()  # or it could not be answered
+
+
+def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    manager = SimpleNamespace(tokenizer=tokenizer)
+    server = ModuleType("sglang.srt.entrypoints.http_server")
+    server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, server.__name__, server)
+    monkeypatch.setattr(tier_api, "_MAX_TOKENS", 8)
+    assert len(tier_api._with_tokens({"text": "ääää"})["input_ids"]) == 8
+    with pytest.raises(SelectorError, match="text has 9 tokens, more than 8"):
+        tier_api._with_tokens({"text": "ääääa"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,3 +97,32 @@ def test_sessions_have_keys_of_their_own_and_none_without_keys(tmp_path: Path) -
     assert new_session_key(None) == b""
     assert new_session_key(keys) != new_session_key(keys)
     assert len(new_session_key(keys)) == 32
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_a_bad_key_of_one_peer_is_named_before_it_keeps_out_all(
+    content: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "third.key").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"third\.key is no usable key; copy it anew, or move"):
+        load_keys(tmp_path, "prefill")
+    (tmp_path / "third.key").rename(tmp_path / ".third.key")  # which is not read
+    load_keys(tmp_path, "prefill")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_keys_where_others_could_admit_themselves_are_refused(mode: int, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"--transfer-keys .*written by others.*chmod go-w"):
+        load_keys(tmp_path, "prefill")
+
+
+def test_keys_of_a_read_only_mount_may_have_any_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_keys(tmp_path)
+    tmp_path.chmod(0o1777)  # as Kubernetes mounts secrets
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    load_keys(tmp_path, "prefill")

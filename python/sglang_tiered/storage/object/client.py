@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_tiered.storage.object.budgets import RequestCost, RetryBudget
 from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.object.failures import Failure, RequestError, explain
+from sglang_tiered.storage.object.format import MAX_MANIFEST_BYTES
 from sglang_tiered.storage.object.stores import FIRST_PAUSE_S, find_store, obstore
 
 if TYPE_CHECKING:
@@ -153,13 +154,17 @@ class ObjectClient:
             self._tell(None)
         return num_read
 
-    def get(self, path: str) -> memoryview:
-        """A whole object, which should be small."""
+    def get(self, path: str, max_bytes: int = MAX_MANIFEST_BYTES) -> memoryview:
+        """A whole object; nothing of one that is longer, which is not read."""
         began = time.monotonic()
-        data = self._read("get", lambda: obstore.get(self._store, path).bytes())
+        data = self._read("get", lambda: self._whole(path, max_bytes))
         self._count_in(len(data))
         self._cost.observe(len(data), time.monotonic() - began)
         return memoryview(data)
+
+    def _whole(self, path: str, max_bytes: int) -> Any:
+        found = obstore.get(self._store, path)
+        return found.bytes() if found.meta["size"] <= max_bytes else b""
 
     def size(self, path: str) -> int:
         return int(self._read("head", lambda: obstore.head(self._store, path))["size"])

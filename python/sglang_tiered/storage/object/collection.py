@@ -13,7 +13,13 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.object.failures import Failure, RequestError
-from sglang_tiered.storage.object.format import other_version, unpack_manifest, unpack_purge
+from sglang_tiered.storage.object.format import (
+    MAX_MANIFEST_BYTES,
+    MAX_PURGE_BYTES,
+    other_version,
+    unpack_manifest,
+    unpack_purge,
+)
 from sglang_tiered.storage.object.listings import Entry, IdFilter, Oldest
 from sglang_tiered.storage.object.names import Layout, parse_id, tenant_tag
 from sglang_tiered.storage.object.removals import CollectorReport, Removal
@@ -147,7 +153,7 @@ class Collection:
             if parse_id(entry.name) is None or len(found) >= _MAX_PURGES:
                 self.report.num_foreign += 1
                 continue
-            purge = unpack_purge(self._get(path) or b"")
+            purge = unpack_purge(self._get(path, MAX_PURGE_BYTES) or b"")
             if purge is None or purge.namespace != self._layout.namespace:
                 self.report.num_unreadable += 1
                 continue
@@ -338,10 +344,10 @@ class Collection:
             for path, size, modified in chunk:
                 yield path, Entry(modified, path[len(folder) + 1 :], size)
 
-    def _get(self, path: str) -> memoryview | None:
+    def _get(self, path: str, max_bytes: int = MAX_MANIFEST_BYTES) -> memoryview | None:
         self._check_stop()
         try:
-            return self._client.get(path)
+            return self._client.get(path, max_bytes)
         except RequestError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import (
     MAX_MANIFEST_BYTES,
+    MAX_PURGE_BYTES,
     NO_CODEC,
     Purge,
     other_version,
@@ -175,7 +176,7 @@ class Discovery:
                 if named is None or listed.path in self._purges_seen:
                     continue
                 try:
-                    data = self._client.get(listed.path)
+                    data = self._client.get(listed.path, MAX_PURGE_BYTES)
                 except RequestError as error:
                     if error.failure is Failure.NOT_FOUND:
                         continue

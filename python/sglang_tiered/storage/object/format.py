@@ -28,6 +28,7 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "MAX_OBJECT_BYTES",
     "MAX_OBJECT_PAGES",
+    "MAX_PURGE_BYTES",
     "NAMESPACE_BYTES",
     "NO_CODEC",
     "PAGE_DTYPE",
@@ -74,6 +75,7 @@ PAGE_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
+MAX_PURGE_BYTES = 4096  # another version's may be longer than ours
 MAX_MANIFEST_BYTES = _MANIFEST.size + MAX_OBJECT_PAGES * PAGE_DTYPE.itemsize + _CHECKSUM.size
 
 

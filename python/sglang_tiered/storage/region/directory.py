@@ -54,6 +54,7 @@ __all__ = [
     "DirectoryState",
     "inspect",
     "prepare",
+    "refuse_strangers",
     "remove_shards",
     "shard_path",
 ]
@@ -89,6 +90,15 @@ def inspect(path: Path) -> DirectoryState:
         raise StoreError(
             f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
         ) from error
+
+
+def refuse_strangers(path: Path) -> None:
+    """Raises ``StoreError`` for a directory that everybody can write to. Touches nothing."""
+    if path.is_dir() and path.stat().st_mode & stat.S_IWOTH:
+        raise StoreError(
+            f"{path} can be written by everybody on this machine, who could put pages there that "
+            "the model would use; chmod o-w it, or pass a directory in it as --tier-dir"
+        )
 
 
 def prepare(path: Path) -> DirectoryState:

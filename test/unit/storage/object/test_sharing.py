@@ -351,6 +351,18 @@ def test_a_purge_that_cannot_be_read_forgets_too_much_rather_than_too_little(
     assert hits(b, make_run(1, [100])) == 0
 
 
+def test_a_purge_as_long_as_memory_is_not_read_and_still_forgets(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, b = make_engine(), make_engine()
+    store(a, of(A, make_run(1, [100])))
+    purge_id = ObjectId(int(a._state.wall_clock() * 1000) + 5, 9, 9, 0)
+    a._client.put(a._state.layout.purge(purge_id), bytes(8 << 20))
+    assert b.refresh(TIMEOUT_S)
+    assert hits(b, make_run(1, [100])) == 0
+    assert b._client.bytes_in < 1 << 20
+
+
 def test_a_purge_waits_for_an_upload_that_is_under_way(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:

@@ -15,6 +15,7 @@ from sglang_tiered.storage.region.directory import (
     DirectoryState,
     inspect,
     prepare,
+    refuse_strangers,
     remove_shards,
     shard_path,
 )
@@ -229,3 +230,16 @@ def test_parent_that_is_a_file(tmp_path: Path) -> None:
 def test_shard_names_that_cannot_be_told_again(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a shard"):
         shard_path(tmp_path, name)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_directory_that_everybody_can_write_to_is_refused_untouched(
+    tmp_path: Path, mode: int
+) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(StoreError, match=r"written by everybody .*chmod o-w it, or pass"):
+        refuse_strangers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o770)
+    refuse_strangers(tmp_path)
+    refuse_strangers(tmp_path / "absent")
