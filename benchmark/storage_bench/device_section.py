@@ -13,6 +13,7 @@ from storage_bench.own_engine import (
     NUM_READERS,
     NUM_WRITERS,
     PAGES_PER_RUN,
+    empty,
     make_durable,
     make_runs,
     move_runs,
@@ -106,7 +107,7 @@ def _measure(
     engine = open_engine(folder / "store", 2 * total)
     try:
         for sample in range(setting.num_samples):
-            engine.clear()
+            empty(engine)
             keys = [
                 make_keys(f"{page_bytes}/{sample}/{number}", pages_per_run)
                 for number in range(num_runs)

@@ -14,6 +14,7 @@ from storage_bench.host_memory import HostPages
 from storage_bench.keys import make_keys
 from storage_bench.own_engine import (
     PAGES_PER_RUN,
+    empty,
     make_durable,
     make_runs,
     move_runs,
@@ -153,7 +154,7 @@ def _measure(
 
     try:
         for sample in range(setting.num_samples):
-            engine.clear()
+            empty(engine)
             keys = [make_keys(f"{sample}/{number}", PAGES_PER_RUN) for number in range(_NUM_LOADED)]
             move_runs(engine, JobKind.STORE, make_runs(keys, source), _NUM_LOADED)
             make_durable(engine)

@@ -22,6 +22,7 @@ __all__ = [
     "NUM_READERS",
     "NUM_WRITERS",
     "PAGES_PER_RUN",
+    "empty",
     "make_runs",
     "make_durable",
     "move_runs",
@@ -82,6 +83,11 @@ def wait(job: Job) -> None:
     if not all(job.ok):
         reasons = sorted({reason.value for reason in job.reasons})
         raise RuntimeError(f"a {job.kind.value} job ended with {', '.join(reasons)}")
+
+
+def empty(engine: RegionEngine) -> None:
+    if not engine.clear(_TIMEOUT_S):
+        raise RuntimeError("the engine could not be emptied")
 
 
 def make_durable(engine: RegionEngine) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.storage.base import Run
 from storage_bench.keys import make_keys
-from storage_bench.own_engine import PAGES_PER_RUN, make_durable, open_engine, wait
+from storage_bench.own_engine import PAGES_PER_RUN, empty, make_durable, open_engine, wait
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ class OwnSide(Side):
         self._keys: list[tuple[bytes, ...]] = []
 
     def forget(self, sample: int) -> None:
-        self._engine.clear()
+        empty(self._engine)
         self._keys = _chains(self._source, sample)
 
     def store(self) -> Cost:

@@ -294,7 +294,7 @@ def test_clear_forgets_everything_and_works_on(
 ) -> None:
     run = make_run(12, [4096] * 4)
     store(engine, run)
-    engine.clear()
+    engine.clear(TIMEOUT_S)
     stats = engine.stats()
     assert (stats.num_pages, stats.stored_bytes, stats.physical_bytes) == (0, 0, 0)
     assert load(engine, blank(run)) == [Reason.MISS] * 4
@@ -311,7 +311,7 @@ def test_closed_engine_answers_and_never_raises(
     assert engine.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert store(engine, run) == [Reason.CANCELLED] * 2
     assert load(engine, blank(run)) == [Reason.CANCELLED] * 2
-    engine.clear()
+    engine.clear(TIMEOUT_S)
     assert engine.drain(0.0)
     assert engine.stats().health is Health.FAILED
 

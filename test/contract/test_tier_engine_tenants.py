@@ -200,7 +200,7 @@ def test_clear_purges_every_tenant(engine: TierEngine, make_run: MakeRun) -> Non
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
     for run in runs:
         finished(engine.submit_store(run))
-    assert engine.clear()
+    assert engine.clear(TIMEOUT_S)
     assert [hits(engine, run) for run in runs] == [0, 0, 0]
     assert engine.tenants(9) == []
     assert engine.stats().num_tenants == 0
@@ -210,7 +210,7 @@ def test_clear_purges_every_tenant(engine: TierEngine, make_run: MakeRun) -> Non
 def test_a_closed_engine_promises_no_purge(engine: TierEngine) -> None:
     engine.close()
     assert not engine.purge(A, TIMEOUT_S)
-    assert not engine.clear()
+    assert not engine.clear(TIMEOUT_S)
 
 
 def test_no_store_from_before_a_purge_lands_behind_it(

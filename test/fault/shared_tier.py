@@ -110,13 +110,13 @@ class SharedTier(MemoryEngine):
 
     def begin_purge(self, tenant: bytes | None, local: object = None) -> Done:
         if tenant is None:
-            self.clear()
+            self.clear(0.0)
         else:
             self.purge(tenant, 0.0)
         return Done()
 
     def set_namespace(self, namespace: bytes) -> None:
-        self.clear()
+        self.clear(0.0)
 
     def flush(self, timeout_s: float) -> bool:
         return True

@@ -141,7 +141,7 @@ def test_closing_says_that_a_purge_was_not_told(
     purge = one.index.begin_purge(TENANT)
     one.close()
     assert purge.done
-    assert not purge.wait(None)
+    assert not purge.wait(20.0)
     after = one.index.begin_purge(TENANT)
     assert after.done
-    assert not after.wait(None)
+    assert not after.wait(20.0)

@@ -162,7 +162,7 @@ def test_a_second_holder_serves_what_the_first_lost(
         # Whichever is asked has just lost its pages, and has not told yet.
         (asked,) = {peer.address for peer in own.tier._index.find(run.keys) if peer is not None}
         loser = first if first.tier.address == asked else second
-        loser.region.clear()
+        loser.region.clear(20.0)
         assert own.load(target) == [Reason.OK] * COUNT
         assert is_right(target)
         stats = own.tier.stats()

@@ -48,7 +48,7 @@ def first_life(engine: RegionEngine, ledger: Ledger) -> None:
 def second_life(engine: RegionEngine, ledger: Ledger) -> None:
     ledger.load(engine, keys(range(21)))
     ledger.store(engine, keys(range(21, 25)))
-    engine.clear()
+    engine.clear(TIMEOUT_S)
     ledger.store(engine, keys(range(25, 31)))
     ledger.sync(engine)
     ledger.load(engine, keys(range(21, 31)))
@@ -93,7 +93,7 @@ def expect_barrier(engine: RegionEngine, ledger: Ledger) -> None:
     """One attempt may hit the fault. No barrier vouches again for pages that a sync failed on, as
     nobody knows whether they are on the disk; without those it works."""
     if not any(ledger.sync(engine) for _ in range(NUM_TRIES)):
-        engine.clear()
+        engine.clear(TIMEOUT_S)
         assert set(ledger.store(engine, keys(FRESH))) == {Reason.OK}
         assert ledger.sync(engine), "no barrier completes any more"
 

@@ -289,6 +289,88 @@ def test_hanging_io_is_noticed_by_whoever_asks(
     engine.close()
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    turn, deadline = threading.Event(), time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        turn.wait(0.002)
+
+
+def test_forgetting_waits_no_longer_for_a_disk_that_hangs_than_it_was_told_to(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    device = faulty(tmp_path / "s")
+    engine = open_engine(tmp_path / "s", device)
+    entered, release = threading.Event(), threading.Event()
+
+    def hang(called: str) -> None:
+        if called == "writev":
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+
+    device.before = hang
+    run = make_run(1, [4096])
+    stuck = engine.submit_store(run)
+    assert entered.wait(TIMEOUT_S)
+    engine.set_namespace(b"\x22" * 32)
+    assert not engine.clear(0.01)
+    assert not engine.purge(b"t" * 16, 0.01)
+    assert not stuck.done
+    release.set()
+    assert done(stuck) == [Reason.OK]
+    assert engine.lookup(run.keys).num_hits == 0, "it landed behind all that was forgotten"
+    assert engine.clear(TIMEOUT_S)
+    engine.close()
+
+
+class ClosingDevice(FaultyDevice):
+    """Notes which threads close files."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(FileDevice(directory, direct=False))
+        self.closed_by: list[str] = []
+
+    def close(self, fd: int) -> None:
+        self.closed_by.append(threading.current_thread().name)
+        super().close(fd)
+
+
+def test_whoever_asks_a_disk_that_hangs_closes_no_file_on_it(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    """The last close of an unlinked file frees its blocks: the scheduler must not wait for it."""
+    clock, device = Clock(), ClosingDevice(tmp_path)
+    engine = open_engine(tmp_path, device, clock=clock, capacity_bytes=2 * REGION, io_timeout_s=5.0)
+    first, second, third = (make_run(seed, [12_288] * 3) for seed in range(3))
+    done(engine.submit_store(first))
+    done(engine.submit_store(second))
+    engine.sync(TIMEOUT_S)
+    entered, release = threading.Event(), threading.Event()
+
+    def hang(called: str) -> None:
+        if called == "readv" and threading.current_thread().name.startswith("tier-reader"):
+            entered.set()
+            assert release.wait(TIMEOUT_S)
+
+    device.before = hang
+    stuck = engine.submit_load(blank(second))
+    assert entered.wait(TIMEOUT_S)
+    queued = engine.submit_load(blank(first))  # the one reason why its region is open
+    late = engine.submit_store(third)
+    wait_until(lambda: engine._state.regions.retiring_bytes == REGION)
+    clock.now += 6.0
+    assert engine.lookup(first.keys) == (0, Stop.UNHEALTHY)
+    assert done(queued) == [Reason.IO_ERROR] * 3
+    assert threading.current_thread().name not in device.closed_by
+    release.set()
+    done(stuck)
+    done(late)
+    wait_until(lambda: engine._state.regions.retiring_bytes == 0)
+    assert {name[:11] for name in device.closed_by} == {"tier-reader"}
+    engine.check_integrity()
+    engine.close()
+
+
 def test_corruption_is_logged_once_per_region(
     tmp_path: Path, make_run: MakeRun, blank: Blank, caplog: pytest.LogCaptureFixture
 ) -> None:

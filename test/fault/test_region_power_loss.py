@@ -146,7 +146,7 @@ def test_a_sync_that_failed_is_not_taken_back_by_the_next(tmp_path: Path, num_lo
             ledger.sync(engine)
         check_after(tmp_path / "crashed", device.crash("drop"), ledger, ledger.durable)
         check_after(tmp_path / "killed", device.crash("kill"), ledger, ledger.acknowledged)
-        engine.clear()
+        engine.clear(TIMEOUT_S)
         after = keys(range(100, 104))
         ledger.store(engine, after)
         assert ledger.sync(engine), "no barrier completes any more"

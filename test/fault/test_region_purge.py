@@ -156,7 +156,7 @@ def test_clear_is_durable_even_where_no_file_can_be_removed(tmp_path: Path) -> N
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
-        assert engine.clear()
+        assert engine.clear(TIMEOUT_S)
         assert held(engine, OF_A + OF_B) == 0
     with running(tmp_path, inner.restart()) as engine:
         assert held(engine, OF_A + OF_B) == 0
@@ -224,7 +224,7 @@ def test_purges_are_forgotten_once_no_region_before_them_is_left(tmp_path: Path)
         for number in range(20):
             assert engine.purge(bytes([number]) * 16, TIMEOUT_S)
         assert len(purges.read(device).tenants) == 20
-        assert engine.clear()
+        assert engine.clear(TIMEOUT_S)
         assert engine.purge(A, TIMEOUT_S)
     assert set(purges.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:

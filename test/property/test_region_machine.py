@@ -234,7 +234,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.engine.clear(), "a purge of everything fails on a working device"
+        assert self.engine.clear(TIMEOUT_S), "a purge of everything fails on a working device"
         self.forget_certainty()
         self.purged = {tenant: {} for tenant in TENANTS}
         assert self.engine.stats().physical_bytes == 0

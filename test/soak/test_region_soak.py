@@ -115,7 +115,7 @@ class Worker(threading.Thread):
         elif kind < 0.95:
             self._engine.sync(TIMEOUT_S)
         elif kind < 0.951:
-            self._engine.clear()
+            self._engine.clear(TIMEOUT_S)
         else:
             self._engine.poll()
             self._engine.stats()
@@ -172,7 +172,7 @@ def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> N
         threading.Event().wait(0.05)
     assert ledger.load(engine, fresh) == [Reason.OK] * len(fresh)
     if not ledger.sync(engine):  # pages are held that a sync failed on
-        engine.clear()
+        engine.clear(TIMEOUT_S)
         assert ledger.sync(engine)
 
 

@@ -296,9 +296,9 @@ class TierEngine(ABC):
         """
 
     @abstractmethod
-    def clear(self) -> bool:
-        """Forget every page and give the storage back. Blocks until running jobs are done; does
-        nothing on a closed engine. Returns what ``purge`` returns."""
+    def clear(self, timeout_s: float) -> bool:
+        """Forget every page, at once, and give the storage back. Jobs under way are waited for;
+        does nothing on a closed engine. Returns what ``purge`` returns."""
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:

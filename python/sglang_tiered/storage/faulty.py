@@ -278,8 +278,8 @@ class FaultyEngine(TierEngine):
                     job.cancel()
         return self.inner.purge(tenant, timeout_s)
 
-    def clear(self) -> bool:
-        return self.inner.clear()
+    def clear(self, timeout_s: float) -> bool:
+        return self.inner.clear(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         with self._lock:

@@ -35,16 +35,16 @@ class Forgetting:
             self._order.done.is_set() and all(job.done for job in self._jobs)
         )
 
-    def wait(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Whether it is durable and nothing that concerns it is under way any more; false when the
         time runs out. Not on the scheduler thread, unless it is done."""
         order = self._order
         if order is None:
             return False
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
 
-        def left() -> float | None:
-            return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        def left() -> float:
+            return max(deadline - time.monotonic(), 0.0)
 
         return all(job.wait(left()) for job in self._jobs) and (
             order.done.wait(left()) and order.durable

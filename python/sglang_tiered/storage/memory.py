@@ -190,7 +190,7 @@ class MemoryEngine(TierEngine):
                 self._num_purged += 1
             return not self._closed
 
-    def clear(self) -> bool:
+    def clear(self, timeout_s: float) -> bool:
         with self._lock:
             self._num_purged += len(self._pages)
             self._pages.clear()
@@ -203,7 +203,7 @@ class MemoryEngine(TierEngine):
         return True
 
     def close(self) -> None:
-        self.clear()
+        self.clear(0.0)
         with self._lock:
             self._closed = True
 

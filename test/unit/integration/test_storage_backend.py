@@ -32,6 +32,7 @@ from sglang_tiered.integration.tenants import Fence, key_of_request, tenant_dige
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.sealed import seal, unseal
 from sglang_tiered.storage.layered.tiers import Tier
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
 
 if TYPE_CHECKING:
@@ -324,6 +325,33 @@ def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
     assert storage.batch_exists(hashes("a")) == 0
     storage.tree_was_reset()
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_a_change_of_weights_waits_for_no_disk_and_what_lands_late_is_not_found(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0))
+    reached, let_go, write = threading.Event(), threading.Event(), FileDevice.writev
+
+    def hang(*arguments: Any) -> int:
+        reached.set()
+        assert let_go.wait(TIMEOUT_S)
+        return write(*arguments)
+
+    monkeypatch.setattr(FileDevice, "writev", hang)
+    stored: list[bool] = []
+    storing = threading.Thread(
+        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+    )
+    storing.start()
+    assert reached.wait(TIMEOUT_S)
+    storage.change_weights(tree_was_flushed=True)
+    storage.clear()
+    assert storing.is_alive(), "it waited for the disk"
+    let_go.set()
+    storing.join(TIMEOUT_S)
+    assert stored == [True]
+    assert storage.batch_exists(hashes("a")) == 0
 
 
 # ---- Weights that take long to read ----

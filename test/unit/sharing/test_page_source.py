@@ -121,7 +121,7 @@ def test_nothing_purged_or_of_a_closed_store_is_given_away(
 ) -> None:
     run = stored(region, make_run(4, [4096, 4096]))
     source = PageSource(region, max_free_bytes=1 << 20)
-    region.clear()
+    region.clear(20.0)
     assert read(source, run.keys, [4096, 4096]) == [None, None]
     stored(region, run)
     region.close()
@@ -136,7 +136,7 @@ def test_a_page_that_goes_between_the_look_and_the_read_is_none(
     load = region.submit_load
 
     def purge_first(wanted: Run) -> Any:
-        region.clear()
+        region.clear(20.0)
         return load(wanted)
 
     monkeypatch.setattr(region, "submit_load", purge_first)

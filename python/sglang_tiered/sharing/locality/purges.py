@@ -34,7 +34,7 @@ class LocalPurge(Protocol):
     @property
     def done(self) -> bool: ...
 
-    def wait(self, timeout_s: float | None) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...
 
 
 class ToldPurge:
@@ -49,7 +49,7 @@ class ToldPurge:
         """Whether ``wait`` would return at once."""
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Whether it is in Redis; false when the time runs out or it never will be, because the
         index was closed before."""
         return self._ended.wait(timeout_s) and self._told

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["LayeredEngine"]
 
 _MAX_UNREPORTED = 4096
-_CLEAR_TIMEOUT_S = 60.0
 _LOOK_S = 0.02
 _FLUSH_STEP_S = 1.0
 
@@ -298,9 +297,8 @@ class LayeredEngine(TierEngine):
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
-    def clear(self) -> bool:
-        """Far tiers are waited for a minute: they may be out of reach for longer."""
-        return self.begin_purge(None).wait(_CLEAR_TIMEOUT_S)
+    def clear(self, timeout_s: float) -> bool:
+        return self.begin_purge(None).wait(timeout_s)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True

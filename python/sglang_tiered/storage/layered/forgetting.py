@@ -23,13 +23,12 @@ class LayeredForgetting:
         """Whether ``wait`` would return at once."""
         return all(part.done for part in self._parts)
 
-    def wait(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Whether it is durable in every tier; false when the time runs out."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         durable = True
         for part in self._parts:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            durable = part.wait(left) and durable
+            durable = part.wait(max(0.0, deadline - time.monotonic())) and durable
         return durable
 
 
@@ -50,11 +49,11 @@ class LateForgetting:
         """Whether ``wait`` would return at once."""
         return self._begun is not None and self._begun.done
 
-    def wait(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Whether it is durable; false when the time runs out."""
         begun = time.monotonic()
         if not self._has_begun.wait(timeout_s):
             return False
         assert self._begun is not None
         spent = time.monotonic() - begun
-        return self._begun.wait(None if timeout_s is None else max(0.0, timeout_s - spent))
+        return self._begun.wait(max(0.0, timeout_s - spent))

@@ -255,9 +255,9 @@ class ObjectEngine(TierEngine):
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
-    def clear(self) -> bool:
+    def clear(self, timeout_s: float) -> bool:
         """As the contract says, for every server: the namespace is emptied."""
-        return self.begin_purge(None).wait(None)
+        return self.begin_purge(None).wait(timeout_s)
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:

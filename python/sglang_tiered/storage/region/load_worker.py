@@ -47,14 +47,20 @@ class LoadWorker:
         state = self._state
         while True:
             with state.lock:
-                while not state.loads and not state.closed:
+                while not state.loads and not state.let_go and not state.closed:
                     state.load_ready.wait()
-                if not state.loads:
-                    return
-                span = state.take_load()
-            self._load(span)
+                region = state.let_go.popleft() if state.let_go else None
+                unused = region is not None and state.regions.unpin(region)
+                if region is None:
+                    if not state.loads:
+                        return
+                    span = state.take_load()
+            if region is None:
+                self._load(span)
+            elif unused:
+                self._reclaimer.dispose(region)
 
-    def skip(self, span: LoadSpan, reason: Reason) -> None:
+    def _skip(self, span: LoadSpan, reason: Reason) -> None:
         """Finish a span that was not tried; its pages stay indexed."""
         self._unpin(span)
         with self._state.lock:
@@ -62,13 +68,13 @@ class LoadWorker:
 
     def _load(self, span: LoadSpan) -> None:
         if span.ticket.job.cancelled:
-            self.skip(span, Reason.CANCELLED)
+            self._skip(span, Reason.CANCELLED)
             return
         try:
             reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
         except Exception:
             logger.exception("%s: loading failed by our own fault", self._directory)
-            self.skip(span, Reason.IO_ERROR)
+            self._skip(span, Reason.IO_ERROR)
             return
         if error is None:
             self._health.read_succeeded()

@@ -67,6 +67,7 @@ class StoreState:
         self.chunks: deque[Chunk] = deque()  # of extents to write
         self.num_chunks_writing = 0
         self.loads: deque[LoadSpan] = deque()
+        self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.to_seal: deque[Region] = deque()
         self.syncs: list[SyncOrder] = []
         self.syncing = False  # the syncer is at work and pins regions
@@ -292,10 +293,10 @@ class StoreState:
         if ticket.num_spans_left == 0:
             self.jobs.finish(ticket.job)
 
-    def shed(self, store_reason: Reason) -> list[LoadSpan]:
-        """Empty both queues. Queued stores are settled here as far as they have no place yet; the
-        spans are returned, because their regions must be unpinned, which may close a file, before
-        they are finished."""
+    def shed(self, store_reason: Reason, load_reason: Reason) -> None:
+        """Empty both queues. Queued stores are settled as far as they have no place yet. Whoever
+        asks may be the scheduler, so the readers unpin the regions of the loads: that may close a
+        file, for which a disk that hangs takes its time too."""
         kept: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
@@ -304,10 +305,12 @@ class StoreState:
                 kept.append(order)
         self.stores = kept
         self._shed_unbegun_writes(store_reason)
-        spans = list(self.loads)
+        for span in self.loads:
+            self.let_go.append(span.wanted[0].region)
+            self.finish_span(span, [load_reason] * len(span.wanted))
         self.loads.clear()
+        self.load_ready.notify_all()
         self.chunk_ready.notify_all()
-        return spans
 
     def _shed_unbegun_writes(self, reason: Reason) -> None:
         """Let go of placed extents of which nothing was handed to the device yet. The writer finds
@@ -336,7 +339,8 @@ class StoreState:
     def check_integrity(self) -> None:
         idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
-        self.regions.check_integrity(idle=idle and not self.to_seal and not self.syncing)
+        being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes
+        self.regions.check_integrity(idle=idle and not being_let_go)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"

@@ -139,13 +139,13 @@ class RegionEngine(TierEngine):
         store_worker = StoreWorker(directory, state, health, log, writer, reclaimer, purger)
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
-        self._load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
+        load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),
             *(_thread(f"tier-hasher-{i}", HashWorker(state).run) for i in range(_NUM_HASHERS)),
             *(_thread(f"tier-chunk-{i}", chunk_worker.run) for i in range(num_writers)),
-            *(_thread(f"tier-reader-{i}", self._load_worker.run) for i in range(num_readers)),
+            *(_thread(f"tier-reader-{i}", load_worker.run) for i in range(num_readers)),
         ]
         for thread in self._threads:
             thread.start()
@@ -332,8 +332,8 @@ class RegionEngine(TierEngine):
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)
 
-    def clear(self) -> bool:
-        return self.begin_purge(None).wait(None)
+    def clear(self, timeout_s: float) -> bool:
+        return self.begin_purge(None).wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -349,11 +349,9 @@ class RegionEngine(TierEngine):
             if state.closed:
                 return
             state.closed = True
-            spans = state.shed(Reason.CANCELLED)
+            state.shed(Reason.CANCELLED, Reason.CANCELLED)
             state.store_ready.notify_all()
             state.load_ready.notify_all()
-        for span in spans:
-            self._load_worker.skip(span, Reason.CANCELLED)
         deadline = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -394,9 +392,7 @@ class RegionEngine(TierEngine):
             self._directory,
         )
         with state.lock:
-            spans = state.shed(Reason.REJECTED)
-        for span in spans:
-            self._load_worker.skip(span, Reason.IO_ERROR)
+            state.shed(Reason.REJECTED, Reason.IO_ERROR)
         return health
 
 

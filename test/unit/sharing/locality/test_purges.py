@@ -124,4 +124,4 @@ def test_closing_ends_those_that_were_not_told() -> None:
     purge = book.begin(TENANT)
     book.close()
     assert purge.done
-    assert not purge.wait(None)
+    assert not purge.wait(20.0)

@@ -238,7 +238,7 @@ def test_without_a_bucket_nothing_goes_down_and_all_else_works(
     engine.poll()
     engine.set_namespace(b"\x22" * 32)
     assert engine.lookup(run.keys).num_hits == 0
-    assert engine.clear()
+    assert engine.clear(TIMEOUT_S)
 
 
 def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Blank) -> None:
