@@ -51,7 +51,9 @@ ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 MIN_REGION_BYTES = 4 * MiB
-MAX_DEFAULT_REGION_BYTES = 256 * MiB
+DEFAULT_REGION_BYTES = 256 * MiB
+MAX_DEFAULT_REGIONS = 4096
+"""Of a rank. Each is an open file, and each eviction looks at all."""
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
@@ -384,11 +386,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
-def default_region_bytes(capacity_bytes_per_rank: int) -> int:
-    """256 MiB, or a power of two that leaves a small cap at least eight regions to evict by."""
-    region = MAX_DEFAULT_REGION_BYTES
-    while region > MIN_REGION_BYTES and region * 8 > capacity_bytes_per_rank:
+def default_region_bytes(
+    room_bytes: int, *, capacity_bytes: int = 0, max_regions: int = MAX_DEFAULT_REGIONS
+) -> int:
+    """256 MiB, or a power of two that leaves little room at least eight regions to evict by. Larger
+    where the cap of a rank would make more regions than are of use, or ``max_regions``, than the
+    process may hold open."""
+    region = DEFAULT_REGION_BYTES
+    while region > MIN_REGION_BYTES and region * 8 > room_bytes:
         region //= 2
+    most = min(max_regions, MAX_DEFAULT_REGIONS) if region == DEFAULT_REGION_BYTES else max_regions
+    while region * max(most, MIN_REGIONS) < capacity_bytes:
+        region *= 2
     return region
 
 

@@ -118,6 +118,24 @@ def test_small_caps_keep_several_regions_to_evict_by() -> None:
     assert default_region_bytes(1) == 4 * MiB
 
 
+@pytest.mark.parametrize(
+    ("room", "capacity", "max_regions", "region"),
+    [
+        (1024 * GiB, 1024 * GiB, 1 << 20, 256 * MiB),
+        (16 * 1024 * GiB, 16 * 1024 * GiB, 1 << 20, 4 * GiB),
+        (256 * GiB, 256 * GiB, 512, 512 * MiB),
+        (GiB // 8, 256 * GiB, 16384, 16 * MiB),  # a small share of a tenant
+        (GiB // 8, 256 * GiB, 1024, 256 * MiB),
+        (256 * MiB, 256 * MiB, -3, 128 * MiB),
+    ],
+)
+def test_a_cap_makes_no_more_files_than_may_be_open(
+    room: int, capacity: int, max_regions: int, region: int
+) -> None:
+    chosen = default_region_bytes(room, capacity_bytes=capacity, max_regions=max_regions)
+    assert chosen == region
+
+
 def test_sizes_print_as_people_write_them() -> None:
     assert format_bytes(64 * GiB) == "64GiB"
     assert format_bytes(3 * GiB // 2) == "1.5GiB"

@@ -42,6 +42,7 @@ from sglang_tiered.integration.tier_flags import (
     without_our_flags,
 )
 from sglang_tiered.integration.transfer_args import resolve_transfer, transfer_arguments
+from sglang_tiered.storage.region.open_files import max_regions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -283,12 +284,19 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
     share = None if share_text is None else parse_share(share_text)
     region_text = explicit.get("tier_nvme_region_bytes")
     # A region must also fit a disk that is smaller than the cap.
-    room = min(capacity, disk.free + held)
-    region = (
-        default_region_bytes(int(room // num_ranks * (share or 1)))
-        if region_text is None
-        else parse_bytes("--tier-nvme-region-bytes", region_text)
-    )
+    room = min(capacity, disk.free + held) / num_ranks * (share or 1)
+    per_rank, most = capacity // num_ranks, max_regions()
+    if region_text is None:
+        region = default_region_bytes(int(room), capacity_bytes=per_rank, max_regions=most)
+    else:
+        region = parse_bytes("--tier-nvme-region-bytes", region_text)
+        if region >= MIN_REGION_BYTES and per_rank // region > most:
+            raise ConfigError(
+                f"--tier-nvme-region-bytes {region_text} makes {per_rank // region} files of each "
+                f"rank's {format_bytes(per_rank)}, all of them open, but the hard limit of open "
+                f"files (ulimit -Hn) leaves room for {max(most, 0)}; raise either, or lower "
+                "--tier-nvme-bytes."
+            )
     writes_text = explicit.get("tier_nvme_writes_per_day")
     writes = None
     if writes_text is not None:

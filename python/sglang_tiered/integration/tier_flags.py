@@ -41,7 +41,8 @@ TIER_FLAGS = {
     ),
     "--tier-nvme-region-bytes": (
         "SIZE",
-        "Size of one region file, the unit of eviction. Default: 256MiB, less for caps below 2GiB.",
+        "Size of one region file, the unit of eviction. Default: 256MiB, less for caps below 2GiB, "
+        "more for caps above 1TiB of a rank or where few files may be open.",
     ),
     "--tier-nvme-writes-per-day": (
         "SIZE",

@@ -310,3 +310,13 @@ def test_the_pod_backend_is_judged_before_anything_is_touched(resolve: Any) -> N
     assert option(resolve(f"{mixed} --tier-mode off"), "--attention-backend") == "pod"
     with pytest.raises(ConfigError, match="would never see a mixed batch"):
         resolve("--decode-attention-backend pod --tier-mode off")
+
+
+def test_regions_by_flag_that_no_process_may_hold_open_are_refused(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_args, "max_regions", lambda: 10)
+    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 64MiB"
+    with pytest.raises(ConfigError, match=r"4MiB makes 16 files of each rank's 64MiB.* for 10;"):
+        resolve(line + " --tier-nvme-region-bytes 4MiB")
+    assert resolve(line).config.nvme.region_bytes == 8 * MiB

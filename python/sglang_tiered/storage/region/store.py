@@ -43,6 +43,7 @@ from sglang_tiered.storage.region.key_words import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region.open_files import allow_regions
 from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -123,7 +124,7 @@ class RegionEngine(TierEngine):
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
-        report = self._open(device, num_readers)
+        report = self._open(device, region_bytes, num_readers)
         state.bytes_written = report.bytes_written
         self._first_sequence = report.next_sequence
         device = self._device
@@ -150,7 +151,7 @@ class RegionEngine(TierEngine):
         for thread in self._threads:
             thread.start()
 
-    def _open(self, device: Device | None, num_threads: int) -> RecoveryReport:
+    def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -158,7 +159,10 @@ class RegionEngine(TierEngine):
         self._directory_lock = DirectoryLock(self._directory)
         state = self._state
         try:
-            self._device = device or FileDevice(self._directory)
+            if device is None:
+                allow_regions(self._directory, self._capacity_bytes, region_bytes)
+                device = FileDevice(self._directory)
+            self._device = device
             report = recover(
                 self._device,
                 state.namespace,
