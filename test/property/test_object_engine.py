@@ -148,7 +148,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines)
     def clear(self, number: int) -> None:
-        assert self.engines[number].clear()
+        assert self.engines[number].clear(TIMEOUT_S)
         namespace = self.namespaces[number]
         self.present[namespace].clear()
         self.damaged[namespace].clear()

@@ -266,7 +266,7 @@ def test_a_purge_by_a_clock_that_is_behind_leaves_nothing_to_be_listed_again(
     if is_known:
         assert a.refresh(TIMEOUT_S)
         assert hits(a, run) == 1
-    assert a.clear() if tenant is None else a.purge(tenant, TIMEOUT_S)
+    assert a.clear(TIMEOUT_S) if tenant is None else a.purge(tenant, TIMEOUT_S)
     c = make_engine(clocks=right)
     for engine in (a, b, c):
         assert engine.refresh(TIMEOUT_S, full=True)
@@ -334,7 +334,7 @@ def test_a_purge_covers_other_namespaces_and_clear_only_its_own(
     assert a.purge(A, TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert (hits(b, make_run(2, [100])), hits(b, make_run(3, [100]))) == (0, 1)
-    assert a.clear()
+    assert a.clear(TIMEOUT_S)
     assert b.refresh(TIMEOUT_S, full=True)
     assert hits(b, make_run(3, [100])) == 1
 

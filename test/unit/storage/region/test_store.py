@@ -219,7 +219,7 @@ def test_clear_waits_for_the_store_before_it_and_keeps_the_one_after(
     before, after = make_run(1, [4096]), make_run(2, [4096])
     job = gated.submit_store(before)
     assert gate.entered.wait(TIMEOUT_S)
-    clearing = threading.Thread(target=gated.clear)
+    clearing = threading.Thread(target=gated.clear, args=(TIMEOUT_S,))
     clearing.start()
     gate.opened.set()
     clearing.join(TIMEOUT_S)
