@@ -165,7 +165,7 @@ def spawn_role(
         model,
         log,
         *("--disaggregation-mode", role, "--disaggregation-bootstrap-port", str(bootstrap_port)),
-        *("--nccl-port", str(free_port()), "--skip-server-warmup"),
+        "--skip-server-warmup",
         *more,
         environment=ENVIRONMENT,
     )

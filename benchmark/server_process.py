@@ -47,9 +47,10 @@ _own_ports, _ports_lock = _ports(), threading.Lock()
 
 
 def free_port() -> int:
-    """A free port that nobody else picks before it is bound, which a server does seconds later: all
-    are below 22,000, from where on SGLang picks those that its children bind, below 30000, where
-    the documented commands listen, and below those of outgoing connections."""
+    """A free port that no other worker of these tests picks before it is bound, which a server
+    does seconds later: all are below 22,000, from where on SGLang picks those that its children
+    bind, below 30000, where the documented commands listen, and below those of outgoing
+    connections."""
     while True:
         with _ports_lock:
             port = next(_own_ports)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prefill_decode import ENVIRONMENT, PrefillDecode
-from server_process import Server, free_port
+from server_process import Server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,6 @@ def measure(model: Path, logs: Path, lengths: tuple[int, ...], num_rounds: int) 
         model,
         logs / "single.log",
         *flags,
-        *("--nccl-port", str(free_port())),
         environment=ENVIRONMENT,
     )
     source, found = random.Random(7), {length: TTFT() for length in lengths}

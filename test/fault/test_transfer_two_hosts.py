@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120)
 
 # Addresses that are nobody's (RFC 5737), and names, of this process: another that runs these tests
-# meanwhile has others.
+# meanwhile hardly ever has the same.
 SUBNET = os.getpid() % 64 * 4
 HERE, THERE = f"198.51.100.{SUBNET + 1}", f"198.51.100.{SUBNET + 2}"
 NAMESPACE = f"kv-{os.getpid()}"

@@ -16,7 +16,7 @@ import pytest
 import report
 
 from prefill_decode import ENVIRONMENT
-from server_process import Server, free_port
+from server_process import Server
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
@@ -101,7 +101,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     server = Server.spawn(
         model,
         tmp_path_factory.mktemp("stock") / "server.log",
-        *("--tier-mode", "off", "--max-total-tokens", "16384", "--nccl-port", str(free_port())),
+        *("--tier-mode", "off", "--max-total-tokens", "16384"),
         environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
     )
     try:

@@ -9,7 +9,7 @@ from family_models import write_gemma3, write_latent_attention, write_sliding_wi
 from instances import COMMON, hands_over_what_one_server_computes
 
 from prefill_decode import ENVIRONMENT, PrefillDecode
-from server_process import Server, free_port
+from server_process import Server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def test_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path
     single = Server.spawn(
         path,
         tmp_path / "single.log",
-        *(*COMMON, "--nccl-port", str(free_port())),
+        *COMMON,
         environment=ENVIRONMENT,
     )
     pair = PrefillDecode.spawn(path, tmp_path, *COMMON, "--page-size", "64")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH, NUM_NEW = 700, 8
 HANG_S = 5.0  # as long as a peer is given for an answer, ten times what computing takes
@@ -245,7 +245,6 @@ def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-@pytest.mark.slow
 def test_ranks_are_peers_of_their_own_and_purge_together(
     start: Callable[..., list[Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +277,6 @@ def test_ranks_are_peers_of_their_own_and_purge_together(
     b.kill()
 
 
-@pytest.mark.slow
 def test_peers_and_a_bucket_serve_together_and_measured_plans_use_them(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:
