@@ -453,7 +453,7 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
         reason = "line\n\x1b[31m" + "x" * 100_000
         stranger.tell(messages.Failed(1, opened.generation, reason))
         told = receiver.events.wait_for("failed", 1)[2]
-        assert len(told) <= messages.MAX_REASON
+        assert len(told) <= len(messages.peer_failed("")) + messages.MAX_REASON
         assert told.isprintable()
 
 

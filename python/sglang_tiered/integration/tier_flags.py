@@ -149,7 +149,7 @@ TRANSFER_FLAGS = {
     "--transfer-allow": (
         "ADDRESSES",
         "Prefill instances on other machines from which decode takes KV without --transfer-keys: "
-        "addresses or networks with commas, e.g. 10.0.0.0/8. Default: none.",
+        "addresses or networks with commas, e.g. 192.0.2.0/24. Default: none.",
     ),
     "--transfer-same-host": (
         "{auto,off}",

@@ -26,7 +26,7 @@ def parse_networks(flag: str, text: str) -> tuple[str, ...]:
         except ValueError:
             raise ConfigError(
                 f"{flag} {text}: {part.strip()!r} is neither an address nor a network; write "
-                "10.0.0.7, 10.0.0.0/8 or several with commas."
+                "192.0.2.7, 192.0.2.0/24 or several with commas."
             ) from None
     return tuple(networks)
 

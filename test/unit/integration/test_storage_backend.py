@@ -345,7 +345,7 @@ def test_a_change_of_weights_waits_for_no_disk_and_what_lands_late_is_not_found(
     )
     storing.start()
     assert reached.wait(TIMEOUT_S)
-    storage.change_weights(tree_was_flushed=True)
+    storage.change_weights(tree_is_empty=True)
     storage.clear()
     assert storing.is_alive(), "it waited for the disk"
     let_go.set()
