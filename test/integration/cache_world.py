@@ -56,7 +56,14 @@ def prompt(number: int, num_pages: int) -> array[int]:
 class CacheWorld:
     """A cache, and the calls that SGLang's scheduler makes for its requests."""
 
-    def __init__(self, server_args: Any, *, has_window: bool) -> None:
+    def __init__(
+        self,
+        server_args: Any,
+        *,
+        has_window: bool,
+        policy: str,
+        policy_config: dict[str, int] | None,
+    ) -> None:
         shape = {
             "page_size": PAGE,
             "dtype": torch.float32,
@@ -92,6 +99,8 @@ class CacheWorld:
             tree_components=(
                 (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
             ),
+            eviction_policy=policy,
+            eviction_policy_config=policy_config,
         )
         self.cache: Any = TieredRadixCache(params)
         self.cache.init_hicache(server_args, params)
@@ -104,6 +113,9 @@ class CacheWorld:
         """A prompt's KV gets into the tree, and a copy of it on its way to host memory."""
         slots = self._alloc(len(tokens))
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
+        self.wait_for_copies()
+
+    def wait_for_copies(self) -> None:
         self.until(lambda: not self.cache.ongoing_write_through)
 
     def _alloc(self, num_tokens: int) -> torch.Tensor:
@@ -143,6 +155,7 @@ class CacheWorld:
         while not condition():
             assert time.monotonic() < deadline
             self.cache.check_hicache_events()
+            time.sleep(0.0005)  # the threads that copy and load need the interpreter too
 
     def asks(self, name: str, tokens: array[int]) -> CacheRequestHandle:
         """A request comes (or its load is asked for again), as the scheduler's
@@ -184,9 +197,15 @@ class CacheWorld:
 
 @contextmanager
 def cache_world(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_window: bool = False
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_window: bool = False,
+    policy: str = "lru",
+    policy_config: dict[str, int] | None = None,
 ) -> Iterator[CacheWorld]:
-    """A world whose prefill is slow enough that every load pays."""
+    """A world whose prefill is slow enough that every load pays. ``policy``: what
+    ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     config = TieredConfig(mode=TierMode.NVME, host_bytes=8 * MiB, nvme=nvme, num_ranks=1)
     environment: dict[str, str] = {}
@@ -215,6 +234,8 @@ def cache_world(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
         ),
     ):
-        world = CacheWorld(server_args, has_window=has_window)
+        world = CacheWorld(
+            server_args, has_window=has_window, policy=policy, policy_config=policy_config
+        )
         yield world
         world.cache.release_host_resources()

@@ -27,6 +27,7 @@ _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _DECODE = "sglang.srt.disaggregation.decode:Decode"
+_SESSION = "sglang.srt.session.streaming_session"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 # Every parameter we pass by name or rely on by position, per seam.
@@ -59,7 +60,16 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "cache_salt",
         "storage_hit_end",
     ),
-    f"{_TREE}.checkpoint": ("self", "req", "up_to"),
+    f"{_TREE}.checkpoint_into_tree": ("self", "req", "up_to"),
+    f"{_TREE}.is_backuped": ("self", "node_id"),
+    f"{_TREE}.is_root": ("self", "node_id"),
+    f"{_SESSION}:is_virtual_node": ("node",),
+    f"{_SESSION}:StreamingSession.take": ("self", "req"),
+    f"{_SESSION}:StreamingSession.borrowed_slot": ("self", "req"),
+    f"{_SESSION}:StreamingSession.try_cache_finished_req": ("self", "req"),
+    f"{_SESSION}:StreamingSession._lock_to_slot": ("self", "req", "slot"),
+    "sglang.srt.managers.schedule_batch:Req.refresh_fill_ids": ("self",),
+    "sglang.srt.managers.schedule_batch:Req.owned_kv_len": ("self",),
     f"{_TREE}._apply_cache_actions": ("self", "actions"),
     f"{_TREE}.check_prefetch_progress": ("self", "request"),
     f"{_TREE}._sync_hicache_ready_counts": ("self",),

@@ -48,6 +48,7 @@ from sglang_tiered.integration.host_size import (
 )
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
 from sglang_tiered.integration.spilling_cache import SpillingRadixCache
+from sglang_tiered.integration.streaming_sessions import PublishingSession
 from sglang_tiered.integration.tenants import SECRET_BITS
 from sglang_tiered.integration.tier_events import TierEvents, tiers_of
 from sglang_tiered.integration.warm_host import WarmHost, remove_list
@@ -147,6 +148,7 @@ class TieredRadixCache(SpillingRadixCache):
             self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
         )
         super().init_hicache(server_args, params)
+        self.session = PublishingSession(self)
         if get_disagg().disaggregation_mode == "decode":
             # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
             self.load_back_threshold = 1
@@ -293,8 +295,8 @@ class TieredRadixCache(SpillingRadixCache):
 
     # ---- What requests left in the tree ----
 
-    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        super().checkpoint(req, up_to=up_to, **kwargs)
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.load_scheduling import LoadingRadixCache
 from sglang_tiered.integration.small_host_core import COPY_SHARE, SmallHostTreeCore
@@ -80,8 +81,15 @@ class SpillingRadixCache(LoadingRadixCache):
 
     def is_backuped(self, node_id: int) -> bool:
         """SGLang asks before it lets us look for what NVMe holds below a node. In a small host tier
-        the copy of a node on the device may have given way; ``has_host_path`` makes it again."""
+        the copy of a node on the device may have given way; ``has_host_path`` makes it again.
+        Of the node that stands for a streaming session's own pages the tree knows nothing, and
+        SGLang asks all the same; nothing can be looked for below it."""
+        if is_virtual_node(node_id):
+            return False
         return self.has_small_host or bool(super().is_backuped(node_id))
+
+    def is_root(self, node_id: int) -> bool:
+        return not is_virtual_node(node_id) and bool(super().is_root(node_id))
 
     def own_host_tokens(self) -> int:
         """What the host tier holds beyond device memory: a prefix there keeps its host copy, unless

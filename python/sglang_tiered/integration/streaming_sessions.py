@@ -1,0 +1,62 @@
+"""Turns of SGLang's streaming sessions, published into the tree as those of other requests are.
+
+SGLang keeps a streaming session's KV in the session's own record from turn to turn and puts only
+the first prompt into the tree; the tiers hold what the tree held. Here each finished turn is
+inserted too, by the way that SGLang has for the first prompt: the session's lock moves to the node
+that the insertion ended on, and from then on the tree owns those pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.session.streaming_session import StreamingSession
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.streaming_session import SessionSlot
+
+__all__ = ["PublishingSession"]
+
+
+class PublishingSession(StreamingSession):  # type: ignore[misc]
+    """Owned by the cache, used on the scheduler thread only.
+
+    Window and Mamba states of a session stay as SGLang has them: a finished turn would hand its
+    state to the tree, and the next turn needs it.
+    """
+
+    def take(self, req: Req) -> None:
+        super().take(req)
+        slot = self.borrowed_slot(req)
+        if slot is not None and not hasattr(slot, "published_as"):
+            is_plain = tuple(self.cache.tree_components) == (ComponentType.FULL,)
+            slot.published_as = _key(req) if is_plain else None
+
+    def try_cache_finished_req(self, req: Req) -> bool:
+        slot = self.borrowed_slot(req)
+        if slot is not None:
+            self._publish(req, slot)
+        return bool(super().try_cache_finished_req(req))
+
+    def _publish(self, req: Req, slot: SessionSlot) -> None:
+        # A record is one chain of pages. After a turn that goes by another key, or by none, its
+        # pages are not what any one key stands for: another adapter may have computed some of
+        # them, and the tree must not own a page twice.
+        if slot.published_as is None or slot.published_as != _key(req):
+            slot.published_as = None
+            return
+        if not req.finished() or isinstance(req.finished_reason, FINISH_ABORT):
+            return  # retracted, so it goes on with this record; or the record is given up
+        req.lock, slot.lock = slot.lock, None
+        req.refresh_fill_ids()  # which lag behind the output
+        self.cache.checkpoint_into_tree(req, up_to=req.owned_kv_len())
+        self._lock_to_slot(req, slot)
+
+
+def _key(req: Req) -> tuple[Any, Any] | None:
+    """What the tree tells a request's pages by, beside its tokens; None if tokens do not determine
+    its KV."""
+    return None if req.skip_radix_cache_insert else (req.extra_key, req.cache_salt)

@@ -1,0 +1,168 @@
+"""Turns of streaming sessions over SGLang's own sessions, tree and pools: what the tree owns after
+each, and that no page is owned twice or by nobody."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HISTORY = array("q", range(1, 20 * PAGE))
+
+
+@pytest.fixture
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conversation]:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        yield Conversation(world)
+
+
+class Conversation:
+    """What the scheduler does for the turns of one streaming session. Each turn has the history so
+    far and one output token, whose KV nothing computes."""
+
+    def __init__(self, world: CacheWorld) -> None:
+        self.world, self.cache = world, world.cache
+        self.session = Session(1 << 20, "s", streaming=True)
+
+    def begin(self, end: int, key: str | None = None) -> Req:
+        req = Req(f"turn-{end}", "", HISTORY[:end], SamplingParams(max_new_tokens=1), extra_key=key)
+        req.session = self.session
+        self.session._inflight = True
+        req.refresh_fill_ids()
+        match = self.match(HISTORY[: end - 1], key, req)
+        req.last_node, req.prefix_len = match.last_device_node, match.device_prefix_len
+        req.last_host_node = match.last_host_node
+        req.lock = self.cache.lock(req.last_node)
+        pool = self.cache.req_to_token_pool
+        if not req.kv.holds_kv:
+            pool.alloc([req])
+            held = self.cache.path_device_indices(req.last_node)
+            pool.write((req.kv.req_pool_idx, slice(0, len(held))), held)
+            req.kv.cache_protected_len = req.kv.kv_allocated_len = len(held)
+        row = pool.req_to_token[req.kv.req_pool_idx]
+        start = -(-req.prefix_len // PAGE) * PAGE
+        # The record's last page is filled first, then there are new ones.
+        for position in range(req.prefix_len, min(start, end)):
+            row[position] = row[position - 1] + 1
+        if end > start:
+            num_slots = -(-(end - start) // PAGE) * PAGE
+            row[start:end] = self.world.allocator.alloc(num_slots)[: end - start]
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        self.cache.maybe_hand_to_session(req)
+        self.cache.checkpoint(req, up_to=end)
+        req.output_ids.append(int(HISTORY[end]))
+        return req
+
+    def end(self, req: Req, reason: Any = None) -> None:
+        req.finished_reason = reason or FINISH_LENGTH(length=1)
+        req.finished_len = 1
+        assert self.cache.claim_kv_row(req)
+
+    def match(self, tokens: array[int], key: str | None = None, req: Req | None = None) -> Any:
+        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, key), req=req))
+
+    def num_published(self, end: int, key: str | None = None) -> int:
+        return int(self.match(HISTORY[:end], key).device_prefix_len)
+
+    def close(self) -> None:
+        """Nothing of the session stays taken, and every slot of the device has one owner."""
+        self.world.wait_for_copies()
+        self.world.until(lambda: not self.cache.ongoing_backup)
+        self.cache.release_session("s")
+        assert self.cache.protected_size() == 0
+        allocator = self.world.allocator
+        owned = self.cache.all_values_flatten()
+        assert len(set(owned.tolist())) == len(owned)
+        assert allocator.available_size() + len(owned) == allocator.size_full
+        self.cache.sanity_check()
+
+
+def aligned(length: int) -> int:
+    return length // PAGE * PAGE
+
+
+def test_whole_pages_of_each_finished_turn_are_anyones_prefix(talk: Conversation) -> None:
+    for end in (40, 75, 3 * PAGE + 75, 200):
+        talk.end(talk.begin(end))
+        assert talk.num_published(end) == aligned(end)
+    slot = talk.cache.session.slots["s"]
+    assert slot.kv.cache_protected_len == aligned(200)
+    talk.close()
+
+
+def test_a_turn_that_others_computed_meanwhile_has_one_owner(talk: Conversation) -> None:
+    talk.end(talk.begin(40))
+    turn = talk.begin(100)
+    talk.world.compute(HISTORY[: aligned(100)])
+    talk.end(turn)
+    row = talk.cache.req_to_token_pool.req_to_token[talk.cache.session.slots["s"].kv.req_pool_idx]
+    path = talk.cache.path_device_indices(talk.match(HISTORY[:100]).last_device_node)
+    assert row[: aligned(100)].tolist() == path.tolist()
+    talk.close()
+
+
+def test_a_turn_by_another_key_is_published_under_neither(talk: Conversation) -> None:
+    """Another adapter may have computed it; or a tenant was purged, and must not be found again."""
+    talk.end(talk.begin(40, "one"))
+    talk.end(talk.begin(75, "two"))
+    talk.end(talk.begin(150, "one"))
+    assert talk.num_published(150, "one") == aligned(40)
+    assert talk.num_published(150, "two") == 0
+    talk.close()
+
+
+def test_a_turn_whose_tokens_do_not_say_its_kv_is_published_by_no_later_one(
+    talk: Conversation,
+) -> None:
+    talk.end(talk.begin(40))
+    turn = talk.begin(75)
+    turn.skip_radix_cache_insert = True
+    talk.end(turn)
+    talk.end(talk.begin(150))
+    assert talk.num_published(150) == aligned(40)
+    talk.close()
+
+
+def test_a_retracted_turn_goes_on_with_its_record_and_is_published_at_its_end(
+    talk: Conversation,
+) -> None:
+    talk.end(talk.begin(40))
+    turn = talk.begin(100)
+    assert talk.cache.claim_kv_row(turn)
+    assert talk.num_published(100) == aligned(40)
+    talk.end(talk.begin(101))
+    assert talk.num_published(101) == aligned(101)
+    talk.close()
+
+
+def test_an_aborted_turn_leaves_what_was_published_and_frees_the_rest(talk: Conversation) -> None:
+    talk.end(talk.begin(75))
+    turn = talk.begin(150)
+    turn.finished_reason = FINISH_ABORT()
+    assert not talk.cache.claim_kv_row(turn)  # and so SGLang releases it like any other
+    talk.cache.free_kv_row(turn.kv, [(turn.kv.cache_protected_len, turn.kv.kv_allocated_len)])
+    talk.cache.unlock(turn.lock)
+    talk.cache.req_to_token_pool.free(turn)
+    assert talk.num_published(150) == aligned(75)
+    talk.close()
+
+
+def test_the_tree_is_asked_about_a_sessions_own_pages(talk: Conversation) -> None:
+    """SGLang looks for more below them when a turn comes, and the tree knows no such node."""
+    talk.end(talk.begin(40))
+    turn = talk.begin(75)
+    assert not talk.cache.is_backuped(turn.last_host_node)
+    assert not talk.cache.is_root(turn.last_host_node)
+    talk.end(turn)
+    talk.close()
