@@ -101,7 +101,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     server = Server.spawn(
         model,
         tmp_path_factory.mktemp("stock") / "server.log",
-        *("--tier-mode", "off", "--max-total-tokens", "16384"),
+        *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
         environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
     )
     try:

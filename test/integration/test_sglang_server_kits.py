@@ -1,0 +1,206 @@
+"""SGLang's own tests of servers (``sglang.test.kits``): what passes on stock passes with tiers.
+
+Each test of a kit runs on stock and on a server with device memory, host memory and NVMe, both of
+the demo model, and ends alike. Those that the demo model fails on both are named in ``FAILS``, with
+the reason; the one that stock fails because it has no tiers has a test of its own.
+
+Kits that do not run here:
+
+- ``eval_accuracy``, ``lm_eval``, ``mmmu_vlm``, ``vlm_perf``, ``perf_bench`` and each ``test_gsm8k``
+  need models and data sets of the network. So does ``kl_divergence``, whose helpers for several
+  turns the kit of the radix cache runs on prompts of ours.
+- ``spec_decoding`` and most of ``spec_server_kits`` need draft models.
+- ``fwd_occupancy``, ``dsa_metadata`` and ``attention_unittest`` need a GPU.
+- ``prefix_cache_branching`` needs a model with Mamba states, whose points of branching it counts.
+- ``pd_parity`` and the fixture of disaggregation need SGLang's router and RDMA;
+  ``test_disaggregation.py`` compares a pair with one server.
+- ``WaitingTimeoutMixin``, ``RunningTimeoutTwoWaveMixin``, ``AbortLeakReproKitMixin`` and the files
+  in ``sglang.test.manual`` start a server each, for what is decided before a cache is asked.
+- ``anthropic_messages``, ``ebnf``, ``json``, ``regex``, ``json_mode``, ``matched_stop`` and
+  ``reasoning`` ask what a trained model says, and how it is said.
+
+The wheel has no kit of attaching and detaching storage, of recovery or of KV events;
+``test_radix_cache.py``, ``test_tiers.py`` and ``test_kv_events.py`` are about these.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import unittest
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conftest import ALWAYS, Launch, make_prompts
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
+    import sglang.srt.server_args  # noqa: F401 - its import warns too
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+    from sglang.test.kits import radix_cache_server_kit, unified_radix_cache_kit
+    from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+    from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+    from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
+    from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+    from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
+    from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+    from sglang.test.kits.spec_server_kits import SpecLogprobKit
+    from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
+    from sglang.test.server_fixtures import streaming_session_fixture
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+
+class Tokens(random.Random):
+    """The kits take tokens from a vocabulary of 32,000; those of the demo model are bytes."""
+
+    Random: Any
+
+    def randint(self, first: int, last: int) -> int:
+        return super().randint(first, last if last < 30_000 else 255)
+
+
+Tokens.Random = Tokens
+
+
+class Kit(
+    AbortAllMixin,
+    BasicAPIContractMixin,
+    BasicDecodeCorrectnessMixin,
+    BasicSchedulerStressMixin,
+    PauseResumeInPlaceMixin,
+    SpecLogprobKit,
+    StreamingSessionKitMixin,
+    unified_radix_cache_kit.UnifiedRadixTreeTestMixin,
+    unified_radix_cache_kit.AccuracyTwoPassMixin,
+    unittest.TestCase,
+):
+    """The kits' tests, in sizes that a CPU computes in seconds."""
+
+    __test__ = False
+    abort_all_num_requests = 4
+    abort_all_sleep = 1.0
+    pause_num_requests = 4
+    pause_max_new_tokens = 512
+    pause_duration = 0.5
+    max_new_tokens = 16
+    num_groups = 2
+    branches_per_group = 2
+    kl_threshold = 1e-4
+    logprob_match_delta = 1e-2
+    input_ids = make_prompts(4100, 4, 512)
+
+    def __init__(self, server: Server, model: Path, test: str) -> None:
+        super().__init__(test)
+        self.base_url = server.url
+        self.process = server.process
+        self.model = str(model)
+        self.tokenizer = get_tokenizer(str(model))
+
+    def test_radix_attention(self) -> None:
+        radix_cache_server_kit.run_radix_attention_test(self.base_url)
+
+    def run_kit(self) -> str | None:
+        """What went wrong, if anything did."""
+        result = unittest.TestResult()
+        self(result)
+        assert result.testsRun == 1 and not result.skipped
+        return next((told for _, told in (*result.failures, *result.errors)), None)
+
+
+ANSWERS = "asks what a trained model knows"
+LONG = "asks for 100,000 tokens, beyond the model's context"
+FAILS = {
+    "test_capital_france": ANSWERS,
+    "test_basic_math": ANSWERS,
+    "test_color_completion": ANSWERS,
+    "test_streaming_response": ANSWERS,
+    "test_concurrent_requests": ANSWERS,
+    "test_long_prompt": "needs room for 36,000 tokens of one byte each",
+    "test_first_mid_abort_recovery": LONG,
+    "test_nth_mid_abort_recovery": LONG,
+}
+LEFT_OUT = {
+    "test_gsm8k": "a data set of the network",
+    "test_gsm8k_two_passes": "a data set of the network",
+    "test_logprob_match": "ends stock's scheduler: an index out of range in its embedding",
+    "test_logprob_mixed": "its prompts are tokens of a larger vocabulary",
+    "test_logprob_decode_match_prefill": "asks for tokens of a larger vocabulary",
+}
+OF_TIERS = "test_l3_prefetch_full_prefix_hit_after_flush"
+TESTS = sorted(
+    name for name in dir(Kit) if name.startswith("test_") and name not in {*LEFT_OUT, OF_TIERS}
+)
+
+
+@pytest.fixture(scope="module")
+def tiered(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """With as much device memory as stock has: SGLang never gives up what open sessions hold."""
+    directory = tmp_path_factory.mktemp("tier") / "kv"
+    sizes = ("--max-total-tokens", "16384", "--tier-host-bytes", "64MiB")
+    return launch(*(*sizes, *ALWAYS, "--tier-dir", str(directory), "--enable-streaming-session"))
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kit in (radix_cache_server_kit, unified_radix_cache_kit):
+        monkeypatch.setattr(kit, "random", Tokens(7))
+    nodes = radix_cache_server_kit.gen_radix_tree
+    monkeypatch.setattr(
+        radix_cache_server_kit, "gen_radix_tree", lambda: nodes(num_nodes=24, chunk_len=48)
+    )
+    monkeypatch.setattr(streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 1)
+    monkeypatch.setattr(streaming_session_fixture, "CONCURRENT_LOGPROB_TURNS", 3)
+    monkeypatch.setattr(streaming_session_fixture, "STRESS_NUM_SESSIONS", 3)
+    monkeypatch.setattr(streaming_session_fixture, "STRESS_NUM_TURNS", 2)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_what_passes_on_stock_passes_with_tiers(
+    test: str, stock: Server, tiered: Server, model: Path
+) -> None:
+    on_stock = Kit(stock, model, test).run_kit()
+    with_tiers = Kit(tiered, model, test).run_kit()
+    if test in FAILS:
+        assert on_stock is not None and with_tiers is not None, f"{test} passes: {FAILS[test]}?"
+        return
+    assert on_stock is None, on_stock
+    assert with_tiers is None, with_tiers
+
+
+def test_a_prompt_of_before_a_flush_is_a_hit_in_all_but_its_last_page(
+    stock: Server, tiered: Server, model: Path
+) -> None:
+    """What SGLang asks of a server with storage; stock, which has none, computes it again."""
+    with_tiers = Kit(tiered, model, OF_TIERS).run_kit()
+    assert with_tiers is None, with_tiers
+    assert "cached_tokens=0 <" in (Kit(stock, model, OF_TIERS).run_kit() or "")
+
+
+def test_every_turn_of_a_conversation_hits_what_the_turns_before_left(
+    stock: Server, tiered: Server, model: Path, tmp_path: Path
+) -> None:
+    source = random.Random(8)
+    words = ["".join(chr(source.randrange(97, 123)) for _ in range(300)) for _ in range(12)]
+    turns = [{"conversations": [{"value": text}, {"value": text}]} for text in words]
+    conversations = tmp_path / "conversations.json"
+    conversations.write_text(json.dumps(turns))
+    for server in (stock, tiered):
+        run_multiturn_cache_hit_test(
+            server.url,
+            str(model),
+            num_clients=4,
+            request_length=200,
+            output_length=8,
+            dataset_path=str(conversations),
+        )
