@@ -1,0 +1,354 @@
+"""Features of SGLang that people rely on, above the tiers: every answer is what a server without
+tiers says, and what comes again comes from the tiers. One server has them all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conftest import ALWAYS, Launch, aligned, make_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LENGTH, NUM_NEW, MAX_RUNNING = 700, 8, 8
+PROMPTS = make_prompts(41, 20, LENGTH)  # more than device and host memory hold
+FLAGS = (
+    *("--max-total-tokens", "3072", "--tier-host-bytes", "36MiB", *ALWAYS),
+    *("--max-running-requests", str(MAX_RUNNING), "--enable-streaming-session"),
+    *("--radix-eviction-policy", "priority", "--enable-priority-scheduling"),
+    # More requests run than device memory can hold until their ends.
+    *("--priority-scheduling-preemption-threshold", "1", "--schedule-conservativeness", "0.1"),
+)
+LOW, MIDDLE, HIGH = 0, 5, 9
+DEADLINE_S = 120.0
+
+
+class Disk:
+    """How long each read of the server's NVMe tier takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def slow(self, seconds: float) -> Iterator[None]:
+        self._path.write_text(str(seconds))
+        try:
+            yield
+        finally:
+            self._path.unlink()
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    path = tmp_path_factory.mktemp("disk") / "slowness"
+    with pytest.MonkeyPatch.context() as patch:
+        folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent / "slow_disk")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        patch.setenv("SLOW_DISK_FILE", str(path))
+        yield Disk(path)
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch, disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return launch(*FLAGS, "--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv"))
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Server) -> list[list[int]]:
+    return answers_of(stock, PROMPTS)
+
+
+def answers_of(server: Server, prompts: list[list[int]], num_new: int = NUM_NEW) -> list[list[int]]:
+    answers = server.generate_all(prompts, concurrency=MAX_RUNNING, num_new=num_new)
+    return [answer.output_ids for answer in answers]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def load_of(server: Server) -> dict[str, Any]:
+    """What the scheduler has to do."""
+    load: dict[str, Any] = server.request("/v1/loads?include=core")["loads"][0]
+    return load
+
+
+def is_idle(server: Server) -> bool:
+    load, state = load_of(server), server.tier_state()
+    busy = load["num_running_reqs"] + load["num_waiting_reqs"] + state["nvme_inflight_jobs"]
+    return not busy
+
+
+def make_durable(server: Server, rid: str, num_tokens: int) -> None:
+    report = server.request("/tier/checkpoint", {"rid": rid, "tier": "nvme"})
+    assert report["num_tokens"] == num_tokens
+    assert report["num_missing"] == 0
+
+
+# ---- Orders of eviction ----
+
+
+def test_what_goes_by_priority_comes_back_by_whatever_tier_has_it(
+    server: Server, expected: list[list[int]]
+) -> None:
+    tiers = {"device": 0, "host": 0, "storage": 0}
+    for number in range(3):
+        for priority in (MIDDLE, LOW):  # so that the order of eviction is not that of age
+            half = PROMPTS[priority == LOW :: 2]
+            answers = server.generate_all(half, priority=priority)
+            assert [answer.output_ids for answer in answers] == expected[priority == LOW :: 2]
+            found = sum(answer.num_cached for answer in answers)
+            assert number == 0 or found >= 0.97 * aligned(LENGTH) * len(half)
+            for answer in answers:
+                for tier, num_tokens in answer.cached.items():
+                    tiers[tier] += num_tokens
+    assert tiers["host"] > 0
+    assert tiers["storage"] > 0
+
+
+# ---- Sessions ----
+
+
+@dataclass
+class Turn:
+    """One request of a session, and everything its answer was computed from."""
+
+    rid: str
+    context: list[int]
+    output: list[int]
+    num_cached: int
+    num_stored: int
+
+    @property
+    def num_durable(self) -> int:
+        """Whole pages; nothing computes the last token's KV."""
+        return aligned(len(self.context) + len(self.output))
+
+
+class Conversation:
+    """A session of SGLang's, which keeps the token ids of its turns on the server."""
+
+    def __init__(self, server: Server, *, streaming: bool) -> None:
+        self._server = server
+        body = {"capacity_of_str_len": 1 << 20, "streaming": streaming}
+        self.id = json.loads(f"{server.request('/open_session', body)}")
+
+    def say(self, tokens: list[int], after: Turn | None = None, **params: Any) -> Turn:
+        body = {
+            "input_ids": tokens,
+            "session_params": {"id": self.id, "rid": after.rid if after else None, **params},
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True},
+        }
+        answer: dict[str, Any] = self._server.request("/generate", body)
+        before = after.context + after.output if after else []
+        meta = answer["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return Turn(
+            meta["id"],
+            before + tokens,
+            answer["output_ids"],
+            meta["cached_tokens"],
+            details.get("storage") or 0,
+        )
+
+    def abort_next(self, tokens: list[int]) -> None:
+        """A turn that is aborted once its first token is there."""
+        rid = f"{self.id}-aborted"
+        body = {
+            "rid": rid,
+            "input_ids": tokens,
+            "stream": True,
+            "session_params": {"id": self.id},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True},
+        }
+        request = urllib.request.Request(
+            f"{self._server.url}/generate",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            assert response.readline().startswith(b"data:")
+            self._server.request("/abort_request", {"rid": rid})
+            assert b'"abort"' in response.read()
+
+    def close(self) -> None:
+        self._server.request("/close_session", {"session_id": self.id})
+
+
+@pytest.fixture
+def converse(server: Server) -> Iterator[Callable[..., Conversation]]:
+    opened: list[Conversation] = []
+
+    def start(*, streaming: bool) -> Conversation:
+        opened.append(Conversation(server, streaming=streaming))
+        return opened[-1]
+
+    yield start
+    for conversation in opened:
+        conversation.close()
+
+
+def test_turns_branches_and_replacements_of_a_session_come_back_from_nvme(
+    server: Server, stock: Server, converse: Callable[..., Conversation]
+) -> None:
+    session = converse(streaming=False)
+    begun, one, other, instead, more = make_prompts(43, 5, 150)
+    turns: list[tuple[Turn, Turn]] = []
+
+    def say(tokens: list[int], after: Turn, **params: Any) -> Turn:
+        make_durable(server, after.rid, after.num_durable)
+        server.flush()
+        turns.append((session.say(tokens, after, **params), after))
+        return turns[-1][0]
+
+    first = session.say(begun)
+    appended = say(one, first)
+    say(other, first)
+    say(more, appended)
+    say(instead, first, replace=True)
+    for turn, before in turns:
+        assert turn.output == stock.generate(turn.context).output_ids
+        assert turn.num_stored == before.num_durable
+
+
+def test_turns_of_a_streaming_session_are_durable_and_anyones_prefix(
+    server: Server, stock: Server, converse: Callable[..., Conversation]
+) -> None:
+    """SGLang by itself puts the first prompt of such a session into the tree and nothing after it:
+    the turns stay in the session's own record."""
+    session = converse(streaming=True)
+    begun, one, aborted, other, more = make_prompts(47, 5, 150)
+    first = session.say(begun)
+    second = session.say(one, first)
+    assert second.num_cached >= len(first.context) + len(first.output) - 1
+    make_durable(server, second.rid, second.num_durable)
+    beside = server.generate(second.context + second.output + other)
+    assert beside.cached["device"] == second.num_durable
+    session.abort_next(aborted)
+    third = session.say(other, second)
+    assert third.output == beside.output_ids
+    assert third.num_cached >= second.num_durable
+    make_durable(server, third.rid, third.num_durable)
+    server.flush()  # which empties the session's record too
+    fourth = session.say(more, third)
+    assert fourth.num_stored == third.num_durable
+    for turn in (second, third, fourth):
+        assert turn.output == stock.generate(turn.context).output_ids
+    session.close()
+    until(lambda: is_idle(server))
+    server.flush()
+    # Nothing of the session stayed taken.
+    assert load_of(server)["num_used_tokens"] == 0
+
+
+# ---- Requests that lose their memory ----
+
+
+def test_what_a_lookup_found_in_memory_is_gone_when_its_request_runs(
+    server: Server, stock: Server, expected: list[list[int]]
+) -> None:
+    waiting = make_prompts(48, 3, LENGTH)
+    wanted = answers_of(stock, waiting)
+    assert answers_of(server, waiting) == wanted
+    blocking = make_prompts(49, MAX_RUNNING, 65)
+    with ThreadPoolExecutor(MAX_RUNNING + len(waiting) + len(PROMPTS)) as pool:
+        blocked = [pool.submit(server.generate, each, 150, priority=HIGH) for each in blocking]
+        until(lambda: load_of(server)["num_running_reqs"] == MAX_RUNNING)
+        late = [pool.submit(server.generate, each, priority=LOW) for each in waiting]
+        until(lambda: load_of(server)["num_waiting_reqs"] == len(late))
+        # They go first, and through all of device and host memory.
+        passing = [pool.submit(server.generate, each, priority=MIDDLE) for each in PROMPTS]
+        until(lambda: load_of(server)["num_waiting_reqs"] > len(late))
+        assert not any(each.done() for each in blocked)
+        assert [each.result().output_ids for each in passing] == expected
+        answers = [each.result() for each in late]
+    assert [answer.output_ids for answer in answers] == wanted
+    assert sum(answer.cached["storage"] for answer in answers) > 0
+
+
+# ---- Many loads ----
+
+MANY = 120
+SHORT = make_prompts(46, MANY, 70)  # a page each
+
+
+@pytest.fixture(scope="module")
+def many(server: Server) -> list[list[int]]:
+    """Answers to prompts whose pages are on NVMe."""
+    num_stored = server.tier_state()["nvme_pages"]
+    answers = answers_of(server, SHORT)
+    server.wait_for_state("nvme_pages", num_stored + MANY)
+    return answers
+
+
+def ask_many(server: Server, pool: ThreadPoolExecutor) -> list[Any]:
+    """All at once, until all of them wait for a disk that does not answer."""
+    until(lambda: is_idle(server))
+    server.flush()
+    asked = [pool.submit(server.generate, prompt) for prompt in SHORT]
+    until(lambda: load_of(server)["num_waiting_reqs"] >= MANY - 1)
+    return asked
+
+
+def test_a_hundred_requests_wait_for_their_loads_at_once(
+    server: Server, disk: Disk, many: list[list[int]], stock: Server
+) -> None:
+    with ThreadPoolExecutor(MANY) as pool:
+        with disk.slow(5.0):
+            num_loaded = server.tier_state()["nvme_pages_loaded"]
+            asked = ask_many(server, pool)
+            assert server.tier_state()["nvme_pages_loaded"] - num_loaded <= MANY - 100
+        answers = [each.result() for each in asked]
+    assert [answer.output_ids for answer in answers] == many == answers_of(stock, SHORT)
+    assert sum(answer.cached["storage"] for answer in answers) >= 0.97 * 64 * MANY
+
+
+def test_requests_aborted_in_the_middle_of_their_loads_leave_nothing_taken(
+    server: Server, disk: Disk, many: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Three times what host memory gives to loads is aborted, and all of it is there again: what
+    more than fills host memory goes through it, and none is copied too late. An idle SGLang ends
+    itself when device memory leaks, and counts what is locked there as used."""
+
+    def aborted(asked: Any) -> bool:
+        try:
+            return len(asked.result().output_ids) < NUM_NEW
+        except urllib.error.HTTPError:
+            return True
+
+    for _ in range(3):
+        with ThreadPoolExecutor(MANY) as pool:
+            with disk.slow(3.0):
+                asked = ask_many(server, pool)
+                assert server.tier_state()["nvme_inflight_jobs"] > 0
+                server.request("/abort_request", {"rid": "", "abort_all": True})
+                until(lambda: load_of(server)["num_waiting_reqs"] == 0)
+            assert sum(aborted(each) for each in asked) >= 100
+        until(lambda: is_idle(server))
+        assert load_of(server)["num_used_tokens"] == 0
+    skipped = server.tier_state()["host_backups_skipped"]
+    answers = server.generate_all(SHORT, concurrency=MANY)
+    assert [answer.output_ids for answer in answers] == many
+    assert sum(answer.num_cached for answer in answers) >= 0.97 * 64 * MANY
+    answers = server.generate_all(PROMPTS)
+    assert [answer.output_ids for answer in answers] == expected
+    assert sum(answer.num_cached for answer in answers) >= 0.97 * aligned(LENGTH) * len(PROMPTS)
+    assert server.tier_state()["host_backups_skipped"] == skipped
