@@ -22,6 +22,7 @@ touch what copies touch.
 | ``forward-read-before-load`` | a forward read slots without having waited for their load |
 | ``device-free-while-copied``, ``device-free-while-loaded`` | the lock of a write-through or of a load back was lost |
 | ``unaligned-page`` | indices that are no whole aligned pages |
+| ``left-over-at-rest`` | an idle scheduler with locked nodes, or host pages that are not its tree's |
 | ``copy-failed`` | a copy raised, such as after ``destroy`` |
 | ``too-many-lessons`` | the cost model learnt from a prefill that waited for copies, or twice from one |
 """  # noqa: E501

@@ -10,6 +10,8 @@ import hashlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+import platform_process
+
 from server_process import Server
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ __all__ = ["Answers"]
 
 TIE = 2e-3
 """Of log probabilities; rounding of float32 moves them by a hundredth of it."""
+PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 STOCK = ("--tier-mode", "off", "--max-total-tokens", "16384", "--sleep-on-idle")
 
 
@@ -26,7 +29,10 @@ class Answers:
     """One stock server for each set of weights."""
 
     def __init__(self, models: dict[str, Path], folder: Path) -> None:
-        environment = {"OMP_WAIT_POLICY": "passive", "ASYNC_PLATFORM_SEED": ""}
+        # Of the asynchronous platform only its forks, which save half of a start.
+        environment = platform_process.environment(
+            seed=0, HORIZON_S="0", OFF="poison,books,late-kv"
+        )
         self._servers = {
             name: Server.spawn(path, folder / f"stock-{name}.log", *STOCK, environment=environment)
             for name, path in models.items()
@@ -61,6 +67,17 @@ class Answers:
         with self._lock:
             self.num_ties += 1
         return True
+
+    def is_mixture(self, prompt: list[int], num_new: int, got: list[int]) -> bool:
+        """Whether one set of weights went on with what another began."""
+        names = sorted(self._servers)
+        return any(
+            self.is_right(first, prompt, num_new, got[:cut])
+            and self.is_right(second, [*prompt, *got[:cut]], num_new - cut, got[cut:])
+            for cut in range(len(got))
+            for first in names
+            for second in names
+        )
 
     def _is_tie(self, weights: str, prompt: list[int], token: int) -> bool:
         body: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,15 @@ import psutil
 import report
 from clients import ask
 from life import Life, Violation
-from world import DEADLINE_S
+from operator_actions import flush_until_empty
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
 __all__ = ["Resources", "at_rest"]
 
 NUM_PROBES = 3
 SLACK_THREADS, SLACK_DESCRIPTORS = 8, 32
-LOOK_S = 0.1
 GAUGES = (
     "spill_waiting_tokens",
     "spill_inflight_tokens",
@@ -60,27 +57,18 @@ class Resources:
 def at_rest(life: Life, source: random.Random, resources: Resources) -> None:
     """Waits until nothing is under way; nothing is left over, lost or wrong then."""
     nobody_died(life)
-    until(lambda: left_over(life), "is still under way")
-    until(lambda: refused_flushes(life), "refuses to flush")
+    life.until(lambda: left_over(life), "is still under way")
+    flush_until_empty(life)
     for _ in range(NUM_PROBES):
         prompt = life.conversations.any_held(source)
         if prompt is not None:
             ask(life, source, prompt)
-    until(lambda: left_over(life), "is still under way")
+    life.until(lambda: left_over(life), "is still under way")
     nobody_died(life)
     resources.check(life)
     seen = report.read(life.world.report)
     if seen.violations:
         raise Violation(f"the asynchronous platform saw:\n{seen.told()}")
-
-
-def until(trouble: Callable[[], Any], what: str) -> None:
-    """Until there is no trouble."""
-    deadline = time.monotonic() + DEADLINE_S
-    while found := trouble():
-        if time.monotonic() >= deadline:
-            raise Violation(f"{found} {what} after {DEADLINE_S:.0f} s at rest")
-        time.sleep(LOOK_S)
 
 
 def left_over(life: Life) -> dict[str, Any]:
@@ -104,14 +92,6 @@ def requests(life: Life, role: str) -> dict[str, float]:
     text = str(life.world.ask(role, "/metrics").body)
     found = re.findall(r"^(sglang:num_(?:running|queue)_reqs)\{[^}]*\} (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found if float(value)}
-
-
-def refused_flushes(life: Life) -> list[str]:
-    return [
-        role
-        for role in life.world.servers
-        if life.world.ask(role, "/flush_cache", {}).status != 200
-    ]
 
 
 def nobody_died(life: Life) -> None:

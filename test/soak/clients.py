@@ -44,23 +44,30 @@ def ask(
     """One turn, compared with stock; given up after a time, if there is one."""
     num_new = source.choice([1, 8, 8, 24])
     rid = f"soak-{source.getrandbits(64):016x}"
+    leaves = abort_after_s is not None and life.world.pair is None and source.random() < 0.4
+    extra: dict[str, Any] = {"rid": rid, **TENANTS[prompt.tenant]}
     timer = None
+    if leaves:
+        extra["patience_s"] = abort_after_s
+    elif abort_after_s is not None:
+        role = source.choice(sorted(life.world.servers))
+        arguments = (role, "/abort_request", {"rid": rid})
+        timer = threading.Timer(abort_after_s, life.world.ask, arguments)
     with life.traffic.request():
-        updates, purges = life.num_updates, life.asked.num_purges[prompt.tenant]
-        weights, began = {life.weights}, time.monotonic()
+        before, purges = life.weights, life.asked.num_purges[prompt.tenant]
+        updates, mixing, began = life.num_updates, life.num_mixing, time.monotonic()
         number = life.asked.begin(prompt.tenant, prompt.tokens)
-        if abort_after_s is not None:
-            role = source.choice(sorted(life.world.servers))
-            body = {"rid": rid}
-            timer = threading.Timer(abort_after_s, life.world.ask, (role, "/abort_request", body))
+        if timer is not None:
             timer.start()
-        reply = life.world.generate(prompt.tokens, num_new, rid=rid, **TENANTS[prompt.tenant])
+        reply = life.world.generate(prompt.tokens, num_new, **extra)
         if timer is not None:
             timer.cancel()
-        if updates != life.num_updates or updates % 2:
-            weights = set(life.models)
+    changed = updates != life.num_updates or updates % 2
+    weights = set(life.models) if changed else {before}
     may_fail = abort_after_s is not None or life.was_disturbed(began)
-    got, problem = judge(life, prompt, num_new, weights, reply, may_fail=may_fail)
+    got, problem = judge(
+        life, prompt, num_new, weights, reply, may_fail=may_fail, mixes=mixing != life.num_mixing
+    )
     found = found_tokens(reply)
     most = life.asked.most(number, weights, prompt.tokens)
     life.asked.end(number, weights, [*prompt.tokens, *got])
@@ -75,16 +82,26 @@ def ask(
 
 
 def judge(
-    life: Life, prompt: Prompt, num_new: int, weights: set[str], reply: Reply, *, may_fail: bool
+    life: Life,
+    prompt: Prompt,
+    num_new: int,
+    weights: set[str],
+    reply: Reply,
+    *,
+    may_fail: bool,
+    mixes: bool,
 ) -> tuple[list[int], str | None]:
-    """The tokens that came, and what is wrong with them."""
+    """The tokens that came, and what is wrong with them. Where it ``mixes``, the request may have
+    gone on with other weights."""
     record = life.record
     if reply.status != 200:
         record.count("requests", "failed" if may_fail else "failed for no reason")
         return [], None if may_fail else f"status {reply.status}: {reply.error}"
     got: list[int] = reply.body["output_ids"]
     meta = reply.body["meta_info"]
-    if not any(life.answers.is_right(one, prompt.tokens, num_new, got) for one in weights):
+    if not any(life.answers.is_right(one, prompt.tokens, num_new, got) for one in weights) and not (
+        mixes and life.answers.is_mixture(prompt.tokens, num_new, got)
+    ):
         expected = {one: life.answers.expected(one, prompt.tokens, num_new) for one in weights}
         return got, f"answered {got}, expected {expected}; {meta}"
     reason = meta.get("finish_reason") or {}

@@ -8,13 +8,13 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conversations import Asked, Conversations
-from world import Traffic
+from world import DEADLINE_S, Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from answers import Answers
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Life", "Record", "Violation"]
 
 NUM_RECENT = 60
+LOOK_S = 0.1
 
 
 class Violation(AssertionError):
@@ -70,6 +71,7 @@ class Life:
     errors: list[BaseException] = field(default_factory=list)
     weights: str = "first"
     num_updates: int = 0  # begun and ended, so an odd number is under way
+    num_mixing: int = 0  # updates that requests go on behind
     _num_disturbing: int = 0
     _disturbed_at: float = 0.0
 
@@ -88,6 +90,14 @@ class Life:
 
     def was_disturbed(self, since: float) -> bool:
         return bool(self._num_disturbing) or self._disturbed_at >= since
+
+    def until(self, trouble: Callable[[], Any], what: str) -> None:
+        """Until there is no trouble."""
+        deadline = time.monotonic() + DEADLINE_S
+        while found := trouble():
+            if time.monotonic() >= deadline:
+                raise Violation(f"{found} {what} after {DEADLINE_S:.0f} s")
+            time.sleep(LOOK_S)
 
     def fail(self, error: BaseException) -> None:
         self.errors.append(error)

@@ -30,6 +30,7 @@ class Setup:
     has_bucket: bool
     warms: bool
     mode: str  # of the asynchronous platform
+    horizon_s: float  # the longest delay of its copies and forwards
 
     def flags(self, folder: Path) -> list[str]:
         """Of every server of the life, but for the directory of its tier."""
@@ -51,7 +52,7 @@ class Setup:
             f"{self.topology}, pages of {self.page}, {self.device_tokens} tokens on the device, "
             f"{self.host_bytes / MiB:.1f} MiB host, {self.nvme_bytes / MiB:.0f} MiB NVMe, "
             f"loads {self.load}{', bucket' if self.has_bucket else ''}"
-            f"{', warm' if self.warms else ''}, platform {self.mode}"
+            f"{', warm' if self.warms else ''}, platform {self.mode} up to {self.horizon_s} s"
         )
 
 
@@ -69,4 +70,5 @@ def draw(source: random.Random, topology: str) -> Setup:
         source.random() < 0.3,
         source.random() < 0.3,
         source.choice(["random", "random", "late", "late-forward"]),
+        source.choice([0.01, 0.03, 0.15]),
     )

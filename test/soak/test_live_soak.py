@@ -21,7 +21,7 @@ from answers import Answers
 from checks import Resources, at_rest
 from clients import Client
 from life import Life, Record, Violation
-from operator_actions import Operator
+from operator_thread import Operator
 from progress import Progress
 from setups import TOPOLOGIES, draw
 from world import DEADLINE_S, World
@@ -41,7 +41,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 ROUNDS_OF_A_LIFE = 4
 MIN_ROUND_S, MAX_ROUND_S = 15.0, 35.0
-NUM_CLIENTS = 4
+NUM_CLIENTS = 6
 
 
 @pytest.fixture
@@ -68,7 +68,6 @@ def test_no_answer_is_wrong_and_nothing_is_left_over(
     progress = Progress(SEED, record, end)
     place = "start"
     try:
-        answers.wait_until_ready()
         with progress:
             for number in range(sys.maxsize):
                 kind = TOPOLOGIES[number % len(TOPOLOGIES)]
@@ -79,7 +78,9 @@ def test_no_answer_is_wrong_and_nothing_is_left_over(
                 progress.say(place)
                 world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
                 try:
-                    world.start()
+                    world.spawn()
+                    answers.wait_until_ready()
+                    world.wait_until_ready()
                     life = Life(world, answers, record, models)
                     resources = Resources()
                     for turn in range(ROUNDS_OF_A_LIFE):

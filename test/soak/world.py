@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import platform_process
 
-from prefill_decode import PrefillDecode, Reply, post, wait_until_healthy
+from prefill_decode import PrefillDecode, Reply, wait_until_healthy
 from server_process import Server
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ class World:
         self._num_started = 0
         self.pair: PrefillDecode | None = None
         self.servers: dict[str, Server] = {}
-        self.disturbed_at = 0.0  # when requests may have failed for the last time
-        environment = platform_process.environment(self.report, seed=seed, MODE=setup.mode)
+        environment = platform_process.environment(
+            self.report, seed=seed, MODE=setup.mode, HORIZON_S=str(setup.horizon_s)
+        )
         paths = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(
             [paths[0], str(HERE / "unruly_disk"), *paths[1:]]
@@ -58,7 +59,8 @@ class World:
 
     # ---- Lives of servers ----
 
-    def start(self) -> None:
+    def spawn(self) -> None:
+        """Does not wait."""
         with self._with_environment():
             if self.setup.topology == "pair":
                 self.pair = PrefillDecode.spawn(
@@ -71,7 +73,6 @@ class World:
                 self.servers = {"prefill": self.pair.prefill, "decode": self.pair.decode}
             else:
                 self.servers = {"server": self._spawn()}
-        self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
         for server in self.servers.values():
@@ -114,12 +115,15 @@ class World:
 
     # ---- Requests ----
 
-    def generate(self, prompt: list[int], num_new: int, **extra: Any) -> Reply:
+    def generate(
+        self, prompt: list[int], num_new: int, *, patience_s: float = DEADLINE_S, **extra: Any
+    ) -> Reply:
+        """The client of one server leaves when its patience is over."""
         if self.pair is not None:
             return self.pair.generate(prompt, num_new, **extra)
         sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, **extra}
-        return post(self.servers["server"], body)
+        return self.ask("server", "/generate", body, patience_s)
 
     def ask(self, role: str, path: str, body: Any = None, timeout_s: float = DEADLINE_S) -> Reply:
         """Any other call; a connection that breaks is status 0."""
@@ -139,6 +143,8 @@ class World:
             answer = json.loads(text)
         except ValueError:
             answer = text.decode(errors="replace")
+        if not isinstance(answer, dict) and path == "/generate":
+            answer = {"message": answer}
         return Reply(status, answer, time.monotonic() - began)
 
     def states(self) -> dict[str, dict[str, Any]]:
@@ -158,6 +164,11 @@ class World:
 
     def region_files(self, role: str) -> list[Path]:
         return sorted((self.folder / f"kv-{role}").rglob("region-*.kv"))
+
+    def stored_files(self, role: str) -> list[Path]:
+        """What a disk or a bucket may damage."""
+        objects = [path for path in (self.folder / "bucket").rglob("*") if path.is_file()]
+        return self.region_files(role) + sorted(objects)
 
 
 class Traffic:
