@@ -46,7 +46,7 @@ class Bed:
         )
         self.device = Device(delays, self.report.violation)
         self.lessons = Lessons(self.report)
-        self.rest = Rest(self.report)
+        self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
 
 BED = Bed(os.environ)

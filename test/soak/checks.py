@@ -11,6 +11,7 @@ import report
 from clients import ask
 from life import Life, Violation
 from operator_actions import flush_until_empty
+from rest import drained
 
 if TYPE_CHECKING:
     import random
@@ -64,11 +65,27 @@ def at_rest(life: Life, source: random.Random, resources: Resources) -> None:
         if prompt is not None:
             ask(life, source, prompt)
     life.until(lambda: left_over(life), "is still under way")
+    gives_everything_up(life, source)
     nobody_died(life)
     resources.check(life)
     seen = report.read(life.world.report)
     if seen.violations:
         raise Violation(f"the asynchronous platform saw:\n{seen.told()}")
+
+
+def gives_everything_up(life: Life, source: random.Random) -> None:
+    """Locks and lost pages of host memory, which a flush would hide."""
+    if life.world.setup.topology == "ranks":
+        return
+    order = f"{source.getrandbits(64):016x}"
+    life.world.drain(order)
+    wanted = len(life.world.servers)
+
+    def missing() -> int:
+        seams = report.read(life.world.report).seams
+        return wanted - sum(seam.startswith(drained(order, 0)[:-1]) for seam in seams)
+
+    life.until(missing, "schedulers did not come to rest")
 
 
 def left_over(life: Life) -> dict[str, Any]:

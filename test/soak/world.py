@@ -39,7 +39,11 @@ class World:
         self.pair: PrefillDecode | None = None
         self.servers: dict[str, Server] = {}
         environment = platform_process.environment(
-            self.report, seed=seed, MODE=setup.mode, HORIZON_S=str(setup.horizon_s)
+            self.report,
+            seed=seed,
+            MODE=setup.mode,
+            HORIZON_S=str(setup.horizon_s),
+            DRAIN=str(folder / "drain"),
         )
         paths = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -153,6 +157,12 @@ class World:
             role: server.request("/server_info")["internal_states"][0]
             for role, server in self.servers.items()
         }
+
+    def drain(self, order: str) -> None:
+        """Idle schedulers empty their trees."""
+        new = self.folder / "drain.new"
+        new.write_text(order)
+        new.replace(self.folder / "drain")
 
     # ---- Disks ----
 
