@@ -22,6 +22,8 @@ touch what copies touch.
 | ``forward-read-before-load`` | a forward read slots without having waited for their load |
 | ``device-free-while-copied``, ``device-free-while-loaded`` | the lock of a write-through or of a load back was lost |
 | ``unaligned-page`` | indices that are no whole aligned pages |
+| ``left-over-at-rest`` | an idle scheduler with locks on the device, or an unsound tree |
+| ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not give up all it has: locks, or pages of nobody |
 | ``copy-failed`` | a copy raised, such as after ``destroy`` |
 | ``too-many-lessons`` | the cost model learnt from a prefill that waited for copies, or twice from one |
 """  # noqa: E501

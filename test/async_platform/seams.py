@@ -15,6 +15,7 @@ import numpy as np
 from books import DeviceSlots, HostPages, Lessons, check_aligned
 from device import Delays, Device
 from report import Report
+from rest import Rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ class Bed:
         )
         self.device = Device(delays, self.report.violation)
         self.lessons = Lessons(self.report)
+        self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
 
 BED = Bed(os.environ)
@@ -403,7 +405,16 @@ def _scheduler(module: ModuleType) -> None:
 
         return init_overlap
 
+    def with_a_look(original: Any) -> Any:
+        def on_idle(self: Any) -> None:
+            original(self)
+            if "books" in BED.parts:
+                BED.rest.look(self)
+
+        return on_idle
+
     wrap(module.Scheduler, "init_overlap", with_late_results)
+    wrap(module.Scheduler, "on_idle", with_a_look)
 
 
 class _Over:

@@ -1,0 +1,93 @@
+"""What an idle scheduler still holds: nothing, but what its tree has, and the tree can give all up.
+
+SGLang counts device memory then, but takes what is locked as it is, and asks the tree's own check
+only of hybrid models. A lock that stays keeps its nodes for good, and a host page that no node has
+is lost until the next flush, which shows neither. Ends of copies and stores are heard of one step
+after the other, so only what stays is told.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from report import Report
+
+__all__ = ["Rest", "drained"]
+
+LOOK_S = 0.25
+TIMES = 6
+"""So often in a row the same is seen before it is told."""
+
+
+@dataclass
+class Rest:
+    """Of one scheduler, on its thread."""
+
+    report: Report
+    orders: str | None = None
+    """A file that exists once the tree is to give everything up; what it says is the order's name.
+    Of one rank only: several must evict in the same step."""
+    _next_look: float = 0.0
+    _seen: tuple[list[str], int] = ([], 0)
+    _done: str = ""
+
+    def look(self, scheduler: Any) -> None:
+        """Called whenever it has nothing to do."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        rests = is_at_rest(scheduler)
+        found = leftovers(scheduler.tree_cache) if rests else []
+        number = self._seen[1] + 1 if found == self._seen[0] else 1
+        self._seen = (found, number)
+        if found and number == TIMES:
+            self.report.violation("left-over-at-rest", found=found)
+        if rests and self.orders is not None and Path(self.orders).exists():
+            order = Path(self.orders).read_text()
+            if order != self._done:
+                self._done = order
+                self._drain(scheduler.tree_cache, order)
+
+    def _drain(self, cache: Any, order: str) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        pool = cache.cache_controller.mem_pool_host
+        cache.evict(EvictParams(num_tokens=cache.token_to_kv_pool_allocator.size))
+        cache.evict_host(pool.logical_size)
+        if taken := pool.logical_size - pool.available_size():
+            self.report.violation("host-memory-lost", tokens=taken)
+        if left := cache.evictable_size() + cache.protected_size():
+            self.report.violation("device-memory-lost", tokens=left)
+        self.report.ran(drained(order, os.getpid()))
+
+
+def drained(order: str, pid: int) -> str:
+    """The seam that tells the end of an order."""
+    return f"drained {order} {pid}"
+
+
+def is_at_rest(scheduler: Any) -> bool:
+    cache = scheduler.tree_cache
+    if getattr(cache, "storage", None) is None or not scheduler.is_fully_idle():
+        return False
+    ledger = cache.storage.ledger
+    waits = ledger.waiting_tokens or ledger.flight_tokens
+    return not (waits or cache._is_under_way() or cache.session.any_holding_kv())
+
+
+def leftovers(cache: Any) -> list[str]:
+    """One line each."""
+    found = []
+    if locked := cache.protected_size():
+        found.append(f"{locked} tokens are locked on the device")
+    try:
+        cache.sanity_check()
+    except AssertionError as error:
+        found.append(str(error))
+    return found

@@ -1,0 +1,201 @@
+"""What an operator asks of servers under load: purges, flushes, pauses, weights, memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from conversations import TENANTS
+from life import Violation
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+
+    from life import Life
+
+    from prefill_decode import Reply
+
+__all__ = ["ACTIONS", "everywhere", "expect", "flush_until_empty"]
+
+LOOK_S = 0.05
+
+
+def expect(reply: Reply, *statuses: int) -> Reply:
+    if reply.status not in statuses:
+        raise Violation(f"status {reply.status}, not {statuses}: {reply.body}")
+    return reply
+
+
+def everywhere(life: Life, path: str, body: Any, *statuses: int) -> str:
+    """The same call to every server; the statuses."""
+    replies = [expect(life.world.ask(role, path, body), *statuses) for role in life.world.servers]
+    return ", ".join(str(reply.status) for reply in replies)
+
+
+def flush_until_empty(life: Life) -> None:
+    """While nothing new comes."""
+    life.until(
+        lambda: any(
+            life.world.ask(role, "/flush_cache", {}).status != 200 for role in life.world.servers
+        ),
+        "refuses to flush",
+    )
+
+
+# ---- What leaves the server as it is ----
+
+
+def purge_tenant(life: Life, source: random.Random) -> str:
+    tenant = source.randrange(len(TENANTS))
+    return _purge(life, [tenant], TENANTS[tenant])
+
+
+def purge_everything(life: Life, source: random.Random) -> str:
+    return _purge(life, list(range(len(TENANTS))), {"all": True})
+
+
+def _purge(life: Life, tenants: list[int], whom: dict[str, Any]) -> str:
+    began = {tenant: life.asked.purge_begins(tenant) for tenant in tenants}
+    told = everywhere(life, "/tier/purge", whom, 200, 503)
+    if "503" not in told:
+        for tenant in tenants:
+            life.asked.purged(tenant, began[tenant])
+    return told
+
+
+def flush(life: Life, source: random.Random) -> str:
+    return everywhere(life, "/flush_cache", {}, 200, 400)
+
+
+def clear_storage_backend(life: Life, source: random.Random) -> str:
+    return everywhere(life, "/hicache/storage-backend/clear", {}, 200, 400)
+
+
+def checkpoint(life: Life, source: random.Random) -> str:
+    prompt = life.conversations.any_held(source)
+    if prompt is None:
+        return "nothing to name"
+    body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
+    return everywhere(life, "/tier/checkpoint", body, 200, 503)
+
+
+def look_around(life: Life, source: random.Random) -> str:
+    prompt = life.conversations.any_held(source)
+    told = everywhere(life, "/tier/tenants", None, 200)
+    if prompt is not None:
+        body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
+        told += " " + everywhere(life, "/tier/residency", body, 200)
+    return told
+
+
+def abort_everything(life: Life, source: random.Random) -> str:
+    role = source.choice(sorted(life.world.servers))
+    with life.disturbance():
+        reply = expect(life.world.ask(role, "/abort_request", {"rid": "", "abort_all": True}), 200)
+    return f"{role} {reply.status}"
+
+
+# ---- Pauses ----
+
+
+@contextlib.contextmanager
+def paused(life: Life, mode: str, role: str) -> Iterator[None]:
+    expect(life.world.ask(role, "/pause_generation", {"mode": mode}), 200)
+    try:
+        yield
+    finally:
+        expect(life.world.ask(role, "/continue_generation", {}), 200)
+
+
+def pause(life: Life, source: random.Random) -> str:
+    """With something else meanwhile."""
+    is_pair = life.world.pair is not None
+    mode = "in_place" if is_pair else source.choice(["in_place", "retract", "abort"])
+    role = source.choice(sorted(life.world.servers))
+    with contextlib.ExitStack() as stack:
+        if mode == "abort":
+            stack.enter_context(life.disturbance())
+        stack.enter_context(paused(life, mode, role))
+        told = mode
+        if source.random() < 0.6:
+            meanwhile = source.choice([flush, purge_tenant, look_around])
+            told += f", {meanwhile.__name__} {meanwhile(life, source)}"
+        life.ends.wait(source.uniform(0.0, 1.0))
+    return told
+
+
+# ---- Weights ----
+
+
+def update_weights(life: Life, source: random.Random) -> str:
+    """SGLang lets what runs end first."""
+    return _update(life, source.choice(sorted(life.models)), "server")
+
+
+def update_weights_of_paused(life: Life, source: random.Random) -> str:
+    """What had begun goes on with the other weights."""
+    life.num_mixing += 1
+    with paused(life, "retract", "server"):
+        return _update(life, source.choice(sorted(life.models)), "server")
+
+
+def _update(life: Life, name: str, role: str) -> str:
+    life.num_updates += 1
+    body = {"model_path": str(life.models[name]), "flush_cache": True}
+    reply = life.world.ask(role, "/update_weights_from_disk", body)
+    life.weights = name
+    life.num_updates += 1
+    # SGLang answers 400 where it could not flush; the weights are new all the same.
+    expect(reply, 200, 400)
+    if reply.status == 400 and "not flushed" not in str(reply.body):
+        raise Violation(f"the weights were not updated: {reply.body}")
+    return f"{name} {reply.status}"
+
+
+# ---- Memory ----
+
+
+def release_and_resume(life: Life, source: random.Random) -> str:
+    """Of an idle server, as SGLang asks for."""
+    with life.traffic.closed(waits=True):
+        return _release_and_resume(life, source)
+
+
+def release_paused_and_resume(life: Life, source: random.Random) -> str:
+    with paused(life, "retract", "server"):
+        return _release_and_resume(life, source)
+
+
+def _release_and_resume(life: Life, source: random.Random) -> str:
+    flush_until_empty(life)
+    tags = source.choice([{}, {"tags": ["kv_cache"]}])
+    told = everywhere(life, "/release_memory_occupation", tags, 200)
+    if source.random() < 0.5:
+        told += f", purge {purge_tenant(life, source)}"
+    return f"{told}, resumed {everywhere(life, '/resume_memory_occupation', tags, 200)}"
+
+
+def always(life: Life) -> bool:
+    return True
+
+
+def alone(life: Life) -> bool:
+    return life.world.pair is None
+
+
+ACTIONS: dict[str, tuple[float, Callable[[Life, random.Random], str], Callable[[Life], bool]]] = {
+    "purge of a tenant": (2, purge_tenant, always),
+    "purge of everything": (0.5, purge_everything, always),
+    "flush": (2, flush, always),
+    "clear of the storage backend": (0.5, clear_storage_backend, always),
+    "checkpoint": (2, checkpoint, always),
+    "look around": (1, look_around, always),
+    "abort of everything": (0.5, abort_everything, always),
+    "pause": (1.5, pause, always),
+    "update of weights": (1, update_weights, alone),
+    "update of weights while paused": (0.7, update_weights_of_paused, alone),
+    "release of memory": (0.7, release_and_resume, always),
+    "release of memory while paused": (0.5, release_paused_and_resume, alone),
+}
+"""By name: how often, what is done, and where it can be."""

@@ -1,0 +1,74 @@
+"""What a server life of the live soak is drawn from: topology, flags, what its disk can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+__all__ = ["TOPOLOGIES", "Setup", "draw"]
+
+TOPOLOGIES = ("one", "ranks", "pair")
+"""One server, one of two ranks, a prefill and a decode server."""
+TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # of the demo model, over all ranks
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the servers of one life are started."""
+
+    topology: str
+    page: int
+    device_tokens: int
+    host_bytes: int
+    nvme_bytes: int
+    load: str
+    has_bucket: bool
+    warms: bool
+    mode: str  # of the asynchronous platform
+    horizon_s: float  # the longest delay of its copies and forwards
+
+    def flags(self, folder: Path) -> list[str]:
+        """Of every server of the life, but for the directory of its tier."""
+        flags = [
+            *("--page-size", str(self.page), "--max-total-tokens", str(self.device_tokens)),
+            *("--chunked-prefill-size", "512", "--enable-metrics"),
+            *("--tier-host-bytes", str(self.host_bytes)),
+            *("--tier-nvme-bytes", str(self.nvme_bytes), "--tier-nvme-region-bytes", "4MiB"),
+            *("--tier-load", self.load, "--tier-warm-host", "on" if self.warms else "off"),
+        ]
+        if self.has_bucket:
+            flags += ["--tier-object-url", str(folder / "bucket")]
+        if self.topology == "ranks":
+            flags += ["--tp", "2"]
+        return flags
+
+    def told(self) -> str:
+        return (
+            f"{self.topology}, pages of {self.page}, {self.device_tokens} tokens on the device, "
+            f"{self.host_bytes / MiB:.1f} MiB host, {self.nvme_bytes / MiB:.0f} MiB NVMe, "
+            f"loads {self.load}{', bucket' if self.has_bucket else ''}"
+            f"{', warm' if self.warms else ''}, platform {self.mode} up to {self.horizon_s} s"
+        )
+
+
+def draw(source: random.Random, topology: str) -> Setup:
+    page = source.choice([16, 64, 64, 256])
+    device_tokens = 8192 if page > 64 or topology == "pair" else 4096
+    below_device = 0.6 * device_tokens * TOKEN_BYTES
+    return Setup(
+        topology,
+        page,
+        device_tokens,
+        int(source.choice([36 * MiB, 36 * MiB, below_device])),
+        source.choice([64, 1024]) * MiB,
+        source.choice(["always", "always", "measured"]),
+        source.random() < 0.3,
+        source.random() < 0.3 and topology != "ranks",  # warm host memory is of one rank
+        source.choice(["random", "random", "late", "late-forward"]),
+        source.choice([0.01, 0.03, 0.15]),
+    )

@@ -1,0 +1,123 @@
+"""Live servers under everything at once, for as long as ``scripts/soak live`` says.
+
+Lives of servers, drawn from a seed: topology, flags, what the asynchronous platform does. Each life
+has rounds of clients and an operator that act at random; after each the servers come to rest, and
+no answer was wrong, nothing is under way, lost or left over. ``SOAK_SEED`` draws the same lives and
+the same choices again; how they interleave is the machine's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from answers import Answers
+from checks import Resources, at_rest
+from clients import Client
+from life import Life, Record, Violation
+from operator_thread import Operator
+from progress import Progress
+from setups import TOPOLOGIES, draw
+from world import DEADLINE_S, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SECONDS = float(os.environ.get("LIVE_SOAK_SECONDS", "0"))
+SEED = int(os.environ.get("SOAK_SEED", "0"))
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(SECONDS <= 0, reason="LIVE_SOAK_SECONDS is not set; run scripts/soak live"),
+]
+
+ROOT = Path(__file__).parents[2]
+ROUNDS_OF_A_LIFE = 4
+MIN_ROUND_S, MAX_ROUND_S = 15.0, 35.0
+NUM_CLIENTS = 6
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Path]:
+    paths = {"first": tmp_path / "model-first", "second": tmp_path / "model-second"}
+    for seed, path in enumerate(paths.values()):
+        maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)]
+        subprocess.run([*maker, f"--seed={seed}"], check=True, timeout=120)
+    return paths
+
+
+@pytest.fixture
+def answers(models: dict[str, Path], tmp_path: Path) -> Iterator[Answers]:
+    answers = Answers(models, tmp_path)
+    yield answers
+    answers.close()
+
+
+def test_no_answer_is_wrong_and_nothing_is_left_over(
+    models: dict[str, Path], answers: Answers, tmp_path: Path
+) -> None:
+    end = time.monotonic() + SECONDS
+    source, record = random.Random(SEED), Record()
+    progress = Progress(SEED, record, end)
+    place = "start"
+    try:
+        with progress:
+            for number in range(sys.maxsize):
+                kind = TOPOLOGIES[number % len(TOPOLOGIES)]
+                setup = draw(source, kind)
+                folder = tmp_path / f"life-{number}"
+                folder.mkdir()
+                place = f"life {number}: {setup.told()}"
+                progress.say(place)
+                world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
+                try:
+                    world.spawn()
+                    answers.wait_until_ready()
+                    world.wait_until_ready()
+                    life = Life(world, answers, record, models)
+                    resources = Resources()
+                    for turn in range(ROUNDS_OF_A_LIFE):
+                        place = f"life {number}, round {turn}: {setup.told()}"
+                        play(life, f"{SEED}-{number}-{turn}", end)
+                        at_rest(life, source, resources)
+                        record.count("rounds", setup.topology)
+                        progress.say(f"life {number}, round {turn} at rest")
+                        if time.monotonic() >= end:
+                            return
+                finally:
+                    world.close()
+    except AssertionError as error:
+        record.did("VIOLATION")
+        actions = "\n".join(record.recent)
+        raise Violation(
+            f"seed {SEED}, {place}\nlogs in {tmp_path}\nlast actions:\n{actions}\n{error}"
+        ) from error
+    finally:
+        record.count("ties", "with stock", answers.num_ties)
+        progress.summary()
+
+
+def play(life: Life, seed: str, end: float) -> None:
+    """One round: everybody acts at random until the time is up or something is wrong."""
+    source = random.Random(seed)
+    life.ends.clear()
+    seconds = min(source.uniform(MIN_ROUND_S, MAX_ROUND_S), max(5.0, end - time.monotonic()))
+    actors = [Client(life, f"{seed}-{number}") for number in range(NUM_CLIENTS)]
+    actors.append(Operator(life, f"{seed}-operator"))
+    for actor in actors:
+        actor.start()
+    life.ends.wait(seconds)
+    life.ends.set()
+    for actor in actors:
+        actor.join(3 * DEADLINE_S)
+        if actor.is_alive():
+            raise Violation(f"{actor.name} hangs")
+    if life.errors:
+        raise life.errors[0]

@@ -1,0 +1,78 @@
+"""The asynchronous platform tells what an idle scheduler must not hold, on real tree and pools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import rest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from report import Report
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKENS = prompt(1, 4)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+    monkeypatch.setattr(rest, "LOOK_S", 0.0)
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        world.compute(TOKENS)
+        world.until(lambda: rest.is_at_rest(scheduler(world)))
+        yield world
+
+
+def scheduler(world: CacheWorld) -> Any:
+    return SimpleNamespace(tree_cache=world.cache, is_fully_idle=lambda: True)
+
+
+def told(world: CacheWorld, orders: Path | None = None) -> list[str]:
+    report = Report()
+    looks = rest.Rest(report, None if orders is None else str(orders))
+    for _ in range(2 * rest.TIMES):
+        looks.look(scheduler(world))
+    return [str({**entry, "stack": None}) for entry in report.violations]
+
+
+def test_a_lock_that_stays_is_told_once(world: CacheWorld) -> None:
+    assert told(world) == []
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    lock = world.cache.lock(match.last_device_node)
+    (line,) = told(world)
+    assert f"{4 * PAGE} tokens are locked" in line
+    world.cache.unlock(lock)
+    assert told(world) == []
+
+
+def test_what_is_under_way_is_no_leftover(world: CacheWorld) -> None:
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    lock = world.cache.lock(match.last_device_node)
+    world.cache.ongoing_load_back[1] = None
+    assert told(world) == []
+    del world.cache.ongoing_load_back[1]
+    world.cache.unlock(lock)
+
+
+def test_a_tree_gives_everything_up_but_a_lost_host_page(world: CacheWorld, tmp_path: Path) -> None:
+    orders = tmp_path / "orders"
+    orders.write_text("first")
+    assert told(world, orders) == []
+    host = world.cache.cache_controller.mem_pool_host
+    assert host.available_size() == host.logical_size
+    host.alloc(PAGE)
+    orders.write_text("second")
+    (line,) = told(world, orders)
+    assert "host-memory-lost" in line
+
+
+def test_a_host_lock_that_stays_is_told_as_lost_memory(world: CacheWorld, tmp_path: Path) -> None:
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    world.cache.inc_host_lock_ref(match.last_device_node)
+    (tmp_path / "orders").write_text("only")
+    assert any("host-memory-lost" in line for line in told(world, tmp_path / "orders"))
