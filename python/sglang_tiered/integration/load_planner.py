@@ -72,9 +72,11 @@ class LoadPlanner(Generic[Request]):
         *,
         always: bool = False,
         always_deadline_s: float = 10.0,
+        follows: bool = False,
     ) -> None:
         self.costs = costs
         self._always = always  # load everything, what it costs aside
+        self.follows = follows  # plan to load everything: another rank knows what there is
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.meters = {
             tier: TierMeter(cost, clock, stale_after_s=STALE_AFTER_S[tier])
@@ -146,7 +148,7 @@ class LoadPlanner(Generic[Request]):
         is_new = not self.knows(request)
         self.leaves(request)
         plan = LoadPlan((num_held,), 0.0, 0.0)
-        if not self._always:
+        if not self._always and not self.follows:
             plan = self.costs.plan(
                 num_held=num_held,
                 num_new=num_new,
@@ -229,7 +231,7 @@ class LoadPlanner(Generic[Request]):
         """Whether a request whose load was put off, and which could start now, should go on
         waiting for it, behind ``num_ahead`` tokens of other loads."""
         load = self._loads.get(request)
-        if load is None or self._always:
+        if load is None or self._always or self.follows:
             return load is not None
         self._learn()
         plan = load.plan

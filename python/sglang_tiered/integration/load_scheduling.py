@@ -102,7 +102,9 @@ class LoadingRadixCache(AgreeingRadixCache):
         costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
         config = TieredConfig.from_environment()
         always = config is not None and config.nvme is not None and config.nvme.always_load
-        planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(costs, always=always)
+        planner: LoadPlanner[CacheRequestHandle] = LoadPlanner(
+            costs, always=always, follows=self.storage.borrows
+        )
         self.storage.use_planner(planner)
         return planner
 

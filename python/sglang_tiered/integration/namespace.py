@@ -30,6 +30,7 @@ __all__ = [
     "describe_pool",
     "digest",
     "forget_files",
+    "has_draft",
     "server_identity",
     "successor",
 ]
@@ -112,6 +113,13 @@ _NUMBER_FORMATS = {
 }
 
 _files_are_old = False
+
+
+def has_draft() -> bool:
+    """Whether a draft model's KV is kept beside the model's own."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
 
 
 def forget_files() -> None:

@@ -1,10 +1,11 @@
-"""Names of the shards in a tier directory: one per rank, since ranks hold different bytes."""
+"""Names of the shards in a tier directory: one per rank where ranks hold different bytes, and that
+of a server with one rank where they hold the same (``shared_pages``)."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["has_geometry", "num_replicas", "shard_name"]
+__all__ = ["has_geometry", "is_of_other_sharing", "num_replicas", "shard_name"]
 
 _NAME = re.compile(r"tp(\d+)of(\d+)-pp(\d+)of(\d+)-dp(\d+)-(\d+)")
 
@@ -23,10 +24,21 @@ def num_replicas(num_ranks: int, *, tp_size: int, pp_size: int, dp_size: int) ->
 
 
 def has_geometry(name: str, *, num_ranks: int, tp_size: int, pp_size: int, dp_size: int) -> bool:
-    """Whether a server with these sizes opens that shard; false for names not made here."""
+    """Whether a server with these sizes may open that shard, whether or not its ranks share pages;
+    false for names not made here."""
     match = _NAME.fullmatch(name)
     if match is None:
         return False
     _, tp, _, pp, dp_rank, replica = map(int, match.groups())
     replicas = num_replicas(num_ranks, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
-    return (tp, pp) == (tp_size, pp_size) and dp_rank < dp_size and replica < replicas
+    return tp in (1, tp_size) and pp == pp_size and dp_rank < dp_size and replica < replicas
+
+
+def is_of_other_sharing(name: str, *, opened: str, tp_size: int) -> bool:
+    """Whether a shard would be in the place of the one that a rank opened, in a server with these
+    many ranks whose pages are the same where those of this one differ, or the other way round."""
+    match, own = _NAME.fullmatch(name), _NAME.fullmatch(opened)
+    if match is None or own is None:
+        return False
+    other_size = tp_size if own[2] == "1" else 1
+    return int(match[2]) == other_size != int(own[2]) and match.groups()[2:] == own.groups()[2:]

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration import host_pages, namespace
+from sglang_tiered.integration import host_pages, namespace, shared_pages
 from sglang_tiered.integration.host_ledger import HostLedger
 from sglang_tiered.integration.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.namespace_search import NamespaceSearch, remember_namespace
@@ -42,11 +42,13 @@ from sglang_tiered.integration.zero_copy import ZeroCopyStorage
 from sglang_tiered.storage.base import Health, Run, Stop
 from sglang_tiered.storage.layered.forgetting import LateForgetting, LayeredForgetting
 from sglang_tiered.storage.layered.tiers import FAR_TIERS, Span, Tier
+from sglang_tiered.storage.lending import BorrowedEngine, PageLender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.load_planner import LoadPlanner
+    from sglang_tiered.integration.shared_pages import SharingRanks
     from sglang_tiered.integration.tier_engines import FarTiers
     from sglang_tiered.storage.base import Job, TierEngine
     from sglang_tiered.storage.layered import LayeredEngine
@@ -87,11 +89,14 @@ class TieredStorage(ZeroCopyStorage):
             )
         self._config = config
         self._storage_config = storage_config
-        # SGLang lets only rank 0 write the replicated KV of an MLA model, for backends that all
-        # ranks share. Our shards are private to a rank, so every rank writes its own.
+        # SGLang lets only rank 0 write the replicated KV of an MLA model. Which ranks do is for us
+        # to say (``shared_pages``), and those that do not keep books of it all the same.
+        self._is_replicated = bool(storage_config.is_mla_model)
         storage_config.is_mla_model = False
+        self._sharing: SharingRanks | None = None  # with whom this rank shares pages, if with any
+        self._lender: PageLender | None = None
         self._engine: TierEngine | None = None  # the whole: one of the next two
-        self._region: RegionEngine | None = None
+        self._region: RegionEngine | BorrowedEngine | None = None
         self._layered: LayeredEngine | None = None
         self._far_tiers: FarTiers | None = None
         self.told_purges: ToldPurges | None = None  # of other servers, where there are any
@@ -106,7 +111,8 @@ class TieredStorage(ZeroCopyStorage):
         self._planner: LoadPlanner[Any] | None = None
         self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
         self.ledger: HostLedger  # from when the host pools are registered
-        self._was_updated = False
+        self._num_updates = 0  # of the weights, in this process
+        self._is_nameless = False  # nobody will have this namespace again
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -114,10 +120,32 @@ class TieredStorage(ZeroCopyStorage):
         """Open the shard: the identity of the bytes is complete once the pools are known."""
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
         max_page_bytes = host_pages.check(pools)
-        nvme = self._config.nvme
+        where, pages = self._storage_config, pools.values()
+        if not shared_pages.are_pages_same(where, pages, is_replicated=self._is_replicated):
+            self._open(pools, max_page_bytes)
+            return
+        # Alike on all ranks up to here; from here on every one of them comes to the meeting.
+        assert self._config.nvme is not None
+        directory = Path(self._config.nvme.directory)
+        self._sharing = shared_pages.SharingRanks(where.tp_rank, directory)
+        try:
+            shard = self._sharing.meet(lambda: self._open(pools, max_page_bytes))
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(self._region, BorrowedEngine):
+            self._region.lender = shard
+            logger.info("NVMe tier: shares the pages of %s", shard)
+
+    def _open(self, pools: dict[PoolName, Any], max_page_bytes: int) -> Path | None:
+        """Returns the shard whose pages are lent to other ranks, if they are."""
+        config, where, sharing = self._config, self._storage_config, self._sharing
+        if sharing is not None:
+            config, where = sharing.settings(config, where)
+        nvme = config.nvme
         assert nvme is not None
-        identity = namespace.server_identity(self._storage_config)
-        codec = lossy_codec(self._config)
+        identity = namespace.server_identity(where)
+        codec = lossy_codec(config)
         if codec is not None:
             check_codec(codec, pools)
             identity["lossy_codec"] = codec
@@ -126,25 +154,22 @@ class TieredStorage(ZeroCopyStorage):
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
             Path(nvme.directory),
         )
-        where = self._storage_config
-        self._region, replica = open_shard(self._config, where, search.namespace, max_page_bytes)
-        self._namespace = self._region.namespace
+        if sharing is not None and not sharing.is_lender:
+            self._use_borrowed(search)
+            return None
+        region, replica = open_shard(
+            config, where, search.namespace, max_page_bytes, tp_size=self._storage_config.tp_size
+        )
+        self._region = self._engine = region
+        self._namespace = region.namespace
         # An answer may have come since; where it is another, the next step takes it.
         self._search = None if search.answer == self._namespace else search
-        self._engine = self._region
-        self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
-        writes_per_day = self._config.nvme_writes_per_day_per_rank
-        self._gate = gate = StoreGate(
-            self._region,
-            host_tokens=self.mem_pool_host.logical_size,
-            page_bytes=self.page_bytes(),
-            writes_per_day=writes_per_day,
-        )
-        if self._config.index is not None:
-            self.told_purges = ToldPurges(gate, self.begin_purge)
+        self._is_nameless = search.is_nameless
+        self._keep_books(writes_per_day=config.nvme_writes_per_day_per_rank)
+        gate = self.gate
         self._far_tiers = open_far_tiers(
-            self._config,
-            self._region,
+            config,
+            region,
             self._namespace,
             self.mem_pool_host,
             rank=(where.dp_rank + replica) * where.tp_size + where.tp_rank,
@@ -161,8 +186,8 @@ class TieredStorage(ZeroCopyStorage):
                 self._far_tiers.collect()
         if self.knows_namespace and not search.is_nameless:
             self._remember_namespace()
-        self.transfers = TierTransfers(self._region, self._layered, self.page_bytes())
-        stats = self._region.stats()
+        self.transfers = TierTransfers(region, self._layered, self.page_bytes())
+        stats = region.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
             self._namespace.hex()[:16],
@@ -170,6 +195,49 @@ class TieredStorage(ZeroCopyStorage):
             stats.physical_bytes,
             stats.capacity_bytes,
         )
+        if sharing is None:
+            return None
+        self._lender = PageLender(region.directory, self.transfers.begin_for_others)
+        self._set_claim()
+        return region.directory
+
+    def _use_borrowed(self, search: NamespaceSearch) -> None:
+        """What this rank would keep another one keeps."""
+        self._region = self._engine = engine = BorrowedEngine()
+        self._namespace = search.namespace or b""
+        self._search = None if search.answer is not None else search
+        self._is_nameless = search.is_nameless
+        self._keep_books(writes_per_day=None)
+        self.transfers = TierTransfers(engine, None, self.page_bytes())
+        self._set_claim()
+
+    def _keep_books(self, *, writes_per_day: int | None) -> None:
+        self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
+        self._gate = StoreGate(
+            self.region_engine,
+            host_tokens=self.mem_pool_host.logical_size,
+            page_bytes=self.page_bytes(),
+            writes_per_day=writes_per_day,
+        )
+        if self._config.index is not None:
+            self.told_purges = ToldPurges(self._gate, self.begin_purge)
+
+    def _set_claim(self, *, changing: bool = False) -> None:
+        """``changing``: what the tiers find is about to be of something else."""
+        claim = None
+        if self.knows_namespace and not changing:
+            claim = shared_pages.claim_of(
+                self._namespace, is_nameless=self._is_nameless, num_updates=self._num_updates
+            )
+        if self._lender is not None:
+            self._lender.claim = claim
+        elif isinstance(self._region, BorrowedEngine):
+            self._region.claim = claim
+
+    @property
+    def borrows(self) -> bool:
+        """Whether another rank keeps the pages of this one, and knows which there are."""
+        return isinstance(self._region, BorrowedEngine)
 
     def page_bytes(self) -> int:
         """Payload of one KV page of this rank."""
@@ -211,10 +279,12 @@ class TieredStorage(ZeroCopyStorage):
                 else:
                     self._layered.set_namespace(self._namespace, is_nameless=search.is_nameless)
             self._search = None  # from now on pages are found
+            self._is_nameless = search.is_nameless
+            self._set_claim()
             self._begin_late_purges()
         if self._far_tiers is not None:
             self._far_tiers.collect()
-        if not search.is_nameless:
+        if not search.is_nameless and not self.borrows:
             self._remember_namespace()
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
 
@@ -233,6 +303,8 @@ class TieredStorage(ZeroCopyStorage):
             self._search.close()
         if self._noting is not None:
             self._noting.join(NOTE_JOIN_S)
+        if self._lender is not None:
+            self._lender.close()
         owner = self._far_tiers or self._engine
         if owner is not None:
             owner.close()
@@ -253,20 +325,22 @@ class TieredStorage(ZeroCopyStorage):
             # What the backup thread decides before this is stored under the old namespace, and what
             # it decides after sees the flag.
             self._stores_suspended = not tree_is_empty
+            self._set_claim(changing=True)
             self._namespace = namespace.successor(self._namespace)
             # Nobody can name the namespace of an update again: its space is the first to be reused.
             engine = self._layered or self.region_engine
-            engine.set_namespace(self._namespace, keep=not self._was_updated)
+            engine.set_namespace(self._namespace, keep=not self._num_updates)
             self._search = None
+            self._num_updates += 1
+            self._set_claim()
             self._begin_late_purges()
-        self._was_updated = True
         waits = (
             "" if tree_is_empty else "; it takes nothing until memory, full of old KV, is flushed"
         )
         logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
 
     @property
-    def region_engine(self) -> RegionEngine:
+    def region_engine(self) -> RegionEngine | BorrowedEngine:
         assert self._region is not None, "SGLang has not registered its host pools"
         return self._region
 
@@ -277,7 +351,7 @@ class TieredStorage(ZeroCopyStorage):
 
     @property
     def has_object_tier(self) -> bool:
-        return self._layered is not None and self._layered.lower is not None
+        return self._config.object is not None
 
     def begin_purge(
         self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
@@ -364,8 +438,11 @@ class TieredStorage(ZeroCopyStorage):
     def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
         """Leading KV pages in each tier that there is. Memory only."""
         keys = self._keys(PoolName.KV, hashes)
-        found = {Tier.NVME: self.region_engine.lookup(keys).num_hits}
-        for tier, source in ({} if self._layered is None else self._layered.far).items():
+        shard = self.region_engine
+        found = {Tier.NVME: shard.lookup(keys).num_hits}
+        has = {Tier.PEER: self._config.index, Tier.OBJECT: self._config.object}
+        for tier in [tier for tier in FAR_TIERS if has[tier] is not None]:
+            source = shard if self._layered is None else self._layered.far[tier]
             found[tier] = source.lookup(keys).num_hits
         return found
 

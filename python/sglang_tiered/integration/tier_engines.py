@@ -15,10 +15,10 @@ from sglang_tiered.config import MIN_REGIONS, MIN_REGIONS_PER_DAY, format_bytes
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.namespace_search import recall_namespace
 from sglang_tiered.integration.object_args import object_settings
-from sglang_tiered.integration.shards import num_replicas, shard_name
+from sglang_tiered.integration.shards import is_of_other_sharing, num_replicas, shard_name
 from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.layered.tiers import LayeredSettings
-from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.format import min_region_bytes
 from sglang_tiered.storage.region.store import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 
@@ -70,11 +70,17 @@ class FarTiers:
 
 
 def open_shard(
-    config: TieredConfig, where: HiCacheStorageConfig, namespace: bytes | None, page_bytes: int
+    config: TieredConfig,
+    where: HiCacheStorageConfig,
+    namespace: bytes | None,
+    page_bytes: int,
+    *,
+    tp_size: int,
 ) -> tuple[RegionEngine, int]:
     """The first free shard of this rank's geometry, and its number among them; without a namespace
     under the last one that was found for it. ``page_bytes`` is the largest page of any pool; raises
-    ``ConfigError`` where the tier is too small for it.
+    ``ConfigError`` where the tier is too small for it. ``tp_size`` is the server's, also where
+    ``where`` stands for all of its ranks.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -105,11 +111,24 @@ def open_shard(
                 max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),
                 max_tenant_bytes=config.max_tenant_bytes_per_rank,
             )
+            if where.tp_rank == 0 and tp_size > 1:
+                _remove_other_sharing(Path(nvme.directory), name, tp_size)
             return engine, replica
         except StoreLockedError:
             if replica + 1 == replicas:
                 raise
     raise AssertionError("a server has at least one scheduler with these ranks")
+
+
+def _remove_other_sharing(directory: Path, opened: str, tp_size: int) -> None:
+    """Remove what a model whose ranks share pages left where those of this one do not, or the other
+    way round: the launcher cannot tell, and no cap counts it. The launcher holds the directory."""
+
+    def keep(name: str) -> bool:
+        return not is_of_other_sharing(name, opened=opened, tp_size=tp_size)
+
+    for name in remove_shards(directory, keep=keep):
+        logger.info("removed shard %s of %s, which this model does not read", name, directory)
 
 
 def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int:

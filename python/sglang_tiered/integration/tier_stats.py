@@ -104,7 +104,7 @@ def tier_stats(
         **ledger.stats(),
         admission=gate.outcomes,
         write_budget_bytes=gate.budget_bytes,
-        load_decisions={} if planner is None else dict(planner.tokens),
+        load_decisions={} if planner is None or planner.follows else dict(planner.tokens),
         **_measured(planner, Tier.NVME),
         prefill_tokens_per_s=prefill.tokens_per_s if prefill and prefill.num_observed else None,
         object=None if not layered or not lower else _object_stats(layered, lower, planner),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.load_planner import LoadPlanner
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.layered import LayeredEngine
+    from sglang_tiered.storage.lending import BorrowedEngine
     from sglang_tiered.storage.region.store import RegionEngine
 
 __all__ = ["TierTransfers"]
@@ -40,7 +41,9 @@ MAX_EXPECTED_PAGES = 1 << 16
 class TierTransfers:
     """One per storage."""
 
-    def __init__(self, shard: RegionEngine, layered: LayeredEngine | None, page_bytes: int) -> None:
+    def __init__(
+        self, shard: RegionEngine | BorrowedEngine, layered: LayeredEngine | None, page_bytes: int
+    ) -> None:
         self._shard = shard
         self._layered = layered
         self._page_bytes = page_bytes
@@ -74,14 +77,23 @@ class TierTransfers:
 
     def load(self, run: Run, first_hash: str) -> list[bool]:
         """Read pages for a request; the planner learns from it."""
-        layered, planner = self._layered, self._planner
-        if layered is None:
+        if self._layered is None:
             return self._read(self._shard.submit_load, run, Tier.NVME)
+        return self.finish(self._begin_layered(self._layered, run, first_hash))
+
+    def begin_for_others(self, run: Run) -> Job:
+        """Begin to read pages for a rank that shares ours. Any thread."""
+        if self._layered is None:
+            return self._shard.submit_load(run)
+        return self._begin_layered(self._layered, run, run.keys[0].hex())
+
+    def _begin_layered(self, layered: LayeredEngine, run: Run, first_hash: str) -> Job:
+        """Which tells the planner of each tier."""
+        planner = self._planner
         deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
             tenant = self._tenants.get(first_hash)
-        submit = partial(layered.submit_load, deadline_s=deadline_s, tenant=tenant)
-        return self.finish(submit(run))  # which tells the planner of each tier
+        return layered.submit_load(run, deadline_s=deadline_s, tenant=tenant)
 
     def _read(
         self, submit: Callable[[Run], Job], run: Run, tier: Tier, taught_after_s: float = 0.0

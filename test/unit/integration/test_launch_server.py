@@ -264,11 +264,19 @@ def test_shards_of_other_parallel_sizes_are_gone_when_the_server_starts(
     [
         ({"num_ranks": 1}, {(1, 0, 0)}),
         ({"num_ranks": 2}, {(1, 0, 0), (1, 0, 1)}),  # --dp-size 2
-        ({"num_ranks": 2, "tp_size": 2}, {(2, 0, 0)}),
-        ({"num_ranks": 4, "tp_size": 2}, {(2, 0, 0), (2, 0, 1)}),  # --tp-size 2 --dp-size 2
+        # Whether its ranks share pages, in the shard of one rank, shows when they know the model.
+        ({"num_ranks": 2, "tp_size": 2}, {(2, 0, 0), (1, 0, 0)}),
+        # --tp-size 2 --dp-size 2
+        ({"num_ranks": 4, "tp_size": 2}, {(2, 0, 0), (2, 0, 1), (1, 0, 0), (1, 0, 1)}),
         # --tp-size 4 --dp-size 2 --enable-dp-attention, on one machine and on two
-        ({"num_ranks": 4, "tp_size": 2, "dp_size": 2}, {(2, 0, 0), (2, 1, 0)}),
-        ({"num_ranks": 2, "tp_size": 2, "dp_size": 2}, {(2, 0, 0), (2, 1, 0)}),
+        (
+            {"num_ranks": 4, "tp_size": 2, "dp_size": 2},
+            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
+        ),
+        (
+            {"num_ranks": 2, "tp_size": 2, "dp_size": 2},
+            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
+        ),
     ],
 )
 def test_shards_are_those_of_a_servers_own_replicas(
@@ -304,7 +312,7 @@ def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_bac
             launch_server._remove_other_shards(settings)
             engines = []
             for _ in range(num_ranks):
-                engine, _ = open_shard(settings, storage_config(), namespace, 4096)
+                engine, _ = open_shard(settings, storage_config(), namespace, 4096, tp_size=1)
                 held.callback(engine.close)
                 engines.append(engine)
             yield engines

@@ -268,10 +268,12 @@ def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
     assert len(storage.gate._offers) == 0
 
 
-def test_every_rank_of_a_latent_attention_model_writes_its_own_shard(make: Fixture) -> None:
+def test_every_rank_of_a_latent_attention_model_keeps_books_of_what_is_stored(
+    make: Fixture,
+) -> None:
     config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
     TieredStorage(config, {})
-    assert config.is_storage_writer
+    assert config.is_storage_writer, "SGLang asks it for stores, which it leaves to the first rank"
 
 
 @pytest.mark.parametrize("make", [2], indirect=True)

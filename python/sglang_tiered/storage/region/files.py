@@ -15,6 +15,7 @@ __all__ = [
     "CHECKPOINT_NAME",
     "IGNORED_NAMES",
     "LEFTOVER_NAMES",
+    "LENDING_NAME",
     "LOCK_NAME",
     "MANIFEST_NAME",
     "NAMESPACE_NAME",
@@ -41,6 +42,7 @@ LOCK_NAME = "LOCK"  # of a shard too
 CHECKPOINT_NAME = "CHECKPOINT"
 PURGES_NAME = "PURGES"
 PROBE_NAME = "PROBE"
+LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
 APPLIED_PURGES_NAME = "APPLIED-PURGES"
 NAMESPACE_NAME = "NAMESPACE"
 WARM_NAME = "WARM"
@@ -48,9 +50,13 @@ TEMPORARY_SUFFIX = ".tmp"
 
 NOTE_NAMES = (APPLIED_PURGES_NAME, NAMESPACE_NAME, WARM_NAME)
 LEFTOVER_NAMES = frozenset(
-    {PROBE_NAME, *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES))}
+    {
+        PROBE_NAME,
+        LENDING_NAME,
+        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)),
+    }
 )
-"""In a shard for an instant, unless their process died in it."""
+"""Gone from a shard that is closed, unless the process that had it open died in it."""
 IGNORED_NAMES = frozenset({"lost+found"})
 """The kernel's, not somebody's data: a filesystem that is mounted here holds it."""
 

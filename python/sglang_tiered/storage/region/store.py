@@ -193,6 +193,10 @@ class RegionEngine(TierEngine):
         return report
 
     @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
     def namespace(self) -> bytes:
         """The one that pages are found and stored under."""
         return self._state.namespace

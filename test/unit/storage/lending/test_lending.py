@@ -1,0 +1,247 @@
+"""Pages of a store that another process has open: what it gives, and what it must not give."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run, Stop
+from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
+from sglang_tiered.storage.lending.wire import short_path
+from sglang_tiered.storage.region import RegionEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+PageData = Callable[[Run], list[bytes]]
+
+TIMEOUT_S = 20.0
+REGION = 4 << 20
+NAMESPACE = b"\x11" * 32
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[RegionEngine]:
+    # Deeper than the address of a socket may be long.
+    shard = tmp_path / ("deep" * 30) / "shard"
+    engine = RegionEngine(
+        shard, namespace=NAMESPACE, capacity_bytes=4 * REGION, region_bytes=REGION
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def lending(owner: RegionEngine) -> Iterator[PageLender]:
+    lends = PageLender(owner.directory, owner.submit_load)
+    lends.claim = b"model"
+    yield lends
+    lends.close()
+
+
+@pytest.fixture
+def borrower(owner: RegionEngine) -> Iterator[BorrowedEngine]:
+    engine = BorrowedEngine()
+    engine.lender, engine.claim = owner.directory, b"model"
+    yield engine
+    engine.close()
+    engine.check_integrity()
+
+
+def finished(job: Job) -> list[Reason]:
+    assert job.wait(TIMEOUT_S)
+    return job.reasons
+
+
+def store(engine: RegionEngine, run: Run) -> None:
+    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 9_000, lender.PIECE_BYTES])
+def test_what_one_process_stored_another_loads_in_whatever_pieces(
+    owner: RegionEngine,
+    lending: PageLender,
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    page_data: PageData,
+    monkeypatch: pytest.MonkeyPatch,
+    piece_bytes: int,
+) -> None:
+    monkeypatch.setattr(lender, "PIECE_BYTES", piece_bytes)
+    stored, missing = make_run(1, [100, (4096, 50), 9000, (1,) * 600]), make_run(2, [100])
+    store(owner, stored)
+    keys, pages = stored.keys, stored.pages
+    run = Run((*keys[:2], *missing.keys, *keys[2:]), (*pages[:2], *missing.pages, *pages[2:]))
+    for _ in range(2):  # over one connection
+        target = blank(run)
+        ok, miss = Reason.OK, Reason.MISS
+        assert finished(borrower.submit_load(target)) == [ok, ok, miss, ok, ok]
+        data = page_data(target)
+        assert data[:2] + data[3:] == page_data(stored)
+        assert data[2] == b"\xa5" * 100
+    assert owner.stats().num_pages_loaded == 8, "which counts them, for all ranks together"
+
+
+def test_a_borrower_stores_nothing_and_leaves_it_to_the_lender_to_know(
+    owner: RegionEngine, lending: PageLender, borrower: BorrowedEngine, make_run: MakeRun
+) -> None:
+    run = make_run(1, [100, 200])
+    assert borrower.lookup(run.keys) == (2, Stop.END)
+    assert borrower.view.contains(run.keys) == [True, True]
+    assert finished(borrower.submit_store(run)) == [Reason.DUPLICATE] * 2
+    assert owner.lookup(run.keys) == (0, Stop.MISS)
+    assert owner.stats().bytes_written == 0
+
+
+def test_a_page_that_the_lender_gave_up_meanwhile_is_a_miss(
+    owner: RegionEngine,
+    lending: PageLender,
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+) -> None:
+    run = make_run(1, [100])
+    store(owner, run)
+    assert owner.clear(TIMEOUT_S)
+    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
+
+
+@pytest.mark.parametrize("claim", [None, b"another model"])
+def test_pages_of_another_claim_are_not_given(
+    owner: RegionEngine,
+    lending: PageLender,
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    claim: bytes | None,
+) -> None:
+    run = make_run(1, [100])
+    store(owner, run)
+    lending.claim = claim
+    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
+    borrower.claim, lending.claim = claim, b"model"
+    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
+    assert borrower.lookup(run.keys).num_hits == (0 if claim is None else 1)
+    borrower.claim = b"model"
+    assert finished(borrower.submit_load(blank(run))) == [Reason.OK]
+
+
+class HeldEngine:
+    """Loads that end when they are told to."""
+
+    def __init__(self, engine: RegionEngine) -> None:
+        self._engine = engine
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def submit(self, run: Run) -> Job:
+        job = Job(JobKind.LOAD, run)
+        threading.Thread(target=self._load, args=(job,), daemon=True).start()
+        return job
+
+    def _load(self, job: Job) -> None:
+        self.begun.set()
+        assert self.let_go.wait(TIMEOUT_S)
+        job.reasons = finished(self._engine.submit_load(job.run))
+        job.finish()
+
+
+@pytest.fixture
+def held(owner: RegionEngine) -> Iterator[tuple[HeldEngine, PageLender]]:
+    engine = HeldEngine(owner)
+    lends = PageLender(owner.directory, engine.submit)
+    lends.claim = b"model"
+    yield engine, lends
+    engine.let_go.set()
+    lends.close()
+
+
+def test_a_page_read_while_the_lender_changes_what_it_holds_is_not_given(
+    owner: RegionEngine,
+    held: tuple[HeldEngine, PageLender],
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+) -> None:
+    engine, lends = held
+    run = make_run(1, [100])
+    store(owner, run)
+    job = borrower.submit_load(blank(run))
+    assert engine.begun.wait(TIMEOUT_S)
+    lends.claim = b"after an update"
+    engine.let_go.set()
+    assert finished(job) == [Reason.MISS]
+
+
+def test_a_page_on_its_way_while_it_is_purged_does_not_arrive(
+    owner: RegionEngine,
+    held: tuple[HeldEngine, PageLender],
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+) -> None:
+    engine, _ = held
+    run = make_run(1, [100])
+    store(owner, run)
+    job = borrower.submit_load(blank(run))
+    assert engine.begun.wait(TIMEOUT_S)
+    purge = borrower.begin_purge(None)
+    assert purge.done and purge.wait(0.0)
+    engine.let_go.set()
+    assert finished(job) == [Reason.CANCELLED]
+
+
+def test_a_borrower_that_closes_waits_for_no_disk_of_the_lender(
+    held: tuple[HeldEngine, PageLender], borrower: BorrowedEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    engine, _ = held
+    job = borrower.submit_load(blank(make_run(1, [100])))
+    assert engine.begun.wait(TIMEOUT_S)
+    borrower.close()
+    assert finished(job) == [Reason.MISS]
+    assert finished(borrower.submit_load(blank(make_run(1, [100])))) == [Reason.CANCELLED]
+
+
+def test_a_lender_that_ends_leaves_misses_until_another_is_there(
+    owner: RegionEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    """Its process is killed in the middle of an answer, and the socket stays behind."""
+    now = 100.0
+    borrower = BorrowedEngine(clock=lambda: now)
+    borrower.lender, borrower.claim = owner.directory, b"model"
+    run = make_run(1, [100])
+    store(owner, run)
+    with socket.socket(socket.AF_UNIX) as listening:
+        with short_path(owner.directory) as path:
+            listening.bind(path)
+        listening.listen()
+        listening.settimeout(TIMEOUT_S)
+        job = borrower.submit_load(blank(run))
+        connection, _ = listening.accept()
+        assert connection.recv(1)
+        connection.close()
+        assert finished(job) == [Reason.MISS]
+    assert borrower.stats().health is Health.MISS_ONLY
+    assert borrower.lookup(run.keys) == (0, Stop.UNHEALTHY)
+
+    lends = PageLender(owner.directory, owner.submit_load)
+    lends.claim = b"model"
+    now += 1.0
+    assert borrower.lookup(run.keys) == (1, Stop.END)
+    assert finished(borrower.submit_load(blank(run))) == [Reason.OK]
+    lends.close()
+    borrower.close()
+
+
+def test_nobody_but_the_user_of_the_server_can_ask(
+    lending: PageLender, owner: RegionEngine
+) -> None:
+    assert (owner.directory / "LENDING").stat().st_mode & 0o777 == 0o600
+    lending.close()
+    assert not (owner.directory / "LENDING").exists()
