@@ -342,8 +342,7 @@ def test_requests_aborted_in_the_middle_of_their_loads_leave_nothing_taken(
                 server.request("/abort_request", {"rid": "", "abort_all": True})
                 until(lambda: load_of(server)["num_waiting_reqs"] == 0)
             assert sum(aborted(each) for each in asked) >= 100
-        until(lambda: is_idle(server))
-        assert load_of(server)["num_used_tokens"] == 0
+        until(lambda: is_idle(server) and not load_of(server)["num_used_tokens"])
     skipped = server.tier_state()["host_backups_skipped"]
     answers = server.generate_all(SHORT, concurrency=MANY)
     assert [answer.output_ids for answer in answers] == many
