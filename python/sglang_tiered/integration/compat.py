@@ -159,6 +159,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "extra_info",
     ),
     f"{_CACHE}.hicache_storage:HiCacheStorage.on_host_pools_registered": ("self",),
+    "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_object": ("self", "obj"),
     "sglang.srt.layers.attention.attention_registry:register_attention_backend": ("name",),
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v2": ("self", "transfers", "extra_info"),
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_set_v2": ("self", "transfers", "extra_info"),

@@ -174,7 +174,7 @@ def test_ranks_that_share_and_ask_at_random_never_differ() -> None:
 def test_integration_calls_no_collective_of_its_own() -> None:
     """Values travel in SGLang's exchange; one collective more per request or step is a bug. An
     operator's purge or change of weights is neither: there may be years between two. Nor is the
-    sizing of pools at start."""
+    sizing of pools or the opening of tiers at start."""
     collectives = {
         *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
         *("broadcast", "broadcast_object_list", "broadcast_pyobj", "gather", "reduce", "scatter"),
@@ -191,5 +191,6 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("rank_agreement.py", "super()._all_reduce"),
         ("conversations.py", "torch.distributed.all_reduce"),
         ("host_size.py", "torch.distributed.all_reduce"),
+        ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
         ("kv_transfer.py", "self.sending.send"),  # to another instance: no collective
     }
