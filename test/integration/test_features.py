@@ -262,6 +262,47 @@ def test_turns_of_a_streaming_session_are_durable_and_anyones_prefix(
 # ---- Requests that lose their memory ----
 
 
+@pytest.mark.parametrize(
+    ("num_new", "num_running", "memory_is_short"),
+    [
+        # As many as may, with memory for all of them: a higher priority takes the place of one.
+        pytest.param(150, MAX_RUNNING, False, id="preempted"),
+        # More than memory can hold to their ends.
+        pytest.param(300, MAX_RUNNING - 1, True, id="retracted"),
+    ],
+)
+def test_requests_that_lost_their_memory_answer_as_if_nothing_had_happened(
+    server: Server, stock: Server, num_new: int, num_running: int, memory_is_short: bool
+) -> None:
+    """In the second round their prompts come from NVMe, and come back meanwhile."""
+    length = 100
+    low, high = make_prompts(44, MAX_RUNNING, length), make_prompts(45, MAX_RUNNING // 2, length)
+    wanted = [answers_of(stock, prompts, num_new) for prompts in (low, high)]
+
+    def ask(prompt: list[int], priority: int) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "priority": priority}
+        answer: dict[str, Any] = server.request("/generate", body)
+        return answer
+
+    num_told, num_retractions = server.log.count("Retract requests"), 0
+    with ThreadPoolExecutor(len(low + high)) as pool:
+        for number in range(2):
+            server.flush()
+            num_loaded = server.tier_state()["nvme_pages_loaded"]
+            asked = [pool.submit(ask, prompt, LOW) for prompt in low]
+            until(lambda: load_of(server)["num_running_reqs"] >= num_running)
+            asked += [pool.submit(ask, prompt, HIGH) for prompt in high]
+            answers = [future.result() for future in asked]
+            assert [answer["output_ids"] for answer in answers] == wanted[0] + wanted[1]
+            num_retractions += sum(answer["meta_info"]["num_retractions"] for answer in answers)
+            until(lambda: is_idle(server))
+            loaded = server.tier_state()["nvme_pages_loaded"] - num_loaded
+            assert number == 0 or loaded >= len(low + high) * aligned(length) // 64
+    assert num_retractions > 0
+    assert (server.log.count("Retract requests") > num_told) == memory_is_short
+
+
 def test_what_a_lookup_found_in_memory_is_gone_when_its_request_runs(
     server: Server, stock: Server, expected: list[list[int]]
 ) -> None:
