@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sglang_tiered.config import IndexConfig
 from sglang_tiered.errors import ConfigError
@@ -70,13 +71,24 @@ def exposure(config: IndexConfig | None) -> str | None:
     """A sentence for the operator where machines beyond this one share without keys."""
     if config is None or config.keys_directory is not None:
         return None
-    if ipaddress.ip_address(config.host).is_loopback:
+    if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):
         return None
     return (
         f"--tier-index without --tier-peer-keys: whoever reaches {config.host} and knows a page's "
         "key can read the page, and whoever writes to the Redis can make this server use pages of "
         "his own making; pass --tier-peer-keys, or let only these servers reach both."
     )
+
+
+def _is_local(url: str) -> bool:
+    """Whether only processes of this machine reach that Redis, as far as its address says."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
 
 
 def _address(host: str) -> str:

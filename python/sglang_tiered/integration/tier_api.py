@@ -146,7 +146,7 @@ def add_routes(app: FastAPI) -> None:
 
     async def checkpoint(request: Request) -> Response:
         try:
-            body = _with_tokens(parse_selector(await _json(request), with_tier=True))
+            body = await _with_tokens(parse_selector(await _json(request), with_tier=True))
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         answers = await _ask("checkpoint", body, repeats_body=False)
@@ -155,7 +155,7 @@ def add_routes(app: FastAPI) -> None:
     async def residency(request: Request) -> Response:
         try:
             body = _query(request) if request.method == "GET" else await _json(request)
-            body = _with_tokens(parse_selector(body, with_tier=False))
+            body = await _with_tokens(parse_selector(body, with_tier=False))
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         return _answer(await _ask("residency", body), lambda _: 200)
@@ -215,7 +215,7 @@ def _query(request: Request) -> dict[str, Any]:
     return body
 
 
-def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
+async def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
     """The body with ``input_ids`` in the place of ``text``. Raises ``SelectorError``."""
     text = body.pop("text", None)
     if text is None:
@@ -225,7 +225,8 @@ def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
     tokenizer = get_global_state().tokenizer_manager.tokenizer
     if tokenizer is None:
         raise SelectorError("this server has no tokenizer; pass input_ids")
-    tokens = tokenizer.encode(text)
+    # A long one takes a second, in which the streams of others would stand still.
+    tokens = await asyncio.to_thread(tokenizer.encode, text)
     _check_length(len(tokens), "text", "tokens", _MAX_TOKENS)
     return {**body, "input_ids": [int(token) for token in tokens]}
 

@@ -22,6 +22,7 @@ from sglang_tiered.storage.region.directory import DirectoryState, inspect, remo
 from sglang_tiered.storage.region.files import (
     IGNORED_NAMES,
     LEFTOVER_NAMES,
+    LENDING_NAME,
     MANIFEST_NAME,
     SHARD_PREFIX,
     is_shard_file,
@@ -70,7 +71,8 @@ class _Plan:
     def add(self, path: Path, kind: str, reason: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
+            is_socket = stat.S_ISSOCK(status.st_mode) and path.name == LENDING_NAME
+            if is_socket or stat.S_ISREG(status.st_mode):
                 self.candidates.append(
                     _Candidate(path, kind, status.st_size, reason, status.st_ino)
                 )

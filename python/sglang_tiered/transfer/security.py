@@ -182,15 +182,15 @@ def load_keys(directory: Path, role: str) -> Keys:
 
 
 def _check_writers(flag: str, directory: Path) -> None:
-    """Whoever can add a ``*.key`` file is admitted, unless the mount lets nobody."""
-    if not directory.is_dir():
+    """Whoever can add or write a ``*.key`` file is admitted, unless the mount lets nobody."""
+    if not directory.is_dir() or os.statvfs(directory).f_flag & os.ST_RDONLY:
         return
-    is_mounted_read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
-    if stat.S_IMODE(directory.stat().st_mode) & 0o022 and not is_mounted_read_only:
-        raise ConfigError(
-            f"{flag} {directory} can be written by others, who could admit themselves; "
-            "chmod go-w it."
-        )
+    for path in (directory, *sorted(directory.glob("[!.]*.key"))):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o022:
+            raise ConfigError(
+                f"{flag} {path} can be written by others, who could admit themselves; "
+                "chmod go-w it."
+            )
 
 
 def _check_admitted(flag: str, directory: Path) -> None:

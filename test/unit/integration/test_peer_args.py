@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import IndexConfig
 
-URL = "redis://192.0.2.1:6379/0"
+URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"
 
 
 def resolve(
@@ -144,5 +144,12 @@ def test_sharing_with_other_machines_without_keys_is_said(host: str, tmp_path: P
     assert warning is not None and "--tier-peer-keys" in warning and host in warning
     make_keys(tmp_path, (PEER,))
     assert exposure(resolve(tier_index=URL, host=host, tier_peer_keys=str(tmp_path))) is None
-    assert exposure(resolve(tier_index=URL, host="localhost")) is None
+    assert exposure(resolve(tier_index=LOCAL_URL, host="localhost")) is None
     assert exposure(None) is None
+
+
+def test_a_redis_elsewhere_is_said_also_where_this_server_is_reached_from_here_only() -> None:
+    warning = exposure(resolve(tier_index=URL, host="localhost"))
+    assert warning is not None and "whoever writes to the Redis" in warning
+    for url in ("redis://localhost:6379/0", "redis://[::1]/0", "unix:///run/redis.sock"):
+        assert exposure(resolve(tier_index=url, host="localhost")) is None

@@ -143,6 +143,6 @@ def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> 
     server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, server.__name__, server)
     monkeypatch.setattr(tier_api, "_MAX_TOKENS", 8)
-    assert len(tier_api._with_tokens({"text": "ääää"})["input_ids"]) == 8
+    assert len(asyncio.run(tier_api._with_tokens({"text": "ääää"}))["input_ids"]) == 8
     with pytest.raises(SelectorError, match="text has 9 tokens, more than 8"):
-        tier_api._with_tokens({"text": "ääääa"})
+        asyncio.run(tier_api._with_tokens({"text": "ääääa"}))

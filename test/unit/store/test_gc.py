@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from sglang_tiered.integration.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Run
+from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.region import RegionEngine, purges
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
@@ -56,6 +58,8 @@ def untidy(
     engine.close()
     flip(shard / region_name(0), 8)
     (shard / "PROBE").write_bytes(b"")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender, short_path(shard) as path:
+        lender.bind(path)
     (shard / "CHECKPOINT.tmp").write_bytes(b"x")
     for name in NOTE_NAMES:
         (shard / name).write_bytes(b"x")
@@ -72,6 +76,7 @@ def expected(shard: Path) -> dict[str, str]:
         "STORE.tmp-123": "a file that was never finished",
         "WEIGHTS.tmp-123": "a file that was never finished",
         f"{shard.name}/CHECKPOINT.tmp": "left by a process that died",
+        f"{shard.name}/LENDING": "left by a process that died",
         f"{shard.name}/NAMESPACE.tmp": "left by a process that died",
         f"{shard.name}/PROBE": "left by a process that died",
         f"{shard.name}/{region_name(0)}": "its header does not verify",

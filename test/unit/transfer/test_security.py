@@ -119,6 +119,13 @@ def test_keys_where_others_could_admit_themselves_are_refused(mode: int, tmp_pat
         load_keys(tmp_path, "prefill")
 
 
+def test_a_key_that_others_could_replace_by_theirs_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "decode.key").chmod(0o666)
+    with pytest.raises(ConfigError, match=r"decode\.key can be written by others.*chmod go-w"):
+        load_keys(tmp_path, "prefill")
+
+
 def test_keys_of_a_read_only_mount_may_have_any_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
