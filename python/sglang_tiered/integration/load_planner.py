@@ -261,10 +261,11 @@ class LoadPlanner(Generic[Request]):
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
-        disk that hangs is given up after what computing costs.
+        disk that hangs is given up after what computing costs. Of ranks that share pages the one
+        that keeps them says so: the speed of the others says nothing of where it finds them.
         """
         self._learn()
-        if self._always:
+        if self._always or self.follows:
             return True
         now = self._clock()
         load = self._loads.get(request)

@@ -204,8 +204,9 @@ class TieredStorage(ZeroCopyStorage):
     def _use_borrowed(self, search: NamespaceSearch) -> None:
         """What this rank would keep another one keeps."""
         self._region = self._engine = engine = BorrowedEngine()
-        self._namespace = search.namespace or b""
-        self._search = None if search.answer is not None else search
+        answer = search.answer  # which may come at any moment
+        self._namespace = answer or b""
+        self._search = search if answer is None else None
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=None)
         self.transfers = TierTransfers(engine, None, self.page_bytes())

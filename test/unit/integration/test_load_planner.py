@@ -33,7 +33,9 @@ class Now:
         return self.seconds
 
 
-def make_planner(*, load_token_s: float = LOAD_TOKEN_S) -> tuple[LoadPlanner[str], Now]:
+def make_planner(
+    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False
+) -> tuple[LoadPlanner[str], Now]:
     costs = CostModel(
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
@@ -41,7 +43,7 @@ def make_planner(*, load_token_s: float = LOAD_TOKEN_S) -> tuple[LoadPlanner[str
         transfers=[TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN))],
     )
     now = Now()
-    return LoadPlanner(costs, now), now
+    return LoadPlanner(costs, now, follows=follows), now
 
 
 def load(planner: LoadPlanner[str], now: Now, num_bytes: int, seconds: float) -> None:
@@ -129,6 +131,16 @@ def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -
     now.seconds += 0.3 * 6400 * TOKEN_S  # later than expected by more than computing takes
     assert not waits()
     assert planner.tokens[LoadDecision.GAVE_UP] == 6400
+
+
+def test_a_rank_that_another_loads_for_gives_up_no_load_by_its_own_speed() -> None:
+    planner, now = make_planner(follows=True)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    load(planner, now, 64 << 20, 1000.0)  # of a bucket that was slow once
+    now.seconds += 1000
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=True)
+    assert not planner.tokens[LoadDecision.GAVE_UP]
 
 
 def test_the_last_of_a_load_that_is_lost_without_it_is_worth_waiting_for_all_of_it() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -210,6 +211,20 @@ def test_a_rank_that_took_other_weights_gets_no_page_of_them(ranks: Ranks) -> No
     store([first, second])
     assert load(first) == [True] * 3
     assert load(second) == [False] * 3
+
+
+def test_a_rank_that_knows_its_weights_in_the_instant_it_opens_gets_their_pages(
+    ranks: Ranks,
+) -> None:
+    storages = ranks.open(latent_pool(1), latent_pool(None))
+    store(storages)
+    lender, borrower = storages
+    # The search gave up waiting, and its thread ended before anybody looked.
+    search: Any = SimpleNamespace(namespace=None, answer=lender._namespace, is_nameless=False)
+    borrower._use_borrowed(search)
+    borrower._region.lender = lender.region_engine.directory  # type: ignore[union-attr]
+    borrower.settle_namespace()
+    assert load(borrower) == [True] * 3
 
 
 def test_weights_changed_on_one_rank_before_another_mix_nothing(ranks: Ranks) -> None:

@@ -95,7 +95,7 @@ def test_the_plan_touches_nothing(
     before = digest(untidy)
     assert plan(cli, untidy) == expected
     outcome = cli("gc", untidy)
-    assert "7 could go" in outcome.out
+    assert "8 could go" in outcome.out
     assert "nothing was deleted" in outcome.out
     assert digest(untidy) == before
 
@@ -330,7 +330,7 @@ def test_what_cannot_be_deleted_is_told(
     failures = [c["failure"] for c in report["candidates"] if not c["deleted"]]
     assert failures == ["Permission denied"]
     assert report["deleted_bytes"] < report["candidate_bytes"]
-    assert "6 of 7" in cli_text(report)
+    assert "7 of 8" in cli_text(report)
 
 
 def cli_text(report: dict[str, Any]) -> str:

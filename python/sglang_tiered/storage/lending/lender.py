@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -97,8 +98,9 @@ class PageLender:
         self._socket.close()
         with contextlib.suppress(OSError), short_path(self._shard) as path:
             os.unlink(path)
+        deadline = time.monotonic() + JOIN_S
         for thread in (self._thread, *connections.values()):
-            thread.join(JOIN_S)
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _accept(self) -> None:
         while True:
