@@ -111,14 +111,14 @@ class CacheWorld:
 
     def compute(self, tokens: array[int]) -> None:
         """A prompt's KV gets into the tree, and a copy of it on its way to host memory."""
-        slots = self._alloc(len(tokens))
+        slots = self.alloc(len(tokens))
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
         self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
         self.until(lambda: not self.cache.ongoing_write_through)
 
-    def _alloc(self, num_tokens: int) -> torch.Tensor:
+    def alloc(self, num_tokens: int) -> torch.Tensor:
         allocator = self.allocator
         if not self.has_window:
             slots: torch.Tensor = allocator.alloc(num_tokens)

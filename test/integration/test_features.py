@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import ALWAYS, Launch, aligned, make_prompts
+from conftest import ALWAYS, PAGE, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -248,9 +248,13 @@ def test_turns_of_a_streaming_session_are_durable_and_anyones_prefix(
     assert third.num_cached >= second.num_durable
     make_durable(server, third.rid, third.num_durable)
     server.flush()  # which empties the session's record too
-    fourth = session.say(more, third)
+    length = len(third.context) + len(third.output) + len(more) + NUM_NEW
+    fourth = session.say(more + more[: -length % PAGE], third)  # which ends with a page
     assert fourth.num_stored == third.num_durable
-    for turn in (second, third, fourth):
+    # One without tokens computes the last token of the history again.
+    fifth = session.say([], fourth)
+    assert fifth.num_cached == len(fifth.context) - 1
+    for turn in (second, third, fourth, fifth):
         assert turn.output == stock.generate(turn.context).output_ids
     session.close()
     until(lambda: is_idle(server))

@@ -31,28 +31,34 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
     def take(self, req: Req) -> None:
         super().take(req)
         slot = self.borrowed_slot(req)
-        if slot is not None and not hasattr(slot, "published_as"):
-            is_plain = tuple(self.cache.tree_components) == (ComponentType.FULL,)
-            slot.published_as = _key(req) if is_plain else None
+        if slot is not None and not hasattr(slot, "turns_key"):
+            slot.turns_key = _key(req)
 
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)
         if slot is not None:
-            self._publish(req, slot)
+            # A record is one chain of pages. After a turn that goes by another key, or by none, its
+            # pages are not what any one key stands for: another adapter may have computed some of
+            # them, and the tree must not own a page twice.
+            if slot.turns_key != _key(req):
+                slot.turns_key = None
+            is_plain = tuple(self.cache.tree_components) == (ComponentType.FULL,)
+            if isinstance(req.finished_reason, FINISH_ABORT):
+                if slot.turns_key is None:
+                    # SGLang gives the record up, and would insert all of it by this turn's key.
+                    req.skip_radix_cache_insert = True
+            elif req.finished() and slot.turns_key is not None and is_plain:
+                self._publish(req, slot)  # unless it was retracted, and goes on with the record
         return bool(super().try_cache_finished_req(req))
 
     def _publish(self, req: Req, slot: SessionSlot) -> None:
-        # A record is one chain of pages. After a turn that goes by another key, or by none, its
-        # pages are not what any one key stands for: another adapter may have computed some of
-        # them, and the tree must not own a page twice.
-        if slot.published_as is None or slot.published_as != _key(req):
-            slot.published_as = None
-            return
-        if not req.finished() or isinstance(req.finished_reason, FINISH_ABORT):
-            return  # retracted, so it goes on with this record; or the record is given up
+        # The next turn may bring no tokens. It computes the last one again, whose KV is there if
+        # the next step was on its way when this turn ended, and SGLang does not let it go back
+        # behind what the tree owns.
+        num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
         req.lock, slot.lock = slot.lock, None
         req.refresh_fill_ids()  # which lag behind the output
-        self.cache.checkpoint_into_tree(req, up_to=req.owned_kv_len())
+        self.cache.checkpoint_into_tree(req, up_to=min(req.owned_kv_len(), num_tokens - 1))
         self._lock_to_slot(req, slot)
 
 

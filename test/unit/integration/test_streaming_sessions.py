@@ -10,6 +10,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, cache_world
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
@@ -29,7 +30,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conversati
 
 class Conversation:
     """What the scheduler does for the turns of one streaming session. Each turn has the history so
-    far and one output token, whose KV nothing computes."""
+    far and one output token."""
 
     def __init__(self, world: CacheWorld) -> None:
         self.world, self.cache = world, world.cache
@@ -57,17 +58,31 @@ class Conversation:
             row[position] = row[position - 1] + 1
         if end > start:
             num_slots = -(-(end - start) // PAGE) * PAGE
-            row[start:end] = self.world.allocator.alloc(num_slots)[: end - start]
+            row[start:end] = self.world.alloc(num_slots)[: end - start]
         req.kv.kv_allocated_len = req.kv.kv_committed_len = end
         self.cache.maybe_hand_to_session(req)
         self.cache.checkpoint(req, up_to=end)
         req.output_ids.append(int(HISTORY[end]))
         return req
 
-    def end(self, req: Req, reason: Any = None) -> None:
-        req.finished_reason = reason or FINISH_LENGTH(length=1)
+    def end(self, req: Req) -> None:
+        req.finished_reason = FINISH_LENGTH(length=1)
         req.finished_len = 1
-        assert self.cache.claim_kv_row(req)
+        release_kv_cache(req, self.cache, checkpoint=True)
+        assert self.cache.session.slots["s"].kv.holds_kv
+
+    def end_with_overlap(self, req: Req) -> None:
+        """The next step was on its way already, and computed the KV of the output token."""
+        pool, kv, end = self.cache.req_to_token_pool, req.kv, req.kv.kv_committed_len
+        row = pool.req_to_token[kv.req_pool_idx]
+        row[end] = row[end - 1] + 1 if end % PAGE else self.world.alloc(PAGE)[0]
+        kv.kv_allocated_len = kv.kv_committed_len = end + 1
+        self.end(req)
+
+    def abort(self, req: Req) -> None:
+        req.finished_reason = FINISH_ABORT()
+        release_kv_cache(req, self.cache, checkpoint=True)
+        assert "s" not in self.cache.session.slots
 
     def match(self, tokens: array[int], key: str | None = None, req: Req | None = None) -> Any:
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, key), req=req))
@@ -146,15 +161,79 @@ def test_a_retracted_turn_goes_on_with_its_record_and_is_published_at_its_end(
     talk.close()
 
 
-def test_an_aborted_turn_leaves_what_was_published_and_frees_the_rest(talk: Conversation) -> None:
+def test_turns_without_input_find_that_their_last_token_is_not_yet_the_trees(
+    talk: Conversation,
+) -> None:
+    """The last token of a prompt is computed again, and a session's prefix must not shrink."""
+    for end in range(2 * PAGE - 2, 2 * PAGE + 2):
+        talk.end_with_overlap(talk.begin(end))
+    assert talk.num_published(end + 1) == aligned(end)
+    talk.close()
+
+
+def test_an_aborted_turn_is_anyones_prefix_and_its_session_begins_anew(talk: Conversation) -> None:
     talk.end(talk.begin(75))
-    turn = talk.begin(150)
-    turn.finished_reason = FINISH_ABORT()
-    assert not talk.cache.claim_kv_row(turn)  # and so SGLang releases it like any other
-    talk.cache.free_kv_row(turn.kv, [(turn.kv.cache_protected_len, turn.kv.kv_allocated_len)])
-    talk.cache.unlock(turn.lock)
-    talk.cache.req_to_token_pool.free(turn)
-    assert talk.num_published(150) == aligned(75)
+    talk.abort(talk.begin(150))
+    assert talk.num_published(150) == aligned(150)
+    talk.end(talk.begin(160))
+    assert talk.num_published(160) == aligned(160)
+    talk.close()
+
+
+def test_an_aborted_turn_by_another_key_is_published_under_neither(talk: Conversation) -> None:
+    talk.end(talk.begin(75, "one"))
+    talk.abort(talk.begin(150, "two"))
+    assert talk.num_published(150, "one") == aligned(75)
+    assert talk.num_published(150, "two") == 0
+    talk.close()
+
+
+def test_with_windows_an_aborted_turn_is_published_by_the_sessions_first_key_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own way, where finished turns are not published."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        for key, num_published in (("one", aligned(150)), ("two", 0)):
+            talk = Conversation(world)
+            talk.end(talk.begin(75, "one"))
+            talk.end(talk.begin(110, "one"))
+            talk.abort(talk.begin(150, key))
+            assert talk.num_published(150, key) == num_published
+            talk.close()
+            world.cache.reset()
+            world.allocator.clear()
+
+
+def test_an_aborted_turn_by_the_first_key_does_not_publish_what_another_computed(
+    talk: Conversation,
+) -> None:
+    talk.end(talk.begin(40, "one"))
+    talk.end(talk.begin(75, "two"))
+    talk.abort(talk.begin(150, "one"))
+    assert talk.num_published(150, "one") == aligned(40)
+    assert talk.num_published(150, "two") == 0
+    talk.close()
+
+
+def test_an_aborted_turn_does_not_publish_a_turn_whose_tokens_do_not_say_its_kv(
+    talk: Conversation,
+) -> None:
+    talk.end(talk.begin(40))
+    turn = talk.begin(75)
+    turn.skip_radix_cache_insert = True
+    talk.end(turn)
+    talk.abort(talk.begin(150))
+    assert talk.num_published(150) == aligned(40)
+    talk.close()
+
+
+def test_an_aborted_turn_does_not_publish_a_retracted_one_by_another_key(
+    talk: Conversation,
+) -> None:
+    talk.end(talk.begin(40, "one"))
+    assert talk.cache.claim_kv_row(talk.begin(75, "two"))
+    talk.abort(talk.begin(150, "one"))
+    assert talk.num_published(150, "one") == aligned(40)
     talk.close()
 
 
