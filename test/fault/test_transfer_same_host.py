@@ -25,9 +25,10 @@ from transfer_pair import (
     eventually,
     prefill,
 )
-from transfer_strangers import introduced, strange_decode
+from transfer_strangers import introduced, strange_decode, strange_prefill
 
-from sglang_tiered.transfer import prefill_links, same_host
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages, prefill_links, same_host
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Fence, PeerMemory
 
 if TYPE_CHECKING:
@@ -111,6 +112,38 @@ def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_sess
         hand_over(sender, receiver)
         assert allowed == [os.getpid()]
         assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
+
+
+def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
+    sender: Prefill, receiver: Decode
+) -> None:
+    """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
+    the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
+    with strange_decode(sender.address) as there, strange_prefill() as here:
+        theirs = there.greet(is_same_host=True)
+        there.join()
+        sender.endpoint.expect(1)
+        receiver.open(1, [here.address], [7, 8])
+        here.welcome(session=theirs.session, door=theirs.door)
+        here.joined()
+        opened = here.hear(messages.Open)
+        session = next(iter(sender.endpoint._peers))
+        eventually(lambda: session.guest is not None)  # decode, for the kernel names it
+        there.open(1, 2, generation=opened.generation)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [5, 6])
+        _, header, tag, numbers = there.take()
+        pull = messages.decode(header, messages.data_from_prefill)
+        assert isinstance(pull, messages.Pull), "with a fence that stands"
+        for page in (9, 63, 64, 2**31 - 1):
+            wanted = np.array([page, page], "<i4").tobytes()
+            for lie in (b"", tag):
+                here.send(pull, wanted, tag=lie)
+        eventually(lambda: receiver.endpoint.stats.num_forged == 8)
+        assert not receiver.pool.kv.any()
+        here.send(pull, numbers, tag=tag)
+        eventually(lambda: receiver.endpoint.stats.pulled_bytes)
+        assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
 
 def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
@@ -233,18 +266,25 @@ def test_a_pull_says_why_it_failed() -> None:
     pages = np.array([1, 2], np.int32)
     pairs = list(enumerate(target.memories.kv.buffers))
     word = fence.address, fence.value
-    with introduced(buffers) as peer:
+    with introduced(buffers) as (peer, tagger):
+        assert not peer.is_right(b"", b"header")
+        assert peer.is_right(tagger.tag(b"header"), b"header")
         assert peer.pull(pairs, pages, pages, word) is None
         assert np.array_equal(target.pages([1, 2]), pool.pages([1, 2]))
-        far = np.array([2**31 - 1, 5], np.int32)
-        assert peer.pull(pairs, far, pages, word)
+        for beyond in (2**31 - 1, 64, -1):
+            with pytest.raises(TransferError, match=f"names page {beyond}, but"):
+                peer.pull(pairs, np.array([5, beyond], np.int32), pages, word)
+        halves = [(index, replace(buffer, page_bytes=256)) for index, buffer in pairs]
+        with pytest.raises(TransferError, match="other pages in buffer 0"):
+            peer.pull(halves, pages, pages, word)
         fence.close()
         assert "another request" in (peer.pull(pairs, pages, pages, word) or "")
     assert peer.pull(pairs, pages, pages, word) == "it was closed"
-    with introduced([replace(buffer, address=8) for buffer in buffers]) as peer:
+    with introduced([replace(buffer, address=8) for buffer in buffers]) as (peer, tagger):
+        assert peer.is_right(tagger.tag(b"header"), b"header")
         assert "Bad address" in (peer.pull(pairs, pages, pages, word) or "")
-    with introduced(buffers[1:], len(buffers)) as peer:
-        assert "3 buffers of 4" in (peer.pull(pairs, pages, pages, word) or "")
+    with introduced(buffers[1:], len(buffers)) as (peer, tagger):
+        assert not peer.is_right(tagger.tag(b"header"), b"header")
     with pytest.raises(OSError):
         PeerMemory("nobody-listens", b"t" * 16, 4)
 

@@ -205,9 +205,12 @@ class DecodePeers:
         if peer is None or peer.guest is not None:
             guest.close()
             return True
-        guest.admit(self._memories.kv.buffers)
+        tagger = guest.admit(self._memories.kv.buffers)
+        if tagger is None:
+            guest.close()
+            return True
         peer.guest = guest
-        peer.sending.reads_same_host = True
+        peer.sending.pull_tagger = tagger
         return True
 
     def join(self, link: bytes, message: messages.Join) -> bool:

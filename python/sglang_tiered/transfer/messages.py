@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.security import KEY_BYTES
 
 __all__ = [
     "KV_COMPONENT",
@@ -37,6 +38,7 @@ __all__ = [
     "KVLayout",
     "Last",
     "Nack",
+    "Offer",
     "Open",
     "Ping",
     "Pong",
@@ -243,9 +245,10 @@ class Slab(_Message, frozen=True, tag="slab"):
 class Pull(_Message, frozen=True, tag="pull"):
     """As ``Slab``, but the receiver reads the pages out of the sender's memory.
 
-    The payload holds the page numbers in the sender's pool, int32 in little endian. What was read
-    is right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages
-    as a ``Slab``.
+    The payload holds the page numbers in the sender's pool, int32 in little endian. The
+    authenticator is of both, and keyed by ``Offer.key``, with keys and without. What was read is
+    right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages as
+    a ``Slab``.
     """
 
     room: int
@@ -266,6 +269,17 @@ class Last(_Message, frozen=True, tag="last"):
     generation: int
     num_slabs: Count
     aux: list[bytes]
+
+
+# At the door, prefill to decode.
+
+
+class Offer(_Message, frozen=True, tag="offer"):
+    """Where the pages are: address, bytes and bytes of a page of each buffer. ``key``, told nowhere
+    else, authenticates every ``Pull``: whoever only passes messages on cannot make one."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    buffers: list[tuple[Count, Count, Positive]]
 
 
 AnyFromDecode = Hello | Claim | Open | Abort | Ping | Bye
@@ -322,4 +336,4 @@ control_from_decode = msgspec.msgpack.Decoder(AnyFromDecode)
 control_from_prefill = msgspec.msgpack.Decoder(AnyFromPrefill)
 data_from_decode = msgspec.msgpack.Decoder(AnyDataFromDecode)
 data_from_prefill = msgspec.msgpack.Decoder(AnyDataFromPrefill)
-addresses = msgspec.msgpack.Decoder(list[Count])
+offer = msgspec.msgpack.Decoder(Offer)
