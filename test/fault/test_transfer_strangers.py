@@ -163,6 +163,7 @@ LAYOUT_LIES: dict[str, dict[str, Any]] = {
     "rank_out_of_range": {"tp_rank": 4, "tp_size": 2},
     "page_bytes": {"page_bytes": [12] * 4},
     "no_page_bytes": {"page_bytes": [0] * 4},
+    "more_layers_than_any_model": {"page_bytes": [1] * 4097, "layer_ids": [0] * 4097},
     "no_split_by_heads": {"tp_rank": 1, "tp_size": 2, "page_bytes": [100] * 4},
 }
 
@@ -186,6 +187,10 @@ WELCOME_LIES: dict[str, dict[str, Any]] = {
     "many_connections": {"num_connections": 1 << 40},
     "no_connections": {"num_connections": 0},
     "no_port": {"data_port": 0},
+    "long_token": {"session": bytes(messages.TOKEN_BYTES + 1)},
+    "short_token": {"session": b"token"},
+    "long_key": {"key": bytes(65)},
+    "long_door": {"door": "x" * 200},
     "high_port": {"data_port": 1 << 20},
 }
 
@@ -349,7 +354,7 @@ def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> No
         assert not receiver.pool.kv.any()
 
 
-@pytest.mark.parametrize("name", ["", "nobody", "a\0b", "x" * 200, "\ud7ff" * 60])
+@pytest.mark.parametrize("name", ["", "nobody", "a\0b", "x" * 64, "\ud7ff" * 60])
 def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
     with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])

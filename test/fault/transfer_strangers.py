@@ -119,7 +119,7 @@ class StrangePrefill:
         hello = self.hear(messages.Hello)
         assert isinstance(hello, messages.Hello)
         answer = messages.Welcome(
-            b"strange", b"token", 0, self.layout, self.data_port, 1, self.key, None
+            b"strange", TOKEN, 0, self.layout, self.data_port, 1, self.key, None
         )
         self.tell(msgspec.structs.replace(answer, **changes))
         return hello
