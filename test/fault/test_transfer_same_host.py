@@ -286,7 +286,7 @@ def test_a_pull_says_why_it_failed() -> None:
     with introduced(buffers[1:], len(buffers)) as (peer, tagger):
         assert not peer.is_right(tagger.tag(b"header"), b"header")
     with pytest.raises(OSError):
-        PeerMemory("nobody-listens", b"t" * 16, 4)
+        PeerMemory(f"sglang-tiered-{0:032x}", b"t" * 16, 4)
 
 
 def test_a_process_that_has_ended_is_not_read() -> None:

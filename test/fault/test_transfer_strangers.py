@@ -3,6 +3,8 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -354,7 +356,7 @@ def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> No
         assert not receiver.pool.kv.any()
 
 
-@pytest.mark.parametrize("name", ["", "nobody", "a\0b", "x" * 64, "\ud7ff" * 60])
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
 def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
     with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])
@@ -363,6 +365,24 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
         stranger.slab(opened := stranger.hear(messages.Open), page(stranger))
         stranger.send(messages.Last(1, opened.generation, 1, []))
         receiver.events.wait_for("received", 1)
+
+
+@pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
+def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
+    with (
+        decode(settings=SAME_HOST) as receiver,
+        strange_prefill() as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
+    ):
+        program.setblocking(False)
+        name += secrets.token_hex(8)
+        program.bind(f"\0{name}")
+        program.listen()
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=name)
+        stranger.joined()  # it went to the door before
+        with pytest.raises(BlockingIOError):
+            program.accept()
 
 
 def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import secrets
 import select
 import socket
@@ -42,6 +43,7 @@ MAX_PULL_BYTES = 8 << 20
 MAX_GUESTS = 256
 """At the door of one prefill rank who have not said yet whose they are."""
 
+_DOOR = re.compile(r"sglang-tiered-[0-9a-f]{32}")
 _BACKLOG = 64
 _IOV_MAX = 1024
 _MAX_OFFER_BYTES = 1 << 17
@@ -115,7 +117,7 @@ class Door:
     abstract Unix sockets."""
 
     def __init__(self) -> None:
-        self.name = f"sglang-tiered-{secrets.token_hex(16)}"
+        self.name = f"sglang-tiered-{secrets.token_hex(16)}"  # as in ``_DOOR``
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
@@ -177,6 +179,8 @@ class PeerMemory:
     def __init__(self, name: str, token: bytes, num_buffers: int) -> None:
         if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
             raise OSError("no process_vm_readv here")
+        if not _DOOR.fullmatch(name):  # or a stranger has us talk to any program of this machine
+            raise OSError("no door of ours")
         self.buffers: Sequence[Buffer] = ()  # theirs, once they are known
         self._num_buffers = num_buffers
         self._tagger: Tagger | None = None
