@@ -3,9 +3,7 @@ given to another request is never taken for the room's."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,15 +21,17 @@ from transfer_pair import (
     Shape,
     decode,
     eventually,
+    hand_over,
     prefill,
 )
-from transfer_strangers import introduced, strange_decode, strange_prefill
+from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer import messages, prefill_links, same_host
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Fence, PeerMemory
+from sglang_tiered.transfer import prefill_links, same_host
+from sglang_tiered.transfer.same_host import Fence, PeerMemory
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,17 +49,6 @@ def sender() -> Iterator[Prefill]:
 def receiver() -> Iterator[Decode]:
     with decode(settings=SAME_HOST) as one:
         yield one
-
-
-def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
-    sender.endpoint.expect(room)
-    receiver.open(room, [sender], [1, 2])
-    sender.events.wait_for("ready", room)
-    sender.send(room, [8, 9])
-    receiver.events.wait_for("received", room)
-    sender.events.wait_for("sent", room)
-    assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
-    receiver.endpoint.close_room(room)
 
 
 def test_pages_are_read_and_not_sent(sender: Prefill, receiver: Decode) -> None:
@@ -91,71 +80,6 @@ def test_memory_of_another_machine_is_not_asked_for(
     monkeypatch.setattr(prefill_links, "is_own_address", lambda host: False)
     hand_over(sender, receiver)
     assert receiver.endpoint.stats.pulled_bytes == 0
-
-
-def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_session(
-    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed: list[int] = []
-    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with strange_decode(sender.address) as stranger:
-        door = stranger.greet(is_same_host=True).door
-        assert door is not None and not allowed
-        for token in (b"", b"x" * 16, b"x" * 4096):
-            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            guest.settimeout(DEADLINE_S)
-            guest.connect(f"\0{door}")
-            guest.send(token) if token else guest.shutdown(socket.SHUT_WR)
-            assert guest.recv(1) == b"", "it is told nothing"
-            guest.close()
-        assert not allowed
-        hand_over(sender, receiver)
-        assert allowed == [os.getpid()]
-        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
-
-
-def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
-    sender: Prefill, receiver: Decode
-) -> None:
-    """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
-    the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
-    with strange_decode(sender.address) as there, strange_prefill() as here:
-        theirs = there.greet(is_same_host=True)
-        there.join()
-        sender.endpoint.expect(1)
-        receiver.open(1, [here.address], [7, 8])
-        here.welcome(session=theirs.session, door=theirs.door)
-        here.joined()
-        opened = here.hear(messages.Open)
-        session = next(iter(sender.endpoint._peers))
-        eventually(lambda: session.guest is not None)  # decode, for the kernel names it
-        there.open(1, 2, generation=opened.generation)
-        sender.events.wait_for("ready", 1)
-        sender.send(1, [5, 6])
-        _, header, tag, numbers = there.take()
-        pull = messages.decode(header, messages.data_from_prefill)
-        assert isinstance(pull, messages.Pull), "with a fence that stands"
-        for page in (9, 63, 64, 2**31 - 1):
-            wanted = np.array([page, page], "<i4").tobytes()
-            for lie in (b"", tag):
-                here.send(pull, wanted, tag=lie)
-        eventually(lambda: receiver.endpoint.stats.num_forged == 8)
-        assert not receiver.pool.kv.any()
-        here.send(pull, numbers, tag=tag)
-        eventually(lambda: receiver.endpoint.stats.pulled_bytes)
-        assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
-
-
-def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
-    with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
-        door = stranger.greet(is_same_host=True).door
-        for _ in range(2 * MAX_GUESTS):
-            guest = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            guest.connect(f"\0{door}")
-        eventually(lambda: len(sender.endpoint._peers._guests) == MAX_GUESTS)
-        hand_over(sender, receiver)
-        assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
-    eventually(lambda: not sender.endpoint._peers._guests)
 
 
 def test_without_the_system_call_pages_are_sent(

@@ -3,9 +3,6 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
-import secrets
-import socket
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +13,6 @@ import zmq
 from transfer_pair import (
     HOST,
     IMPATIENT,
-    SAME_HOST,
     Decode,
     Prefill,
     decode,
@@ -29,7 +25,6 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME, encode
-from sglang_tiered.transfer.same_host import Door, Fence
 from sglang_tiered.transfer.security import load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -327,85 +322,6 @@ def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
         assert receiver.events.wait_for("failed", 1)[2]
         assert stranger.hear((messages.Abort, messages.Bye)).reason
         assert not receiver.pool.kv.any()
-
-
-def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7])
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
-
-
-@pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
-def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
-    with (
-        decode(settings=SAME_HOST) as receiver,
-        strange_prefill() as stranger,
-        closing(Door()) as door,
-    ):
-        receiver.open(1, [stranger.address], [7])
-        assert stranger.welcome(door=door.name).is_same_host
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
-        with closing(door.welcome()) as guest:
-            tagger = guest.admit(stranger.pool.memories.kv.buffers)
-            pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-            stranger.send(pull, payload, tagger=tagger)
-            assert "prefill name" in receiver.events.wait_for("failed", 1)[2]
-        assert not receiver.pool.kv.any()
-
-
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
-def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
-    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=name)
-        stranger.joined()
-        stranger.slab(opened := stranger.hear(messages.Open), page(stranger))
-        stranger.send(messages.Last(1, opened.generation, 1, []))
-        receiver.events.wait_for("received", 1)
-
-
-@pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
-def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
-    with (
-        decode(settings=SAME_HOST) as receiver,
-        strange_prefill() as stranger,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
-    ):
-        program.setblocking(False)
-        name += secrets.token_hex(8)
-        program.bind(f"\0{name}")
-        program.listen()
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=name)
-        stranger.joined()  # it went to the door before
-        with pytest.raises(BlockingIOError):
-            program.accept()
-
-
-def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
-    """A client names a prefill instance of its own, which names the door of another process, or of
-    decode itself, and then addresses there."""
-    secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
-    with (
-        prefill(settings=SAME_HOST) as honest,
-        decode(settings=SAME_HOST) as receiver,
-        strange_prefill() as stranger,
-    ):
-        door = honest.endpoint._peers.door
-        assert door is not None
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=door.name)
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
-        fence = Fence()
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        eventually(lambda: receiver.endpoint.stats.num_forged == 1)
-        assert not receiver.pool.kv.any() and secret.any()
-        assert receiver.endpoint.stats.pulled_bytes == 0
 
 
 def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(

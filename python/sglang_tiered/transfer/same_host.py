@@ -131,11 +131,12 @@ class Door:
         return self._socket.fileno()
 
     def welcome(self) -> Guest | None:
-        """The next who has come, strangers turned away; None when nobody is left."""
+        """The next who has come, strangers turned away; None when nobody is left. Raises
+        ``OSError`` while nobody can be let in, for want of file descriptors or memory."""
         for _ in range(_BACKLOG):  # others have their turn too, however many come
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except (BlockingIOError, ConnectionError):
                 break
             connection.setblocking(False)
             pid, uid = _credentials(connection)
@@ -143,6 +144,10 @@ class Door:
                 return Guest(connection, pid)
             connection.close()
         return None
+
+    def nobody_stays(self) -> None:
+        """The last guest has gone: take the permission back."""
+        _may_be_read_by(0)
 
     def close(self) -> None:
         self._socket.close()
