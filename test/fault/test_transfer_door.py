@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,16 +35,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(60)
 
+PATIENT = replace(
+    SAME_HOST, peer_timeout_s=60.0, connect_timeout_s=60.0, progress_timeout_s=60.0
+)  # with strangers, who give no sign of life
+
 
 @pytest.fixture
 def sender() -> Iterator[Prefill]:
-    with prefill(settings=SAME_HOST) as one:
+    with prefill(settings=PATIENT) as one:
         yield one
 
 
 @pytest.fixture
 def receiver() -> Iterator[Decode]:
-    with decode(settings=SAME_HOST) as one:
+    with decode(settings=PATIENT) as one:
         yield one
 
 
@@ -158,7 +163,7 @@ def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) 
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
 def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
     with (
-        decode(settings=SAME_HOST) as receiver,
+        decode(settings=PATIENT) as receiver,
         strange_prefill() as stranger,
         closing(Door()) as door,
     ):
@@ -176,7 +181,7 @@ def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> No
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
 def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
-    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
+    with decode(settings=PATIENT) as receiver, strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])
         stranger.welcome(door=name)
         stranger.joined()
@@ -189,7 +194,7 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
 def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
     with (
-        decode(settings=SAME_HOST) as receiver,
+        decode(settings=PATIENT) as receiver,
         strange_prefill() as stranger,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
     ):
@@ -209,8 +214,8 @@ def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
     decode itself, and then addresses there."""
     secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
     with (
-        prefill(settings=SAME_HOST) as honest,
-        decode(settings=SAME_HOST) as receiver,
+        prefill(settings=PATIENT) as honest,
+        decode(settings=PATIENT) as receiver,
         strange_prefill() as stranger,
     ):
         door = honest.endpoint._peers.door
