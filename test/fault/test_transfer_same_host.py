@@ -3,9 +3,7 @@ given to another request is never taken for the room's."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,14 +21,17 @@ from transfer_pair import (
     Shape,
     decode,
     eventually,
+    hand_over,
     prefill,
 )
-from transfer_strangers import introduced, strange_decode
+from transfer_strangers import introduced
 
+from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import prefill_links, same_host
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Fence, PeerMemory
+from sglang_tiered.transfer.same_host import Fence, PeerMemory
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,17 +49,6 @@ def sender() -> Iterator[Prefill]:
 def receiver() -> Iterator[Decode]:
     with decode(settings=SAME_HOST) as one:
         yield one
-
-
-def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
-    sender.endpoint.expect(room)
-    receiver.open(room, [sender], [1, 2])
-    sender.events.wait_for("ready", room)
-    sender.send(room, [8, 9])
-    receiver.events.wait_for("received", room)
-    sender.events.wait_for("sent", room)
-    assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
-    receiver.endpoint.close_room(room)
 
 
 def test_pages_are_read_and_not_sent(sender: Prefill, receiver: Decode) -> None:
@@ -90,39 +80,6 @@ def test_memory_of_another_machine_is_not_asked_for(
     monkeypatch.setattr(prefill_links, "is_own_address", lambda host: False)
     hand_over(sender, receiver)
     assert receiver.endpoint.stats.pulled_bytes == 0
-
-
-def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_session(
-    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed: list[int] = []
-    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with strange_decode(sender.address) as stranger:
-        door = stranger.greet(is_same_host=True).door
-        assert door is not None and not allowed
-        for token in (b"", b"x" * 16, b"x" * 4096):
-            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            guest.settimeout(DEADLINE_S)
-            guest.connect(f"\0{door}")
-            guest.send(token) if token else guest.shutdown(socket.SHUT_WR)
-            assert guest.recv(1) == b"", "it is told nothing"
-            guest.close()
-        assert not allowed
-        hand_over(sender, receiver)
-        assert allowed == [os.getpid()]
-        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
-
-
-def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
-    with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
-        door = stranger.greet(is_same_host=True).door
-        for _ in range(2 * MAX_GUESTS):
-            guest = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            guest.connect(f"\0{door}")
-        eventually(lambda: len(sender.endpoint._peers._guests) == MAX_GUESTS)
-        hand_over(sender, receiver)
-        assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
-    eventually(lambda: not sender.endpoint._peers._guests)
 
 
 def test_without_the_system_call_pages_are_sent(
@@ -233,20 +190,27 @@ def test_a_pull_says_why_it_failed() -> None:
     pages = np.array([1, 2], np.int32)
     pairs = list(enumerate(target.memories.kv.buffers))
     word = fence.address, fence.value
-    with introduced(buffers) as peer:
+    with introduced(buffers) as (peer, tagger):
+        assert not peer.is_right(b"", b"header")
+        assert peer.is_right(tagger.tag(b"header"), b"header")
         assert peer.pull(pairs, pages, pages, word) is None
         assert np.array_equal(target.pages([1, 2]), pool.pages([1, 2]))
-        far = np.array([2**31 - 1, 5], np.int32)
-        assert peer.pull(pairs, far, pages, word)
+        for beyond in (2**31 - 1, 64, -1):
+            with pytest.raises(TransferError, match=f"names page {beyond}, but"):
+                peer.pull(pairs, np.array([5, beyond], np.int32), pages, word)
+        halves = [(index, replace(buffer, page_bytes=256)) for index, buffer in pairs]
+        with pytest.raises(TransferError, match="other pages in buffer 0"):
+            peer.pull(halves, pages, pages, word)
         fence.close()
         assert "another request" in (peer.pull(pairs, pages, pages, word) or "")
     assert peer.pull(pairs, pages, pages, word) == "it was closed"
-    with introduced([replace(buffer, address=8) for buffer in buffers]) as peer:
+    with introduced([replace(buffer, address=8) for buffer in buffers]) as (peer, tagger):
+        assert peer.is_right(tagger.tag(b"header"), b"header")
         assert "Bad address" in (peer.pull(pairs, pages, pages, word) or "")
-    with introduced(buffers[1:], len(buffers)) as peer:
-        assert "3 buffers of 4" in (peer.pull(pairs, pages, pages, word) or "")
+    with introduced(buffers[1:], len(buffers)) as (peer, tagger):
+        assert not peer.is_right(tagger.tag(b"header"), b"header")
     with pytest.raises(OSError):
-        PeerMemory("nobody-listens", b"t" * 16, 4)
+        PeerMemory(f"sglang-tiered-{0:032x}", b"t" * 16, 4)
 
 
 def test_a_process_that_has_ended_is_not_read() -> None:

@@ -3,7 +3,6 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ import zmq
 from transfer_pair import (
     HOST,
     IMPATIENT,
-    SAME_HOST,
     Decode,
     Prefill,
     decode,
@@ -27,7 +25,6 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME, encode
-from sglang_tiered.transfer.same_host import Door, Fence
 from sglang_tiered.transfer.security import load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -163,6 +160,7 @@ LAYOUT_LIES: dict[str, dict[str, Any]] = {
     "rank_out_of_range": {"tp_rank": 4, "tp_size": 2},
     "page_bytes": {"page_bytes": [12] * 4},
     "no_page_bytes": {"page_bytes": [0] * 4},
+    "more_layers_than_any_model": {"page_bytes": [1] * 4097, "layer_ids": [0] * 4097},
     "no_split_by_heads": {"tp_rank": 1, "tp_size": 2, "page_bytes": [100] * 4},
 }
 
@@ -186,6 +184,10 @@ WELCOME_LIES: dict[str, dict[str, Any]] = {
     "many_connections": {"num_connections": 1 << 40},
     "no_connections": {"num_connections": 0},
     "no_port": {"data_port": 0},
+    "long_token": {"session": bytes(messages.TOKEN_BYTES + 1)},
+    "short_token": {"session": b"token"},
+    "long_key": {"key": bytes(65)},
+    "long_door": {"door": "x" * 200},
     "high_port": {"data_port": 1 << 20},
 }
 
@@ -320,64 +322,6 @@ def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
         assert receiver.events.wait_for("failed", 1)[2]
         assert stranger.hear((messages.Abort, messages.Bye)).reason
         assert not receiver.pool.kv.any()
-
-
-def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7])
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
-
-
-@pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", bytes(8)])
-def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
-    with (
-        decode(settings=SAME_HOST) as receiver,
-        strange_prefill() as stranger,
-        closing(Door()) as door,
-    ):
-        receiver.open(1, [stranger.address], [7])
-        assert stranger.welcome(door=door.name).is_same_host
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
-        stranger.send(messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0), payload)
-        assert "prefill named" in receiver.events.wait_for("failed", 1)[2]
-        assert not receiver.pool.kv.any()
-
-
-@pytest.mark.parametrize("name", ["", "nobody", "a\0b", "x" * 200, "\ud7ff" * 60])
-def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
-    with decode(settings=SAME_HOST) as receiver, strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=name)
-        stranger.joined()
-        stranger.slab(opened := stranger.hear(messages.Open), page(stranger))
-        stranger.send(messages.Last(1, opened.generation, 1, []))
-        receiver.events.wait_for("received", 1)
-
-
-def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
-    """A client names a prefill instance of its own, which names the door of another process, or of
-    decode itself, and then addresses there."""
-    secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
-    with (
-        prefill(settings=SAME_HOST) as honest,
-        decode(settings=SAME_HOST) as receiver,
-        strange_prefill() as stranger,
-    ):
-        door = honest.endpoint._peers.door
-        assert door is not None
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=door.name)
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
-        fence = Fence()
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        assert isinstance(stranger.heard_of_data(), messages.Nack)
-        assert not receiver.pool.kv.any() and secret.any()
-        assert receiver.endpoint.stats.pulled_bytes == 0
 
 
 def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(

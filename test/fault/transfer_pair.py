@@ -257,6 +257,18 @@ def decode(
         endpoint.close()
 
 
+def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
+    """Pages 8 and 9 of one to 1 and 2 of the other, as they are."""
+    sender.endpoint.expect(room)
+    receiver.open(room, [sender], [1, 2])
+    sender.events.wait_for("ready", room)
+    sender.send(room, [8, 9])
+    receiver.events.wait_for("received", room)
+    sender.events.wait_for("sent", room)
+    assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
+    receiver.endpoint.close_room(room)
+
+
 def eventually(check: Any, timeout_s: float = DEADLINE_S) -> None:
     """Poll a condition of another thread's making that nothing announces."""
     ended = time.monotonic() + timeout_s

@@ -119,7 +119,7 @@ class StrangePrefill:
         hello = self.hear(messages.Hello)
         assert isinstance(hello, messages.Hello)
         answer = messages.Welcome(
-            b"strange", b"token", 0, self.layout, self.data_port, 1, self.key, None
+            b"strange", TOKEN, 0, self.layout, self.data_port, 1, self.key, None
         )
         self.tell(msgspec.structs.replace(answer, **changes))
         return hello
@@ -163,11 +163,17 @@ class StrangePrefill:
         )
         self.send(msgspec.structs.replace(header, **changes), payload)
 
-    def send(self, message: Any, *payload: bytes, tag: bytes | None = None) -> None:
+    def send(
+        self,
+        message: Any,
+        *payload: bytes,
+        tag: bytes | None = None,
+        tagger: Tagger | None = None,
+    ) -> None:
+        """``tagger``: of those who came to a door, for a ``Pull``."""
         header = encode(message)
-        right = Tagger(self.key).tag(
-            header, *(payload if isinstance(message, messages.Pull) else ())
-        )
+        signed = payload if isinstance(message, messages.Pull) else ()
+        right = (tagger or Tagger(self.key)).tag(header, *signed)
         frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
         self.data.send_multipart([self.link, *frames])
 
@@ -196,15 +202,19 @@ def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterato
 
 
 @contextmanager
-def introduced(buffers: Sequence[Buffer], num_buffers: int | None = None) -> Iterator[PeerMemory]:
-    """This process's memory as one of another session would know it."""
+def introduced(
+    buffers: Sequence[Buffer], num_buffers: int | None = None
+) -> Iterator[tuple[PeerMemory, Tagger]]:
+    """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
     peer = PeerMemory(door.name, TOKEN, len(buffers) if num_buffers is None else num_buffers)
     guest = door.welcome()
     assert guest is not None and guest.token() == TOKEN
-    guest.admit(buffers)
+    assert not peer.is_right(b""), "nothing is authentic before a key was told"
+    tagger = guest.admit(buffers)
+    assert tagger is not None
     try:
-        yield peer
+        yield peer, tagger
     finally:
         peer.close()
         guest.close()

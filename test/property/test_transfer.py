@@ -200,7 +200,9 @@ def test_pages_are_read_out_of_a_process_into_their_places(
         (index, Buffer(part.ctypes.data, part.nbytes, 8)) for index, part in enumerate(target)
     ]
     word = fence.address, fence.value
-    with introduced([Buffer(part.ctypes.data, part.nbytes, 8) for part in source]) as peer:
+    offered = [Buffer(part.ctypes.data, part.nbytes, 8) for part in source]
+    with introduced(offered) as (peer, tagger):
+        assert peer.is_right(tagger.tag(b""), b"")
         assert peer.pull(buffers, indices(source_pages), indices(pages), word) is None
     expected = np.zeros_like(source)
     expected[:, pages] = source[:, source_pages]

@@ -364,8 +364,10 @@ class DecodeEndpoint:
         header = frames[1].bytes
         message = messages.decode(header, messages.data_from_prefill)
         payload = frames[3].buffer if len(frames) > 3 else b""
-        signed = (header, bytes(payload)) if isinstance(message, messages.Pull) else (header,)
-        if not link.tagger.is_right(frames[2].bytes, *signed):
+        is_pull = isinstance(message, messages.Pull)
+        signed = (header, bytes(payload)) if is_pull else (header,)
+        judge = (link.peer_memory if is_pull else None) or link.tagger
+        if not judge.is_right(frames[2].bytes, *signed):
             self.stats.num_forged += 1
             return None
         return message, payload

@@ -183,7 +183,8 @@ class DecodePeers:
         return peer
 
     def at_the_door(self) -> Iterator[Guest]:
-        """Who has come, each to be passed to ``hear`` once it has something to say."""
+        """Who has come, each to be passed to ``hear`` once it has something to say. Raises
+        ``OSError`` while nobody can be let in."""
         for _ in range(MAX_GUESTS):
             guest = self.door.welcome() if self.door is not None else None
             if guest is None:
@@ -205,9 +206,12 @@ class DecodePeers:
         if peer is None or peer.guest is not None:
             guest.close()
             return True
-        guest.admit(self._memories.kv.buffers)
+        tagger = guest.admit(self._memories.kv.buffers)
+        if tagger is None:
+            guest.close()
+            return True
         peer.guest = guest
-        peer.sending.reads_same_host = True
+        peer.sending.pull_tagger = tagger
         return True
 
     def join(self, link: bytes, message: messages.Join) -> bool:
@@ -232,8 +236,10 @@ class DecodePeers:
         self._passwords.pop(peer.token.hex(), None)
         for link in peer.links:
             self._by_link.pop(link or b"", None)
-        if peer.guest is not None:
+        if peer.guest is not None and self.door is not None:
             peer.guest.close()
+            if all(other.guest is None for other in self):
+                self.door.nobody_stays()
         with contextlib.suppress(ValueError):
             self._turns.remove(peer)
         return True
@@ -255,6 +261,7 @@ class DecodePeers:
         if self._guard is not None:
             self._guard.stop()
         if self.door is not None:
+            self.door.nobody_stays()
             self.door.close()
         for guest in (*self._guests, *(peer.guest for peer in self if peer.guest is not None)):
             guest.close()

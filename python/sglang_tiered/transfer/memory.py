@@ -34,14 +34,16 @@ class Buffer:
     page_bytes: int
 
 
-class PagedMemory(Protocol):
+class HasBuffers(Protocol):
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+
+class PagedMemory(HasBuffers, Protocol):
     """The pages of one pool. Called on the endpoint's thread only.
 
     Page numbers must have passed ``check_pages``.
     """
-
-    @property
-    def buffers(self) -> Sequence[Buffer]: ...
 
     @property
     def is_host(self) -> bool:
@@ -96,7 +98,7 @@ class HostMemory:
         """Host writes are visible at once."""
 
 
-def check_pages(memory: PagedMemory, pages: Pages, who: str) -> None:
+def check_pages(memory: HasBuffers, pages: Pages, who: str) -> None:
     """Raises ``TransferError`` unless every buffer has all of ``pages``."""
     if not len(pages):
         return

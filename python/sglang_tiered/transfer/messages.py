@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.security import KEY_BYTES
 
 __all__ = [
     "KV_COMPONENT",
@@ -37,6 +38,7 @@ __all__ = [
     "KVLayout",
     "Last",
     "Nack",
+    "Offer",
     "Open",
     "Ping",
     "Pong",
@@ -72,6 +74,13 @@ KV_COMPONENT = -1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+# What a stranger says costs little to look at: no model has so many buffers or states.
+Many = msgspec.Meta(max_length=4096)
+Counts = Annotated[list[Count], Many]
+Positives = Annotated[list[Positive], Many]
+Word = Annotated[str, msgspec.Meta(max_length=64)]
+Short = Annotated[bytes, msgspec.Meta(max_length=64)]
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -81,8 +90,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class StateLayout(_Message, frozen=True):
     """One state component: what it is and the bytes of one row of each of its buffers."""
 
-    kind: str
-    row_bytes: list[Positive]
+    kind: Word
+    row_bytes: Positives
 
 
 class KVLayout(_Message, frozen=True):
@@ -94,16 +103,16 @@ class KVLayout(_Message, frozen=True):
     """
 
     page_size: Positive  # tokens
-    dtype: str
-    page_bytes: list[Positive]
-    layer_ids: list[int]
+    dtype: Word
+    page_bytes: Positives
+    layer_ids: Annotated[list[int], Many]
     tp_rank: Count
     tp_size: Positive
     total_heads: Count
-    states: list[StateLayout]
-    aux_bytes: list[Positive]
-    element: str = ""
-    codec: str = "none"
+    states: Annotated[list[StateLayout], msgspec.Meta(max_length=64)]
+    aux_bytes: Positives
+    element: Word = ""
+    codec: Word = "none"
 
 
 # Control channel, decode to prefill.
@@ -112,7 +121,7 @@ class KVLayout(_Message, frozen=True):
 class Hello(_Message, frozen=True, tag="hello"):
     """Opens a session. ``instance`` changes with every start of the process."""
 
-    instance: bytes
+    instance: Short
     layout: KVLayout
     window_bytes: Positive
     is_same_host: bool  # prefill's address is one of decode's machine
@@ -131,7 +140,7 @@ class Open(_Message, frozen=True, tag="open"):
     room: int
     generation: int
     num_pages: Count
-    num_state_rows: list[Count]
+    num_state_rows: Counts
     prefix_tokens: Count
     num_receivers: Positive
     is_dummy: bool
@@ -156,14 +165,14 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     """The session exists. ``key`` authenticates data headers; empty without keys. ``door``: the
     abstract Unix socket where a decode rank of the same machine asks for the pages' addresses."""
 
-    instance: bytes
-    session: bytes
+    instance: Short
+    session: Token
     rank: int
     layout: KVLayout
     data_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     num_connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)]
-    key: bytes
-    door: str | None
+    key: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
+    door: Word | None
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
@@ -194,9 +203,9 @@ class Bye(_Message, frozen=True, tag="bye"):
 class Join(_Message, frozen=True, tag="join"):
     """The first message of each data connection; ``proof`` is keyed by ``Welcome.key``."""
 
-    session: bytes
+    session: Token
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONNECTIONS)]
-    proof: bytes
+    proof: Short
 
     def proven(self) -> tuple[bytes, bytes]:
         """What ``proof`` authenticates."""
@@ -206,7 +215,7 @@ class Join(_Message, frozen=True, tag="join"):
 class Ack(_Message, frozen=True, tag="ack"):
     """Slabs (room, generation, seq) that landed, were superfluous, or whose room is gone."""
 
-    slabs: list[tuple[int, int, int]]
+    slabs: Annotated[list[tuple[int, int, int]], Many]
 
 
 class Nack(_Message, frozen=True, tag="nack"):
@@ -243,9 +252,10 @@ class Slab(_Message, frozen=True, tag="slab"):
 class Pull(_Message, frozen=True, tag="pull"):
     """As ``Slab``, but the receiver reads the pages out of the sender's memory.
 
-    The payload holds the page numbers in the sender's pool, int32 in little endian. What was read
-    is right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages
-    as a ``Slab``.
+    The payload holds the page numbers in the sender's pool, int32 in little endian. The
+    authenticator is of both, and keyed by ``Offer.key``, with keys and without. What was read is
+    right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages as
+    a ``Slab``.
     """
 
     room: int
@@ -265,7 +275,18 @@ class Last(_Message, frozen=True, tag="last"):
     room: int
     generation: int
     num_slabs: Count
-    aux: list[bytes]
+    aux: Annotated[list[bytes], Many]
+
+
+# At the door, prefill to decode.
+
+
+class Offer(_Message, frozen=True, tag="offer"):
+    """Where the pages are: address, bytes and bytes of a page of each buffer. ``key``, told nowhere
+    else, authenticates every ``Pull``: whoever only passes messages on cannot make one."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    buffers: Annotated[list[tuple[Count, Count, Positive]], Many]
 
 
 AnyFromDecode = Hello | Claim | Open | Abort | Ping | Bye
@@ -322,4 +343,4 @@ control_from_decode = msgspec.msgpack.Decoder(AnyFromDecode)
 control_from_prefill = msgspec.msgpack.Decoder(AnyFromPrefill)
 data_from_decode = msgspec.msgpack.Decoder(AnyDataFromDecode)
 data_from_prefill = msgspec.msgpack.Decoder(AnyDataFromPrefill)
-addresses = msgspec.msgpack.Decoder(list[Count])
+offer = msgspec.msgpack.Decoder(Offer)

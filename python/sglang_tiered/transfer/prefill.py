@@ -94,8 +94,7 @@ class PrefillEndpoint:
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
-        if self._peers.door is not None:  # before data, which needs who came there
-            self._loop.add_socket(self._peers.door, self._on_door)
+        self._watch_door()  # before data, which needs who came there
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
@@ -300,6 +299,7 @@ class PrefillEndpoint:
 
     def _tick(self, now: float) -> None:
         self._on_tick()
+        self._watch_door()
         for peer in self._peers:
             silence = now - peer.last_seen
             if silence > self._settings.peer_timeout_s:
@@ -327,10 +327,18 @@ class PrefillEndpoint:
 
     # Readers on this machine.
 
+    def _watch_door(self) -> None:
+        if self._peers.door is not None:
+            self._loop.add_socket(self._peers.door, self._on_door)
+
     def _on_door(self) -> None:
-        for guest in self._peers.at_the_door():
-            if not self._peers.hear(guest):
-                self._loop.add_socket(guest, partial(self._on_guest, guest))
+        try:
+            for guest in self._peers.at_the_door():
+                if not self._peers.hear(guest):
+                    self._loop.add_socket(guest, partial(self._on_guest, guest))
+        except OSError:  # who waits there would keep this thread busy: again at the next tick
+            if self._peers.door is not None:
+                self._loop.forget_socket(self._peers.door)
 
     def _on_guest(self, guest: Guest) -> None:
         self._loop.forget_socket(guest)

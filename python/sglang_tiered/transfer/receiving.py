@@ -141,8 +141,6 @@ class ReceiveRoom:
         if len(payload) != 4 * len(pages):
             raise TransferError(f"prefill named other than {len(pages)} pages to read.")
         source = np.frombuffer(payload, "<i4").astype(np.int32)
-        if int(source.min()) < 0:
-            raise TransferError(f"prefill named page {int(source.min())} to read.")
         buffers = [(pair.source, memory.buffers[pair.destination]) for pair in used]
         with self._lock:
             if self.is_closed or self.is_concluded:

@@ -7,7 +7,8 @@ permission given with ``prctl(PR_SET_PTRACER)``).
 Who reads whom is not believed but asked of the kernel. Prefill waits at a ``Door``, an abstract
 Unix socket; decode comes there with the token of their session. Each learns the other's process and
 user from the socket (``SO_PEERCRED``, unix(7)), prefill gives the permission to that process, and
-decode learns the addresses there and reads nothing but that process.
+decode learns there where the pages are, reads nothing but that process, and only what is
+authenticated with a key that was told there: who sent decode to the door may be somebody else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import secrets
 import select
 import socket
@@ -25,11 +27,13 @@ import numpy as np
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.memory import Buffer, check_pages
+from sglang_tiered.transfer.security import KEY_BYTES, Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.transfer.memory import Buffer, Pages
+    from sglang_tiered.transfer.memory import Pages
 
 __all__ = ["MAX_PULL_BYTES", "Door", "Fence", "Guest", "PeerMemory"]
 
@@ -39,9 +43,10 @@ MAX_PULL_BYTES = 8 << 20
 MAX_GUESTS = 256
 """At the door of one prefill rank who have not said yet whose they are."""
 
+_DOOR = re.compile(r"sglang-tiered-[0-9a-f]{32}")
 _BACKLOG = 64
 _IOV_MAX = 1024
-_MAX_ANSWER_BYTES = 1 << 16
+_MAX_OFFER_BYTES = 1 << 17
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _PR_SET_PTRACER = 0x59616D61
 
@@ -91,11 +96,17 @@ class Guest:
         except OSError:
             return b""
 
-    def admit(self, buffers: Sequence[Buffer]) -> None:
-        """Let its process read this one, and say where these buffers are."""
+    def admit(self, buffers: Sequence[Buffer]) -> Tagger | None:
+        """Let its process read this one, and say where these buffers are. Returns what makes the
+        authenticators of what it is to read; None where it has left."""
+        key = secrets.token_bytes(KEY_BYTES)
+        offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
+        try:
+            self._connection.send(messages.encode(messages.Offer(key, offered)))
+        except OSError:
+            return None
         _may_be_read_by(self._pid)
-        with contextlib.suppress(OSError):  # it left
-            self._connection.send(messages.encode([buffer.address for buffer in buffers]))
+        return Tagger(key)
 
     def close(self) -> None:
         self._connection.close()
@@ -106,7 +117,7 @@ class Door:
     abstract Unix sockets."""
 
     def __init__(self) -> None:
-        self.name = f"sglang-tiered-{secrets.token_hex(16)}"
+        self.name = f"sglang-tiered-{secrets.token_hex(16)}"  # as in ``_DOOR``
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
@@ -120,11 +131,12 @@ class Door:
         return self._socket.fileno()
 
     def welcome(self) -> Guest | None:
-        """The next who has come, strangers turned away; None when nobody is left."""
+        """The next who has come, strangers turned away; None when nobody is left. Raises
+        ``OSError`` while nobody can be let in, for want of file descriptors or memory."""
         for _ in range(_BACKLOG):  # others have their turn too, however many come
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except (BlockingIOError, ConnectionError):
                 break
             connection.setblocking(False)
             pid, uid = _credentials(connection)
@@ -132,6 +144,10 @@ class Door:
                 return Guest(connection, pid)
             connection.close()
         return None
+
+    def nobody_stays(self) -> None:
+        """The last guest has gone: take the permission back."""
+        _may_be_read_by(0)
 
     def close(self) -> None:
         self._socket.close()
@@ -168,8 +184,11 @@ class PeerMemory:
     def __init__(self, name: str, token: bytes, num_buffers: int) -> None:
         if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
             raise OSError("no process_vm_readv here")
+        if not _DOOR.fullmatch(name):  # or a stranger has us talk to any program of this machine
+            raise OSError("no door of ours")
+        self.buffers: Sequence[Buffer] = ()  # theirs, once they are known
         self._num_buffers = num_buffers
-        self._addresses: list[int] | None = None
+        self._tagger: Tagger | None = None
         self._process: int | None = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -201,18 +220,21 @@ class PeerMemory:
         alive.register(self._process, select.POLLIN)
         return "the process has ended" if alive.poll(0) else None
 
-    def _learn_addresses(self) -> str | None:
-        """What prefill said at its door, before it sent the first message that needs it."""
-        if self._addresses is None:
+    def is_right(self, tag: bytes, *parts: bytes) -> bool:
+        """Whether the process behind the door made this authenticator of a ``Pull``. False as long
+        as it has not admitted us."""
+        if self._tagger is None:
+            # Said before the first message that needs it was sent.
             try:
-                answer = self._connection.recv(_MAX_ANSWER_BYTES)
-                addresses = messages.decode(answer, messages.addresses)
-            except (OSError, TransferError) as error:
-                return f"prefill has not said where its pages are: {error}"
-            if len(addresses) != self._num_buffers:
-                return f"prefill named {len(addresses)} buffers of {self._num_buffers}"
-            self._addresses = addresses
-        return None
+                answer = self._connection.recv(_MAX_OFFER_BYTES)
+                offer = messages.decode(answer, messages.offer)
+            except (OSError, TransferError):
+                return False
+            if len(offer.buffers) != self._num_buffers:
+                return False
+            self.buffers = [Buffer(*buffer) for buffer in offer.buffers]
+            self._tagger = Tagger(offer.key)
+        return self._tagger.is_right(tag, *parts)
 
     def pull(
         self,
@@ -222,16 +244,18 @@ class PeerMemory:
         fence: tuple[int, int],
     ) -> str | None:
         """Copy ``source_pages`` of the peer's buffer to ``pages`` of ours, for each pair of
-        (its buffer index, our buffer). Returns why it failed, or None once all bytes are there
-        and the peer has proved, after the copy, to be the process it was, with the word of
-        ``fence`` (address, value) still standing."""
-        problem = self._learn_addresses()
-        if problem is not None or self._addresses is None:
-            return problem
+        (its buffer index, our buffer), as an authentic message said. Returns why it failed, or
+        None once all bytes are there and the peer has proved, after the copy, to be the process it
+        was, with the word of ``fence`` (address, value) still standing. Raises ``TransferError``
+        for pages that the peer's buffers have not."""
+        check_pages(self, source_pages, "prefill")
+        for index, buffer in pairs:
+            if self.buffers[index].page_bytes != buffer.page_bytes:
+                raise TransferError(f"prefill has other pages in buffer {index} than it said.")
         source_runs, runs, lengths = _runs(source_pages, pages)
         for index, buffer in pairs:
             size = buffer.page_bytes
-            remote = _vectors(self._addresses[index], source_runs, lengths, size)
+            remote = _vectors(self.buffers[index].address, source_runs, lengths, size)
             local = _vectors(buffer.address, runs, lengths, size)
             for low in range(0, len(local), _IOV_MAX):
                 part = slice(low, low + _IOV_MAX)

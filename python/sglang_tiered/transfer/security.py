@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "KEY_BYTES",
     "PEER",
     "ROLES",
     "SESSION_DOMAIN",
@@ -45,6 +46,7 @@ ROLES = ("prefill", "decode")
 PEER = "peer"
 """The role of servers that share pages: all have one key pair, and each is the others' peer."""
 
+KEY_BYTES = 32
 TAG_BYTES = 16
 SESSION_DOMAIN = "sglang-tiered-session"
 """In which ZAP (https://rfc.zeromq.org/spec/27) asks for the passwords of sessions."""
@@ -86,7 +88,7 @@ class Keys:
 
 
 class Tagger:
-    """Authenticators of data headers; without a key they are empty and always right."""
+    """Authenticators of headers; without a key they are empty and always right."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -106,7 +108,7 @@ class Tagger:
 
 def new_session_key(keys: Keys | None) -> bytes:
     """A key for one session's data headers, told over the encrypted control channel."""
-    return b"" if keys is None else secrets.token_bytes(32)
+    return b"" if keys is None else secrets.token_bytes(KEY_BYTES)
 
 
 def password_of(key: bytes) -> str:

@@ -119,7 +119,7 @@ class SendQueue:
     buffers: SlabBuffers
     credit_bytes: int
     codec: WireCodec | None = None
-    reads_same_host: bool = False
+    pull_tagger: Tagger | None = None  # while the receiver can read our memory
     queue: deque[Delivery] = field(default_factory=deque)
     unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
     num_sent: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class SendQueue:
         frames: list[Any] | None = parcel.frames
         if parcel.as_slab is not None:
             frames, parcel.as_slab = parcel.as_slab(), None
-            self.reads_same_host = False
+            self.pull_tagger = None
         elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
             frames = None
         if frames is None:
@@ -213,8 +213,9 @@ class SendQueue:
         opened, chunk = delivery.opened, delivery.chunk
         num_pages = max(0, min(len(chunk.pages), opened.num_pages - chunk.start))
         pages = chunk.pages[:num_pages]
-        if self.reads_same_host and self.memories.kv.is_host and _are_whole(self.pairs):
-            parcels = self._pulls(opened, chunk.start, pages, delivery.fence)
+        tagger = self.pull_tagger
+        if tagger is not None and self.memories.kv.is_host and _are_whole(self.pairs):
+            parcels = self._pulls(opened, chunk.start, pages, delivery.fence, tagger)
         else:
             parcels = self._slabs(
                 opened, KV_COMPONENT, self.memories.kv, self.pairs, chunk.start, pages
@@ -293,7 +294,9 @@ class SendQueue:
         )
         return [VERSION_FRAME, header, self.tagger.tag(header), payload]
 
-    def _pulls(self, opened: Open, start: int, pages: Pages, fence: Fence) -> Iterator[Parcel]:
+    def _pulls(
+        self, opened: Open, start: int, pages: Pages, fence: Fence, tagger: Tagger
+    ) -> Iterator[Parcel]:
         sizes = [pair.page_bytes for pair in self.pairs]
         for spec in cut_slabs(len(pages), sizes, self.page_size, MAX_PULL_BYTES):
             key = self._next_key(opened)
@@ -310,7 +313,7 @@ class SendQueue:
             )
             part = pages[spec.start : spec.start + spec.num_pages]
             numbers = part.astype("<i4").tobytes()
-            frames = [VERSION_FRAME, header, self.tagger.tag(header, numbers), numbers]
+            frames = [VERSION_FRAME, header, tagger.tag(header, numbers), numbers]
             parcel = Parcel(key, frames, spec.num_bytes // PULL_SHARE)
             parcel.as_slab = partial(self._instead_of_pull, parcel, spec, start, part, fence)
             yield parcel

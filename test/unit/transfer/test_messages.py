@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+from msgspec import inspect
 
 import sglang_tiered.transfer
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 README = (Path(sglang_tiered.transfer.__path__[0]) / "README.md").read_text(encoding="utf-8")
 ALL = {
@@ -64,6 +68,39 @@ def test_another_version_is_named_beside_ours() -> None:
 def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
     with pytest.raises(TransferError, match="none of ours"):
         messages.decode(frame, messages.control_from_decode)
+
+
+def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
+    """How long each text, byte string and list may be, all the way down."""
+    match kind:
+        case inspect.StructType():
+            for item in kind.fields:
+                yield from sizes(item.type, f"{name}.{item.name}")
+        case inspect.UnionType():
+            for choice in kind.types:
+                yield from sizes(choice, name)
+        case inspect.ListType():
+            yield name, kind.max_length
+            yield from sizes(kind.item_type, f"{name}[]")
+        case inspect.StrType() | inspect.BytesType():
+            yield name, kind.max_length
+
+
+def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
+    """A layout of two million layers took the only thread of an endpoint for seconds."""
+    found = {}
+    for message in (*ALL, messages.Offer):
+        found |= sizes(inspect.type_info(message), message.__name__)
+    assert len(found) > 15
+    endless = {name for name, most in found.items() if most is None or most > 4096}
+    cut = {name for name in found if name.endswith(".reason")}  # when they are used
+    assert endless == cut | {"Last.aux[]"}, "whose length is compared with the pool's"
+    layout = messages.KVLayout(1, "", [1] * 4096, [0] * 4096, 0, 1, 0, [], [])
+    hello = messages.Hello(b"", layout, 1, False)
+    assert messages.decode(messages.encode(hello), messages.control_from_decode) == hello
+    layout.page_bytes.append(1)
+    with pytest.raises(TransferError, match="length <= 4096"):
+        messages.decode(messages.encode(hello), messages.control_from_decode)
 
 
 def test_reasons_fit_a_line() -> None:

@@ -130,8 +130,8 @@ def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_conf
 
 
 def test_pages_of_a_closed_fence_are_neither_sent_nor_named(queue: SendQueue) -> None:
-    for reads_same_host in (False, True):
-        queue.reads_same_host = reads_same_host
+    for pull_tagger in (None, Tagger(b"k")):
+        queue.pull_tagger = pull_tagger
         fence = Fence()
         add(queue, [1], fence, is_last=False)
         fence.close()
@@ -139,7 +139,7 @@ def test_pages_of_a_closed_fence_are_neither_sent_nor_named(queue: SendQueue) ->
 
 
 def test_a_pull_that_cannot_be_becomes_a_slab_of_the_same_number(queue: SendQueue) -> None:
-    queue.reads_same_host = True
+    queue.pull_tagger = Tagger(b"k")
     fence = Fence()
     add(queue, [1, 2], fence, is_last=False)
     pull = post(queue)
@@ -148,13 +148,13 @@ def test_a_pull_that_cannot_be_becomes_a_slab_of_the_same_number(queue: SendQueu
     slab = post(queue)
     assert slab.key == pull.key
     assert slab.frames[3].nbytes == 2 * PAGE_BYTES
-    assert not queue.reads_same_host
+    assert queue.pull_tagger is None
     add(queue, [3], fence, start=2, is_last=False)
     assert post(queue).buffer is not None
 
 
 def test_a_pull_whose_pages_are_gone_is_not_sent_again(queue: SendQueue) -> None:
-    queue.reads_same_host = True
+    queue.pull_tagger = Tagger(b"k")
     fence = Fence()
     add(queue, [1, 2], fence, is_last=False)
     pull = post(queue)

@@ -1,0 +1,232 @@
+"""Strangers on the same machine, at prefill's door and as the prefill that decode goes to: nobody
+reads a process that is not to be read, or pages that were not handed over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import socket
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from transfer_pair import (
+    DEADLINE_S,
+    SAME_HOST,
+    Decode,
+    Prefill,
+    decode,
+    eventually,
+    hand_over,
+    prefill,
+)
+from transfer_strangers import strange_decode, strange_prefill
+
+from sglang_tiered.transfer import messages, same_host
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENT = replace(
+    SAME_HOST, peer_timeout_s=60.0, connect_timeout_s=60.0, progress_timeout_s=60.0
+)  # with strangers, who give no sign of life
+
+
+@pytest.fixture
+def sender() -> Iterator[Prefill]:
+    with prefill(settings=PATIENT) as one:
+        yield one
+
+
+@pytest.fixture
+def receiver() -> Iterator[Decode]:
+    with decode(settings=PATIENT) as one:
+        yield one
+
+
+def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_session(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[int] = []
+    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
+    with strange_decode(sender.address) as stranger:
+        door = stranger.greet(is_same_host=True).door
+        assert door is not None and not allowed
+        for token in (b"", b"x" * 16, b"x" * 4096):
+            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            guest.settimeout(DEADLINE_S)
+            guest.connect(f"\0{door}")
+            guest.send(token) if token else guest.shutdown(socket.SHUT_WR)
+            assert guest.recv(1) == b"", "it is told nothing"
+            guest.close()
+        assert not allowed
+        hand_over(sender, receiver)
+        assert allowed == [os.getpid()]
+        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
+        receiver.endpoint.close()
+        eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
+
+
+def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
+    sender: Prefill, receiver: Decode
+) -> None:
+    """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
+    the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
+    with strange_decode(sender.address) as there, strange_prefill() as here:
+        theirs = there.greet(is_same_host=True)
+        there.join()
+        sender.endpoint.expect(1)
+        receiver.open(1, [here.address], [7, 8])
+        here.welcome(session=theirs.session, door=theirs.door)
+        here.joined()
+        opened = here.hear(messages.Open)
+        session = next(iter(sender.endpoint._peers))
+        eventually(lambda: session.guest is not None)  # decode, for the kernel names it
+        there.open(1, 2, generation=opened.generation)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [5, 6])
+        _, header, tag, numbers = there.take()
+        pull = messages.decode(header, messages.data_from_prefill)
+        assert isinstance(pull, messages.Pull), "with a fence that stands"
+        for page in (9, 63, 64, 2**31 - 1):
+            wanted = np.array([page, page], "<i4").tobytes()
+            for lie in (b"", tag):
+                here.send(pull, wanted, tag=lie)
+        eventually(lambda: receiver.endpoint.stats.num_forged == 8)
+        assert not receiver.pool.kv.any()
+        here.send(pull, numbers, tag=tag)
+        eventually(lambda: receiver.endpoint.stats.pulled_bytes)
+        assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
+
+
+def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
+    with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
+        door = stranger.greet(is_same_host=True).door
+        for _ in range(2 * MAX_GUESTS):
+            guest = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            guest.connect(f"\0{door}")
+        eventually(lambda: len(sender.endpoint._peers._guests) == MAX_GUESTS)
+        hand_over(sender, receiver)
+        assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
+    eventually(lambda: not sender.endpoint._peers._guests)
+
+
+def test_without_file_descriptors_those_at_the_door_do_not_keep_prefill_busy(
+    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = sender.endpoint._peers.door
+    assert door is not None
+    seen: Counter[str] = Counter()
+    welcome = door.welcome
+
+    def attempt() -> Guest | None:
+        seen["attempts"] += 1
+        return welcome()
+
+    monkeypatch.setattr(door, "welcome", attempt)
+    monkeypatch.setattr(sender.endpoint, "_on_tick", lambda: seen.update(ticks=1))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
+        os.close(first_free := os.dup(guest.fileno()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
+        try:
+            guest.connect(f"\0{door.name}")
+            eventually(lambda: seen["attempts"] and seen["ticks"] >= 3)
+            assert seen["attempts"] <= seen["ticks"] + 1, "one a tick"
+            assert not sender.endpoint._peers._guests
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        eventually(lambda: len(sender.endpoint._peers._guests) == 1)
+        hand_over(sender, receiver)
+        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
+
+
+def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome()
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
+        stranger.send(pull, np.array([0], "<i4").tobytes())
+        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
+def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
+    with (
+        decode(settings=PATIENT) as receiver,
+        strange_prefill() as stranger,
+        closing(Door()) as door,
+    ):
+        receiver.open(1, [stranger.address], [7])
+        assert stranger.welcome(door=door.name).is_same_host
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        with closing(door.welcome()) as guest:
+            tagger = guest.admit(stranger.pool.memories.kv.buffers)
+            pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
+            stranger.send(pull, payload, tagger=tagger)
+            assert "prefill name" in receiver.events.wait_for("failed", 1)[2]
+        assert not receiver.pool.kv.any()
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
+def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
+    with decode(settings=PATIENT) as receiver, strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=name)
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        stranger.slab(opened, stranger.pool.pages([0]).tobytes())
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        receiver.events.wait_for("received", 1)
+
+
+@pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
+def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
+    with (
+        decode(settings=PATIENT) as receiver,
+        strange_prefill() as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
+    ):
+        program.setblocking(False)
+        name += secrets.token_hex(8)
+        program.bind(f"\0{name}")
+        program.listen()
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=name)
+        stranger.joined()  # it went to the door before
+        with pytest.raises(BlockingIOError):
+            program.accept()
+
+
+def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
+    """A client names a prefill instance of its own, which names the door of another process, or of
+    decode itself, and then addresses there."""
+    secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
+    with (
+        prefill(settings=PATIENT) as honest,
+        decode(settings=PATIENT) as receiver,
+        strange_prefill() as stranger,
+    ):
+        door = honest.endpoint._peers.door
+        assert door is not None
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome(door=door.name)
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        fence = Fence()
+        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
+        stranger.send(pull, np.array([0], "<i4").tobytes())
+        eventually(lambda: receiver.endpoint.stats.num_forged == 1)
+        assert not receiver.pool.kv.any() and secret.any()
+        assert receiver.endpoint.stats.pulled_bytes == 0
