@@ -146,7 +146,7 @@ class PrefillLinks:
         """Raises ``TransferError`` for who is not allowed, and ``zmq.ZMQError`` where sockets or
         files have run out."""
         host, settings = link.address[0], self._settings
-        if self._keys is None:
+        if self._keys is None or settings.allowed_networks:
             check_is_allowed(host, settings.allowed_networks)
         control = link.control = connect_socket(self._context, link.address, self._keys)
         monitor = link.monitor = control.get_monitor_socket()
