@@ -200,7 +200,7 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
     decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead;
-    ``allowed_networks``: from which decode takes KV without keys, besides its own machine."""
+    ``allowed_networks``: from which decode takes KV, besides its own; none: all with keys."""
 
     keys_directory: str | None = None
     encrypt_data: bool = False

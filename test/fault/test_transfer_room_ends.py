@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import socket
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -429,3 +432,60 @@ def test_both_ends_are_told_when_the_other_shuts_down() -> None:
         with decode() as receiver:
             bring(sender, receiver, "ready")
         assert "shutting down" in sender.events.wait_for("failed", 1, 2)[2]
+
+
+NUM_SILENT = 400
+"""Addresses; three sockets each, of the 1,023 that ZeroMQ makes unless it is told otherwise."""
+
+
+@contextmanager
+def silent_addresses() -> Iterator[list[tuple[str, int]]]:
+    """Addresses that take a connection and never say a word."""
+    with socket.create_server(("0.0.0.0", 0), backlog=4096) as listener:
+        port = listener.getsockname()[1]
+        yield [(f"127.7.{index // 250}.{index % 250 + 1}", port) for index in range(NUM_SILENT)]
+
+
+def test_rooms_at_more_silent_addresses_than_zeromq_has_sockets_for_all_end(
+    sender: Prefill,
+) -> None:
+    """A client names the addresses: whoever names many must not make a room hang."""
+    with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
+        for room, address in enumerate(addresses):
+            receiver.open(room, [address], [0])
+        reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
+        assert all("did not answer" in reason for reason in reasons)
+        hand_over_one(sender, receiver)
+
+
+def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(sender: Prefill) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
+            for room, address in enumerate(addresses):
+                receiver.endpoint.claim(room, [Target(address)])
+                receiver.open(room, [address], [0])
+            reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
+            assert any("cannot be addressed: Too many open files" in why for why in reasons)
+            eventually(lambda: receiver.endpoint.num_sessions == 0)
+            hand_over_one(sender, receiver)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def hand_over_one(sender: Prefill, receiver: Decode) -> None:
+    sender.endpoint.expect(NUM_SILENT)
+    receiver.open(NUM_SILENT, [sender], [0])
+    sender.events.wait_for("ready", NUM_SILENT)
+    sender.send(NUM_SILENT, [1])
+    receiver.events.wait_for("received", NUM_SILENT)
+
+
+def test_a_room_that_cannot_be_put_into_words_fails_and_does_not_hang(
+    sender: Prefill, receiver: Decode
+) -> None:
+    no_number: Any = np.int64(0)  # as SGLang's might be, and which no message can hold
+    receiver.open(1, [sender], [0], prefix_tokens=no_number)
+    assert "could not ask for the pages" in receiver.events.wait_for("failed", 1)[2]
+    hand_over_one(sender, receiver)

@@ -494,6 +494,19 @@ def test_without_keys_an_instance_on_another_machine_is_refused_unless_it_is_all
         assert "--transfer-allow" not in tolerant.events.wait_for("failed", 1)[2]
 
 
+def test_with_keys_and_a_list_of_allowed_addresses_both_are_asked_for(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
+    allowed = replace(IMPATIENT, allowed_networks=("192.0.2.0/24",))
+    with (
+        prefill(settings=IMPATIENT, keys=keys["prefill"]) as sender,
+        decode(settings=allowed, keys=keys["decode"]) as receiver,
+    ):
+        receiver.open(9, [("203.0.113.1", 9)], [0])
+        assert "nor in --transfer-allow" in receiver.events.wait_for("failed", 9)[2]
+        works(sender, receiver)
+
+
 def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill) -> None:
     make_keys(tmp_path)
     with decode(settings=IMPATIENT, keys=load_keys(tmp_path, "decode")) as receiver:

@@ -47,7 +47,7 @@ from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
@@ -181,6 +181,11 @@ def _register_transfer_backend() -> None:
         _after_decode_queue,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks",
+        _after_dp_ranks,
+        HookType.AFTER,
+    )
 
 
 def _register_decode_loads() -> None:
@@ -209,6 +214,15 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
+
+
+def _after_dp_ranks(answer: Any, _: str, rooms: Sequence[int]) -> dict[str, int]:
+    """What a bootstrap server, which a client may have named, says of rooms. SGLang takes it for
+    numbers on the scheduler's thread; what is none becomes a rank that does not exist, so that its
+    request fails alone."""
+    if not isinstance(answer, dict):
+        return dict.fromkeys(map(str, rooms), -1)
+    return {room: rank if isinstance(rank, int) else -1 for room, rank in answer.items()}
 
 
 def _cache_of(updater: Any) -> TieredRadixCache | None:

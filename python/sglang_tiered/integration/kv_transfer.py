@@ -239,7 +239,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def check_is_allowed(self, host: str) -> None:
         """Raises ``TransferError`` for a prefill server that decode takes no KV from. Resolves
         names, so not on the scheduler's thread."""
-        if self._transfer.keys_path is None:
+        if self._transfer.keys_path is None or self._transfer.allowed_networks:
             for address in addresses_of(host):
                 check_is_allowed(address, self._transfer.allowed_networks)
 
@@ -247,7 +247,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Whether the prefill server is known by now. Asks it in the background."""
         return self._lookups.is_known(bootstrap_addr)
 
-    def rank_of(self, bootstrap_address: str, key: RankKey) -> dict[str, Any] | None:
+    def rank_of(self, bootstrap_address: str, key: RankKey) -> Address | None:
         return self._lookups.rank_of(bootstrap_address, key)
 
     def tell_ranks(self, server: str, tell: Callable[[list[Address]], None]) -> None:
@@ -373,7 +373,7 @@ class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
 
     def _targets(self) -> list[Target]:
         return [
-            Target((info["rank_ip"], int(info["rank_port"])), bool(info["is_dummy"]))
+            Target((info["rank_ip"], info["rank_port"]), info["is_dummy"])
             for info in self.bootstrap_infos or ()
         ]
 
@@ -391,8 +391,10 @@ class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
         key = (int(prefill_dp_rank), int(prefill_cp_rank), int(target_tp_rank), int(target_pp_rank))
-        row = self.kv_mgr.rank_of(self.bootstrap_addr, key)
-        return None if row is None else {**row, "pp_rank": key[3]}
+        address = self.kv_mgr.rank_of(self.bootstrap_addr, key)
+        if address is None:
+            return None
+        return {"rank_ip": address[0], "rank_port": address[1], "pp_rank": key[3]}
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         self._abort_at([target.address for target in self._targets()])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import ipaddress
+import math
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 
 from sglang_tiered.errors import TransferError
@@ -34,7 +36,17 @@ LOOKUP_RETRY_S = 0.5
 MAX_WAITING = 4096
 """Calls that wait for one server's answer; those beyond are dropped."""
 
+MAX_RANKS = 4096
+"""Of one prefill server; each that concerns this rank is a question to its bootstrap server."""
+
 RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
+
+
+class _Row(msgspec.Struct):
+    """What a bootstrap server must say of a rank. It says more, which decode does not need."""
+
+    rank_ip: Annotated[str, msgspec.Meta(max_length=255, pattern=r"\A[0-9A-Za-z.:%_-]+\Z")]
+    rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class PrefillLookups:
@@ -44,7 +56,7 @@ class PrefillLookups:
     def __init__(self, manager: ZmqKVManager) -> None:
         self._manager = manager
         self._lock = threading.Lock()
-        self._ranks: dict[str, dict[RankKey, dict[str, Any]]] = {}
+        self._ranks: dict[str, dict[RankKey, Address]] = {}
         self._failures: dict[str, tuple[float, str]] = {}
         self._running: dict[str, concurrent.futures.Future[None]] = {}
         self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
@@ -60,7 +72,7 @@ class PrefillLookups:
                 self._running[server] = self._threads.submit(self._look_up, server)
         return False
 
-    def rank_of(self, server: str, key: RankKey) -> dict[str, Any] | None:
+    def rank_of(self, server: str, key: RankKey) -> Address | None:
         with self._lock:
             return self._ranks.get(server, {}).get(key)
 
@@ -83,16 +95,12 @@ class PrefillLookups:
                 if len(waiting) < MAX_WAITING:
                     waiting.append(tell)
         if ranks is not None:
-            tell(_addresses(ranks))
+            tell(list(ranks.values()))
 
     def forget(self, address: Address) -> list[str]:
         """Forget the servers that have a rank at ``address``. Returns them."""
         with self._lock:
-            servers = [
-                server
-                for server, ranks in self._ranks.items()
-                if any((row["rank_ip"], int(row["rank_port"])) == address for row in ranks.values())
-            ]
+            servers = [s for s, ranks in self._ranks.items() if address in ranks.values()]
             for server in servers:
                 del self._ranks[server]
         return servers
@@ -108,6 +116,7 @@ class PrefillLookups:
                 reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
+            # The rest is for who runs it to mend: a client named it, so it may say anything.
             reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
         with self._lock:
             self._running.pop(server, None)
@@ -120,12 +129,14 @@ class PrefillLookups:
                 self._failures[server] = time.monotonic(), reason
             waiting = self._waiting.pop(server, [])
         for tell in waiting if reason is None else ():
-            tell(_addresses(ranks))
+            tell(list(ranks.values()))
 
-    def _ranks_of(self, server: str, info: Any) -> dict[RankKey, dict[str, Any]]:
+    def _ranks_of(self, server: str, info: Any) -> dict[RankKey, Address]:
+        """The only place where what a bootstrap server says of its ranks is read. Raises
+        ``TransferError`` for a rank that it does not know or that is none."""
         asking = CommonKVReceiver.__new__(CommonKVReceiver)
         asking.bootstrap_addr = server
-        ranks = {}
+        ranks: dict[RankKey, Address] = {}
         for dp in range(info.dp_size):
             for cp in info.target_cp_ranks:
                 for tp in info.target_tp_ranks:
@@ -133,9 +144,10 @@ class PrefillLookups:
                         row = CommonKVReceiver._get_bootstrap_info_from_server(  # noqa: SLF001
                             asking, dp, cp, tp, pp
                         )
+                        rank = f"rank dp{dp} tp{tp} pp{pp}"
                         if row is None:
-                            raise TransferError(f"it does not know its rank dp{dp} tp{tp} pp{pp}")
-                        ranks[dp, cp, tp, pp] = row
+                            raise TransferError(f"it does not know its {rank}")
+                        ranks[dp, cp, tp, pp] = _address_in(row, rank)
         return ranks
 
 
@@ -149,9 +161,21 @@ class _Asking:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """SGLang's, for a number of ranks that a server can have: it makes lists of them, and
+        with none it fails on the scheduler's thread."""
+        sizes = info.dp_size, info.attn_cp_size, info.attn_tp_size, info.pp_size
+        if min(sizes) < 1 or math.prod(sizes) > MAX_RANKS:
+            raise TransferError(f"it says that it has no ranks, or more than {MAX_RANKS}")
+        self._manager._resolve_rank_mapping(info)  # noqa: SLF001
 
-def _addresses(ranks: dict[RankKey, dict[str, Any]]) -> list[Address]:
-    return [(row["rank_ip"], int(row["rank_port"])) for row in ranks.values()]
+
+def _address_in(row: Any, rank: str) -> Address:
+    try:
+        parsed = msgspec.convert(row, _Row)
+    except msgspec.ValidationError as error:
+        raise TransferError(f"its {rank} is at no address ({error})") from None
+    return parsed.rank_ip, parsed.rank_port
 
 
 def address_of(host: str) -> str:

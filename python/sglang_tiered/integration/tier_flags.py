@@ -148,8 +148,8 @@ TRANSFER_FLAGS = {
     ),
     "--transfer-allow": (
         "ADDRESSES",
-        "Prefill instances on other machines from which decode takes KV without --transfer-keys: "
-        "addresses or networks with commas, e.g. 192.0.2.0/24. Default: none.",
+        "Prefill instances on other machines from which decode takes KV: addresses or networks "
+        "with commas, e.g. 192.0.2.0/24. Default: all with --transfer-keys, none without.",
     ),
     "--transfer-same-host": (
         "{auto,off}",

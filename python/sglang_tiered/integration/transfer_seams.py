@@ -14,6 +14,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     f"{_COMMON}Manager.register_to_bootstrap": ("self",),
     f"{_COMMON}Manager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_COMMON}Manager._resolve_rank_mapping": ("self", "info"),
     f"{_COMMON}Manager.update_status": ("self", "bootstrap_room", "status"),
     f"{_COMMON}Sender.send": ("self", "kv_indices", "state_indices"),
     f"{_COMMON}Sender.abort": ("self",),
@@ -26,6 +27,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_COMMON}Receiver._get_bootstrap_info_from_server": (
         *("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     ),
+    f"{_COMMON}Receiver.query_prefill_dp_ranks": ("bootstrap_addr", "bootstrap_rooms"),
     f"{_COMMON}Receiver._register_kv_args": ("self",),
     f"{_COMMON}Receiver._send_abort_notification": ("self", "force_arm"),
     f"{_COMMON}Receiver._clear": ("self",),

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and from which others decode takes KV without keys."""
+"""Which addresses are this machine's, and from which others decode takes KV."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def check_is_allowed(host: str, networks: Sequence[str]) -> None:
             return
         if is_own_address(host):
             return
+    if networks:
+        raise TransferError(
+            f"{host} is neither on this machine nor in --transfer-allow {','.join(networks)}; name "
+            "it there if decode is to take KV from it."
+        )
     raise TransferError(
         f"{host} is not on this machine, and without --transfer-keys decode takes KV from others "
         "only where --transfer-allow names them; start it with one of the two."
@@ -66,6 +71,8 @@ def check_is_allowed(host: str, networks: Sequence[str]) -> None:
 
 
 def _parsed(host: str) -> IPAddress | None:
+    if not isinstance(host, str):
+        return None  # a number is an address to ``ipaddress``, and to nobody else
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -241,6 +241,16 @@ class DecodeEndpoint:
     ) -> None:
         if room.is_closed:
             return
+        try:
+            self._ask(room, targets, prefix_tokens, num_receivers)
+        except Exception as error:
+            # Whatever it was: a room that nobody was asked for would be waited for without end.
+            logger.exception("KV transfer: asking for a room failed by our own fault")
+            self._conclude_failed(room, f"decode could not ask for the pages ({error})")
+
+    def _ask(
+        self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
+    ) -> None:
         links = self._senders[room.number] = [self._links.to(item.address) for item in targets]
         rows = [0 if item is None else len(item) for _, item in room.states]
         for target, link in zip(targets, links, strict=True):

@@ -77,14 +77,15 @@ def received(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[zmq.Frame]]
 
 @dataclass(eq=False, slots=True)
 class PrefillLink:
-    """``waiting``: control messages to send once the session is open. ``aborts``: those told last,
+    """``control``, ``monitor``: None while there are none, and for ever where none can be made.
+    ``waiting``: control messages to send once the session is open. ``aborts``: those told last,
     with the time. ``num_repeats``: how many links before this one were lost with such aborts."""
 
     address: Address
-    control: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
     opened_at: float
     last_seen: float
+    control: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
     last_ping: float = 0.0
     welcome: messages.Welcome | None = None
     num_told: int = 0  # control messages since Hello and Welcome; pings are not counted
@@ -93,7 +94,7 @@ class PrefillLink:
     tagger: Tagger = field(default_factory=lambda: Tagger(b""))
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
     peer_memory: PeerMemory | None = None
-    waiting: deque[Any] = field(default_factory=deque)
+    waiting: deque[bytes] = field(default_factory=deque)
     aborts: deque[tuple[float, messages.Abort]] = field(
         default_factory=lambda: deque(maxlen=MAX_ABORTS)
     )
@@ -105,30 +106,29 @@ class PrefillLink:
         return f"prefill {self.address[0]}:{self.address[1]}"
 
     def tell(self, message: Any) -> None:
-        """Send on the control channel, once there is a session."""
+        """Send on the control channel, once there is a session. Raises, now and not then, for what
+        no message can hold."""
+        frame = encode(message)
         if isinstance(message, messages.Abort):
             self.aborts.append((time.monotonic(), message))
-        self._pass_on(message)
-
-    def _pass_on(self, message: Any) -> None:
         if self.welcome is None and not isinstance(message, messages.Hello):
-            self.waiting.append(message)
+            self.waiting.append(frame)
             return
-        if not isinstance(message, messages.Hello | messages.Ping):
-            self.num_told += 1
-        self._send(self.control, message)
+        self.num_told += not isinstance(message, messages.Hello | messages.Ping)
+        self._send(self.control, frame)
 
     def tell_data(self, message: Any, index: int) -> None:
-        self._send(self.data[index], message)
+        self._send(self.data[index], encode(message))
 
     def is_welcome(self) -> None:
         """Send what waited for the session."""
+        self.num_told += len(self.waiting)
         while self.waiting:
-            self._pass_on(self.waiting.popleft())
+            self._send(self.control, self.waiting.popleft())
 
     def lost_because(self) -> str | None:
         """What the monitor says of the connection, if it was lost."""
-        while True:
+        while self.monitor is not None:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
@@ -136,8 +136,11 @@ class PrefillLink:
             reason = _LOST_EVENTS.get(zmq.Event(event["event"]))
             if reason is not None:
                 return reason
+        return None
 
-    def _send(self, socket: zmq.Socket[bytes], message: Any) -> None:
+    def _send(self, socket: zmq.Socket[bytes] | None, frame: bytes) -> None:
         # What cannot be sent is lost with the link, which the monitor, silence or a number ends.
+        if socket is None:
+            return
         with contextlib.suppress(zmq.ZMQError):
-            socket.send_multipart([VERSION_FRAME, encode(message)], zmq.NOBLOCK)
+            socket.send_multipart([VERSION_FRAME, frame], zmq.NOBLOCK)

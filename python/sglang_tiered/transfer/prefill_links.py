@@ -7,6 +7,7 @@ endpoint's thread only.
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import time
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ __all__ = ["LinkEvents", "PrefillLinks"]
 
 MAX_CONTROL_MESSAGES = 64
 
+FILES_PER_SOCKET = 2
+"""At most, of ZeroMQ: how to wake it, and its connection."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,6 +81,7 @@ class PrefillLinks:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads=max(1, settings.num_connections)
         )
+        self._context.set(zmq.MAX_SOCKETS, _max_sockets(self._context))
 
     def __len__(self) -> int:
         return len(self._links)
@@ -88,27 +93,17 @@ class PrefillLinks:
         return self._links.get(address)
 
     def to(self, address: Address) -> PrefillLink:
-        """The link to an address, made now where there is none. Never blocks: what cannot be
-        reached is a loss later."""
+        """The link to an address, made now where there is none. Never blocks or raises: what cannot
+        be reached is a loss later, after the caller has said which room it is for."""
         link = self._links.get(address)
         if link is not None:
             return link
-        socket = connect_socket(self._context, address, self._keys)
         now = time.monotonic()
-        link = PrefillLink(address, socket, socket.get_monitor_socket(), now, now)
-        self._links[address] = link
-        self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
-        self._loop.add_socket(socket, partial(self._on_control, link))
+        link = self._links[address] = PrefillLink(address, now, now)
         try:
-            if self._keys is None:
-                check_is_allowed(address[0], self._settings.allowed_networks)
-            socket.connect(endpoint_of(address))
-        except (TransferError, zmq.ZMQError) as error:
+            self._connect(link)
+        except Exception as error:
             self._loop.call(self.lose, link, f"cannot be addressed: {error}")
-            return link
-        window = self._settings.window_bytes
-        reads = self._settings.same_host and is_own_address(address[0])
-        link.tell(messages.Hello(self._instance, self._layout, window, reads))
         return link
 
     def lose(self, link: PrefillLink, reason: str) -> None:
@@ -147,27 +142,43 @@ class PrefillLinks:
         """After the loop has ended."""
         self._context.destroy(linger=0)
 
+    def _connect(self, link: PrefillLink) -> None:
+        """Raises ``TransferError`` for who is not allowed, and ``zmq.ZMQError`` where sockets or
+        files have run out."""
+        host, settings = link.address[0], self._settings
+        if self._keys is None or settings.allowed_networks:
+            check_is_allowed(host, settings.allowed_networks)
+        control = link.control = connect_socket(self._context, link.address, self._keys)
+        monitor = link.monitor = control.get_monitor_socket()
+        self._loop.add_socket(monitor, partial(self._on_monitor, link))
+        self._loop.add_socket(control, partial(self._on_control, link, control))
+        control.connect(endpoint_of(link.address))
+        reads = settings.same_host and is_own_address(host)
+        link.tell(messages.Hello(self._instance, self._layout, settings.window_bytes, reads))
+
     def _close(self, link: PrefillLink) -> None:
         link.is_gone = True
         if link.peer_memory is not None:
             link.peer_memory.close()
-        link.control.disable_monitor()
-        self._loop.remove_socket(link.control, GOODBYE_MS)
+        if link.control is not None:
+            link.control.disable_monitor()
+            self._loop.remove_socket(link.control, GOODBYE_MS)
         for socket in (link.monitor, *link.data):
-            self._loop.remove_socket(socket)
+            if socket is not None:
+                self._loop.remove_socket(socket)
 
     def _on_monitor(self, link: PrefillLink) -> None:
         reason = link.lost_because()
         if reason is not None:
             self.lose(link, reason)
 
-    def _on_control(self, link: PrefillLink) -> None:
-        for frames in received(link.control, MAX_CONTROL_MESSAGES):
+    def _on_control(self, link: PrefillLink, control: zmq.Socket[bytes]) -> None:
+        for frames in received(control, MAX_CONTROL_MESSAGES):
             try:
                 messages.check_version(frames[0].bytes, link.name)
                 body = frames[1].buffer if len(frames) > 1 else b""
                 self._serve(link, messages.decode(body, messages.control_from_prefill))
-            except TransferError as error:
+            except (TransferError, zmq.ZMQError) as error:  # the latter: no more sockets
                 self.lose(link, f"cannot be talked to: {error}")
             if link.is_gone:
                 return
@@ -225,3 +236,12 @@ class PrefillLinks:
         else:
             outcome = "read directly"
         logger.info("KV transfer: pages of %s, on this machine, are %s", link.name, outcome)
+
+
+def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:
+    """As many as the system lets this process have files for, and as many files left to others:
+    clients name the addresses, so there is no saying how many are needed. ZeroMQ's own default
+    is 1,023, for three to four at each address."""
+    most = int(context.get(zmq.SOCKET_LIMIT))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else min(most, files // FILES_PER_SOCKET)

@@ -16,7 +16,7 @@ class TransferSettings:
     unanswered, or a gap unfilled. ``orphan_timeout_s``: how long a room may wait on prefill for
     its request, or its request for a decode rank. ``window_bytes``: data on its way to one decode
     rank at most. ``allowed_networks``: addresses and networks of prefill instances on other
-    machines from which decode takes KV without keys."""
+    machines from which decode takes KV; without any, from none but with keys."""
 
     ping_interval_s: float = 1.0
     peer_timeout_s: float = 4.0

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import requests
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+)
 from transfer_pair import eventually
 
 from server_process import free_port
 from sglang_tiered.config import TransferConfig
-from sglang_tiered.integration.kv_transfer import ZmqKVManager
+from sglang_tiered.errors import TransferError
+from sglang_tiered.integration.hooks import _after_dp_ranks
+from sglang_tiered.integration.kv_transfer import ZmqKVManager, ZmqKVReceiver
 from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
     address_of,
     is_loopback,
     is_wildcard,
 )
+from sglang_tiered.transfer.decode import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,6 +54,7 @@ def manager() -> Any:
     made.attn_tp_rank = made.attn_cp_rank = made.pp_rank = 0
     made.is_mla_backend = made.is_hybrid_mla_backend = False
     made.enable_all_cp_ranks_for_transfer = False
+    made.connection_lock, made.connection_pool = threading.Lock(), {}
     made._lookups = PrefillLookups(made)
     made._transfer = TransferConfig()
     return made
@@ -86,8 +100,7 @@ def register(bootstrap: str, *, page_size: int = 64) -> None:
 def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    row = manager.rank_of(bootstrap, (0, 0, 0, 0))
-    assert (row["rank_ip"], row["rank_port"]) == RANK
+    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) == RANK
     assert manager.prefill_info_table[bootstrap].required_prefill_response_num == 1
     assert manager.why_unknown(bootstrap) is None
 
@@ -169,3 +182,138 @@ def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
     manager._lookups = PrefillLookups(manager)
     assert not manager.try_ensure_parallel_info("192.0.2.7:9")
     eventually(lambda: bool(asked))
+
+
+def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_path: Path) -> None:
+    for networks, refused in ((), False), (("192.0.2.0/24",), True):
+        manager._transfer = TransferConfig(keys_directory=str(tmp_path), allowed_networks=networks)
+        manager.check_is_allowed("192.0.2.7")
+        manager.check_is_allowed("127.0.0.1")
+        if refused:
+            with pytest.raises(TransferError, match="--transfer-allow"):
+                manager.check_is_allowed("203.0.113.1")
+        else:
+            manager.check_is_allowed("203.0.113.1")
+
+
+def test_a_receiver_asks_the_ranks_that_were_looked_up(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    info = manager.prefill_info_table[bootstrap]
+    receiver: Any = ZmqKVReceiver.__new__(ZmqKVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_addr, receiver.prefill_dp_rank = manager, bootstrap, 0
+    for kind in ("target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"):
+        setattr(receiver, kind, getattr(info, kind))
+    receiver._connection_pool_entries = {}
+    receiver._setup_bootstrap_infos()
+    assert receiver._targets() == [Target(RANK)]
+
+
+GOOD_ROW = {"rank_ip": RANK[0], "rank_port": RANK[1]}
+GOOD_INFO = {
+    **dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1),
+    "page_size": 64,
+    "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": True,
+}
+
+
+@contextmanager
+def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[str]:
+    """A server that a client may run, and name in its request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = parse_qs(urlsplit(self.path).query)
+            self._say(info if asked["prefill_dp_rank"] == ["-1"] else row)
+
+        def do_POST(self) -> None:
+            self._say(dp_ranks)
+
+        def _say(self, answer: Any) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> None:
+    """Or the next tests say nothing."""
+    with bootstrap_that_says(GOOD_INFO, {**GOOD_ROW, "more": [1]}) as server:
+        eventually(lambda: manager.try_ensure_parallel_info(server))
+        assert manager.rank_of(server, (0, 0, 0, 0)) == RANK
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"rank_port": 1},
+        {"rank_ip": "127.0.0.1"},
+        {"rank_ip": 2130706433, "rank_port": 1},  # 127.0.0.1 as a number
+        {"rank_ip": None, "rank_port": 1},
+        {"rank_ip": "", "rank_port": 1},
+        {"rank_ip": "127.0.0.1\n", "rank_port": 1},
+        {"rank_ip": "x" * 256, "rank_port": 1},
+        *({"rank_ip": "127.0.0.1", "rank_port": port} for port in ("x", "1", 0, -1, 65536, 1.5)),
+        [],
+        None,
+        "x",
+    ],
+    ids=repr,
+)
+def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
+    row: Any, manager: Any, bootstrap: str
+) -> None:
+    """It ended the scheduler, and kept every later loss from being noticed."""
+    with bootstrap_that_says(GOOD_INFO, row) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert f"the server at {server} cannot be used" in manager.why_unknown(server)
+        assert server not in manager.prefill_info_table
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    assert manager._lookups.forget(RANK) == [bootstrap]
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])
+@pytest.mark.parametrize("kind", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
+def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
+    kind: str, number: int, manager: Any
+) -> None:
+    """Lists of them took all memory; none at all ended the scheduler."""
+    with bootstrap_that_says({**GOOD_INFO, kind: number}, GOOD_ROW) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert "no ranks, or more than" in manager.why_unknown(server)
+        assert server not in manager.prefill_info_table
+
+
+@pytest.mark.parametrize(
+    ("said", "understood"),
+    [
+        ({"7": 1}, {"7": 1}),
+        ({}, {}),  # not known yet
+        ({"7": "x"}, {"7": -1}),
+        ({"7": [1]}, {"7": -1}),
+        ([1], {"7": -1}),
+        (None, {"7": -1}),
+    ],
+)
+def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
+    said: Any, understood: dict[str, int]
+) -> None:
+    """SGLang makes numbers of them there, and ends on what is none."""
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
+        answer = CommonKVReceiver.query_prefill_dp_ranks(server, [7])
+        assert _after_dp_ranks(answer, server, [7]) == understood

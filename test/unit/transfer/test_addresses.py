@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sglang_tiered.errors import ConfigError, TransferError
@@ -24,7 +26,19 @@ def test_an_instance_on_this_machine_is_allowed(host: str) -> None:
 @pytest.mark.parametrize("host", [*OTHERS, *NO_ADDRESSES])
 def test_an_instance_elsewhere_that_nobody_named_is_refused_with_the_way_out(host: str) -> None:
     with pytest.raises(TransferError, match=r"--transfer-keys .* --transfer-allow"):
+        check_is_allowed(host, ())
+    with pytest.raises(
+        TransferError, match=r"nor in --transfer-allow 192\.0\.2\.0/24,2001:db9::/32"
+    ):
         check_is_allowed(host, parse_networks("--transfer-allow", "192.0.2.0/24, 2001:db9::/32"))
+
+
+@pytest.mark.parametrize("host", [2130706433, True, None, b"\x7f\0\0\x01"])
+def test_what_is_no_text_is_no_address_of_this_machine(host: Any) -> None:
+    """To Python these numbers and bytes are addresses; 2130706433 is 127.0.0.1."""
+    assert not is_own_address(host)
+    with pytest.raises(TransferError):
+        check_is_allowed(host, ("0.0.0.0/0",))
 
 
 @pytest.mark.parametrize("host", OTHERS)
