@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
+    from pathlib import Path
 
     import torch
 
 __all__ = [
     "PAGE",
     "TOKENS",
+    "attach",
+    "broken_shard",
     "compute",
     "flush",
     "keys_of",
@@ -78,7 +82,15 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
     )
     set_global_server_args_for_scheduler(arguments)
     held.enter_context(
-        get_parallel().override(tp_rank=rank, tp_size=num_ranks, pp_rank=0, pp_size=1)
+        get_parallel().override(
+            tp_rank=rank,
+            tp_size=num_ranks,
+            attn_tp_rank=rank,
+            attn_tp_size=num_ranks,
+            moe_tp_size=num_ranks,
+            pp_rank=0,
+            pp_size=1,
+        )
     )
     pool = MHATokenToKVPool(
         size=PAGE * PAGES,
@@ -105,6 +117,29 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
     cache = TieredRadixCache(params=params)
     cache.init_hicache(arguments, params)
     return cache
+
+
+def attach(cache: Any, **policies: str) -> tuple[bool, str]:
+    """As an operator does at run time, whose answer this is."""
+    flags = storage_flags()
+    answer: tuple[bool, str] = cache.attach_storage_backend(
+        flags["hicache_storage_backend"],
+        flags["hicache_storage_backend_extra_config"],
+        **policies,
+    )
+    return answer
+
+
+@contextmanager
+def broken_shard(directory: Path, *, rank: int) -> Iterator[None]:
+    """A file lies in the place of a rank's shard, which nobody has open."""
+    (shard,) = directory.glob(f"shard-tp{rank}of*")
+    aside = directory.with_name(f"aside-{rank}")
+    shard.rename(aside)
+    shard.touch()
+    yield
+    shard.unlink()
+    aside.rename(shard)
 
 
 def compute(cache: Any, tokens: list[int]) -> torch.Tensor:

@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.shutdown": ("self",),
     f"{_TREE}.total_size": ("self",),
     f"{_TREE}.attach_storage_backend": ("self", "storage_backend"),
+    f"{_TREE}.detach_storage_backend": ("self",),
     f"{_TREE}.evict_host": ("self", "num_tokens", "component_type"),
     f"{_TREE}.init_load_back": ("self", "params"),
     f"{_TREE}._finish_write_through_ack": ("self", "ack_id"),

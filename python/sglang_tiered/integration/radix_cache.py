@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.runtime_context import get_context, get_disagg, get_memory
+from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration import namespace, small_host_core
@@ -78,6 +78,12 @@ RESIDENT_SHARE = 1 / 3
 
 WARM_SHARE = 1 / 2
 """Of it, what is loaded after a restart before anybody asks."""
+
+# What SGLang sets with a storage that is attached, beside the controller's policy.
+_POLICIES = ("prefetch_stop_policy", "write_through_threshold", "is_write_back")
+
+_NO_RANK = 1 << 40
+"""In place of the rank that could not attach a storage."""
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +175,34 @@ class TieredRadixCache(SpillingRadixCache):
             self._tier_events = TierEvents.of_cache(self.tree_core, self.storage, params)
 
     def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        before = self.storage
-        answer: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
-        if self.storage is not None and self.storage is not before:
-            self._use_storage(self.storage)
-        return answer
+        """Every rank gets the storage or none: what ranks exchange in a step is longer with it.
+
+        SGLang keeps a storage that fails when the host pools are registered, which is when the
+        tiers are opened, and its threads."""
+        if self.enable_storage:  # SGLang does no more than change policies
+            changed: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
+            return changed
+        controller = self.cache_controller
+        policies = {name: getattr(self, name) for name in _POLICIES}
+        write_policy = controller.write_policy
+        try:
+            attached, answer = super().attach_storage_backend(*args, **kwargs)
+        except Exception as error:  # the other ranks wait for what this one says
+            logger.exception("The storage backend could not be attached.")
+            attached, answer = False, f"Failed to attach storage backend: {error}"
+        refusing = _NO_RANK if attached else get_parallel().tp_rank
+        (refusing,) = least_on_every_rank(self, [refusing])
+        if refusing == _NO_RANK:
+            if self.storage is not None:
+                self._use_storage(self.storage)
+            return True, answer
+        self.detach_storage_backend()
+        for name, value in policies.items():
+            setattr(self, name, value)
+        controller.write_policy = write_policy
+        if attached:
+            answer = f"Failed to attach storage backend on rank {refusing}, whose log says why."
+        return False, answer
 
     def _use_storage(self, storage: TieredStorage) -> None:
         """An operator attached the tiers again: what knew the storage before knows this one."""

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from platform_process import FOLDER, environment
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from small_cache import PAGE, TOKENS, compute, flush, keys_of, settle, storage_flags, store
+from small_cache import (
+    PAGE,
+    TOKENS,
+    attach,
+    broken_shard,
+    compute,
+    flush,
+    keys_of,
+    settle,
+    step,
+    store,
+)
 
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.tier_events import TierEvents, tiers_of
 from sglang_tiered.storage.layered.tiers import Tier
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEADLINE_S = 240.0
+
 
 def attach_again(cache: Any) -> None:
     assert cache.detach_storage_backend()[0]
     assert cache.storage is None
-    flags = storage_flags()
-    attached, message = cache.attach_storage_backend(
-        flags["hicache_storage_backend"], flags["hicache_storage_backend_extra_config"]
-    )
+    attached, message = attach(cache)
     assert attached, message
 
 
@@ -70,6 +88,57 @@ def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_
     assert cache.storage.stats().num_pages_stored == 0
     flush(cache)
     store(cache, TOKENS)
+
+
+def test_server_whose_tiers_cannot_be_attached_goes_on_and_can_attach_them_later(
+    cache: Any, tmp_path: Path
+) -> None:
+    store(cache, TOKENS)
+    flush(cache)
+    assert cache.detach_storage_backend()[0]
+    with broken_shard(tmp_path / "kv", rank=0):
+        for _ in range(2):  # a second attempt is no update of policies
+            attached, message = attach(cache)
+            assert not attached and "cannot be used as a store" in message
+            assert cache.storage is None
+            step(cache, lambda: False, steps=3)
+            compute(cache, TOKENS)
+            settle(cache)
+            flush(cache)
+    attached, message = attach(cache)
+    assert attached, message
+    assert load(cache, TOKENS) == [True] * 4
+    store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+
+
+def test_tiers_that_one_rank_cannot_attach_are_attached_on_none(tmp_path: Path) -> None:
+    """Else the ranks' next exchange, longer with the tiers, ends the server."""
+    env = {**os.environ, **environment()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / "attaching_rank.py"), str(rank), str(tmp_path)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    first, second = (json.loads(each.splitlines()[-1]) for each in said)
+    for answers in (first["refused"], second["refused"]):
+        assert [attached for attached, _ in answers] == [False, False]
+    assert "cannot be used as a store" in first["refused"][0][1], "its own"
+    assert "on rank 1, whose log says why" in first["refused"][1][1]
+    for rank in (first, second):
+        assert rank["held while refused"] == [False, False]
+        assert rank["write policy"] == ["write_through"] * 2
+        assert rank["attached"][0], rank["attached"][1]
 
 
 def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
