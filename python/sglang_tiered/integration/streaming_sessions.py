@@ -56,9 +56,12 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         # the next step was on its way when this turn ended, and SGLang does not let it go back
         # behind what the tree owns.
         num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
+        up_to = min(req.owned_kv_len(), num_tokens - 1)
+        if up_to <= req.kv.cache_protected_len:
+            return  # nothing new: a turn without an answer, whose prompt SGLang put into the tree
         req.lock, slot.lock = slot.lock, None
         req.refresh_fill_ids()  # which lag behind the output
-        self.cache.checkpoint_into_tree(req, up_to=min(req.owned_kv_len(), num_tokens - 1))
+        self.cache.checkpoint_into_tree(req, up_to=up_to)
         self._lock_to_slot(req, slot)
 
 
