@@ -15,7 +15,12 @@ from safetensors.numpy import load_file, save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["write_gemma3", "write_latent_attention", "write_sliding_window"]
+__all__ = [
+    "write_gemma3",
+    "write_latent_attention",
+    "write_long_context",
+    "write_sliding_window",
+]
 
 WINDOW = 128  # tokens; two pages
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320
@@ -169,6 +174,26 @@ def write_latent_attention(demo: Path, out: Path) -> Path:
             f"{layer}.post_attention_layernorm.weight": ones,
         }
     return _write(demo, out, LATENT_ATTENTION, weights)
+
+
+def write_long_context(demo: Path, out: Path, max_tokens: int) -> Path:
+    """One head of the demo model's first layer, so that a CPU computes so many tokens in a minute:
+    attention is nearly all of the work, and grows with the square of the context."""
+    weights = load_file(demo / "model.safetensors")
+    config = json.loads((demo / "config.json").read_text())
+    config |= {
+        "max_position_embeddings": max_tokens,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+    }
+    attention = "model.layers.0.self_attn"
+    head = slice(config["head_dim"])
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weights[f"{attention}.{name}.weight"] = weights[f"{attention}.{name}.weight"][head]
+    mixed = weights[f"{attention}.o_proj.weight"][:, head]
+    weights[f"{attention}.o_proj.weight"] = np.ascontiguousarray(mixed)
+    return _write(demo, out, config, weights)
 
 
 class _Matrices:
