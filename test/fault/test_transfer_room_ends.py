@@ -489,3 +489,12 @@ def test_a_room_that_cannot_be_put_into_words_fails_and_does_not_hang(
     receiver.open(1, [sender], [0], prefix_tokens=no_number)
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 1)[2]
     hand_over_one(sender, receiver)
+
+
+def test_a_room_that_no_message_can_name_fails_and_does_not_hang(
+    sender: Prefill, receiver: Decode
+) -> None:
+    """Not even that it was given up can be said then."""
+    receiver.open(2**64, [sender], [0])
+    assert "could not ask for the pages" in receiver.events.wait_for("failed", 2**64)[2]
+    hand_over_one(sender, receiver)

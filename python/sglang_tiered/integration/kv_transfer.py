@@ -59,6 +59,9 @@ __all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
 
 REST_S = 0.005
 
+NUM_ROOMS = 2**63
+"""That a request may name: more than fit SGLang's tensors and our messages."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -257,17 +260,27 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         return self._lookups.why_unknown(bootstrap_address)
 
 
-class _RemembersWhy:
-    """A handoff's end that says as often as SGLang asks why it failed: SGLang asks again while the
-    request waits to be removed, has forgotten by then, and would answer its client that the reason
-    is unknown and another rank's. Before SGLang's class."""
+class _End:
+    """What both ends of a handoff share. Before SGLang's class."""
 
     kv_mgr: Any
     bootstrap_room: int
+    conclude_state: Any
     _failure: KVTransferError | None = None
 
+    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)  # type: ignore[call-arg]
+        # A client chooses the number. A larger one ends prefill's scheduler, which writes it into
+        # a tensor, and no message can name one beyond 64 bits.
+        if not 0 <= self.bootstrap_room < NUM_ROOMS:
+            reason = "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
+            self.kv_mgr.room_failed(self.bootstrap_room, reason)
+            self.conclude_state = KVPoll.Failed
+
     def failure_exception(self) -> None:
-        """Raises ``KVTransferError``."""
+        """Raises ``KVTransferError``, as often as SGLang asks: it asks again while the request
+        waits to be removed, has forgotten by then, and would answer its client that the reason is
+        unknown and another rank's."""
         try:
             super().failure_exception()  # type: ignore[misc]
         except KVTransferError as error:
@@ -281,12 +294,12 @@ class _RemembersWhy:
         raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
 
 
-class ZmqKVSender(_RemembersWhy, CommonKVSender):  # type: ignore[misc]
+class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
     def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
-        if not mgr.is_dummy_cp_rank:
+        if self.conclude_state is None and not mgr.is_dummy_cp_rank:
             _sending(mgr).expect(self.bootstrap_room)
 
     def abort(self) -> None:
@@ -303,10 +316,15 @@ class ZmqKVSender(_RemembersWhy, CommonKVSender):  # type: ignore[misc]
         _sending(self.kv_mgr).forget(self.bootstrap_room)
 
 
-class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
+class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     """One request on one decode rank."""
 
     bootstrap_infos: list[dict[str, Any]] | None = None
+
+    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)
+        if self.conclude_state is not None:
+            self.abort_notified = True  # prefill refuses the number itself
 
     @property
     def supports_host_destination(self) -> bool:
