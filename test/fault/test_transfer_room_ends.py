@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -458,14 +459,21 @@ def test_rooms_at_more_silent_addresses_than_zeromq_has_sockets_for_all_end(
         hand_over_one(sender, receiver)
 
 
-def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(sender: Prefill) -> None:
+@pytest.mark.parametrize("files", [512, 516, 520])  # another socket of three is the first to lack
+def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(
+    files: int, sender: Prefill
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     try:
         with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
+            before = len(os.listdir("/proc/self/fd"))
             for room, address in enumerate(addresses):
                 receiver.endpoint.claim(room, [Target(address)])
                 receiver.open(room, [address], [0])
+            receiver.events.wait_for("failed")
+            taken = len(os.listdir("/proc/self/fd")) - before
+            assert taken <= files // 2, "half of the files are left to others"
             reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
             assert any("cannot be addressed: Too many open files" in why for why in reasons)
             eventually(lambda: receiver.endpoint.num_sessions == 0)
