@@ -378,8 +378,10 @@ class DecodeEndpoint:
         payload = frames[3].buffer if len(frames) > 3 else b""
         is_pull = isinstance(message, messages.Pull)
         signed = (header, bytes(payload)) if is_pull else (header,)
-        judge = (link.peer_memory if is_pull else None) or link.tagger
-        if not judge.is_right(frames[2].bytes, *signed):
+        memory = link.peer_memory if is_pull else None
+        is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
+        # By an offer that cannot be used nothing is read, whoever says so: it is asked for as slab.
+        if not is_right and (memory is None or not memory.is_unusable):
             self.stats.num_forged += 1
             return None
         return message, payload
