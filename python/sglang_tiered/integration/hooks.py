@@ -68,7 +68,6 @@ HOST_INFO = "sglang_tiered_host"
 """Key of the host tier's size in what a scheduler says at its start."""
 
 LOOKUP_LOOK_S = 0.01
-LOOKUP_DEADLINE_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +211,8 @@ def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type:
 
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
+        from sglang_tiered.integration.prefill_lookups import LOOKUP_DEADLINE_S
+
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 

@@ -218,14 +218,17 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Its rooms have failed. What was looked up of it is forgotten: a successor has another
         port, and perhaps another layout."""
         for bootstrap_address in self._lookups.forget(address):
-            with self.connection_lock:
-                self.prefill_info_table.pop(bootstrap_address, None)
-                for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
-                    del self.connection_pool[key]
+            self.forget_ranks(bootstrap_address)
             for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
                 # Those still without pages have no room at the endpoint.
                 if self.request_status.get(room) == KVPoll.WaitingForInput:
                     self._conclude(room, KVPoll.Failed, reason)
+
+    def forget_ranks(self, bootstrap_address: str) -> None:
+        """Where SGLang keeps them. Any thread."""
+        with self.connection_lock:
+            for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
+                del self.connection_pool[key]
 
     def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
         # A room that SGLang has cleared must not come back with a failure of before.
@@ -249,6 +252,9 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill server is known by now. Asks it in the background."""
         return self._lookups.is_known(bootstrap_addr)
+
+    def use_server(self, bootstrap_addr: str) -> None:
+        self._lookups.use(bootstrap_addr)
 
     def rank_of(self, bootstrap_address: str, key: RankKey) -> Address | None:
         return self._lookups.rank_of(bootstrap_address, key)
@@ -384,6 +390,8 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
             else:
                 self.kv_mgr.tell_ranks(self.bootstrap_addr, self._abort_at)
         super()._clear()
+        if not self.kv_mgr.addr_to_rooms_tracker.get(self.bootstrap_addr):
+            self.kv_mgr.addr_to_rooms_tracker.pop(self.bootstrap_addr, None)  # clients name it
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.room_failed(self.bootstrap_room, reason)
@@ -397,6 +405,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill ranks are known: tell them that this request is here."""
+        self.kv_mgr.use_server(self.bootstrap_addr)
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
             _receiving(self.kv_mgr).claim(self.bootstrap_room, self._targets())

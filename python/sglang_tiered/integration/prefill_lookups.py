@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ipaddress
+import json
 import math
 import socket
 import threading
 import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+import requests
+from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.addresses import is_own_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sglang_tiered.integration.kv_transfer import ZmqKVManager
     from sglang_tiered.transfer.prefill_link import Address
 
 __all__ = [
+    "LOOKUP_DEADLINE_S",
     "PrefillLookups",
     "RankKey",
     "address_of",
@@ -29,6 +35,21 @@ __all__ = [
     "is_loopback",
     "is_wildcard",
 ]
+
+LOOKUP_DEADLINE_S = 5.0
+"""For all questions of a lookup, and for a request that waits for one."""
+
+MAX_LOOKUPS = 16
+"""At a time; each is a thread."""
+
+MAX_LOOKUPS_PER_MACHINE = 4
+"""Of these, so that one that answers slowly does not hold up the others. A machine may have several
+servers, some of which are silent."""
+
+MAX_SERVERS = 1024
+"""That are remembered, and as many that failed: clients name them. Those used last stay."""
+
+MAX_ANSWER_BYTES = 1 << 20
 
 LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
@@ -56,21 +77,30 @@ class PrefillLookups:
     def __init__(self, manager: ZmqKVManager) -> None:
         self._manager = manager
         self._lock = threading.Lock()
-        self._ranks: dict[str, dict[RankKey, Address]] = {}
-        self._failures: dict[str, tuple[float, str]] = {}
-        self._running: dict[str, concurrent.futures.Future[None]] = {}
+        self._ranks: OrderedDict[str, dict[RankKey, Address]] = OrderedDict()  # used last: last
+        self._failures: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self._running: set[str] = set()
+        self._asked: Counter[str] = Counter()  # machines, by their address
         self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(4, "kv-transfer-lookup")
+        self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "kv-transfer-lookup")
 
     def is_known(self, server: str) -> bool:
+        if self.use(server):
+            return True
+        with self._lock:
+            failed_at, _ = self._failures.get(server, (-LOOKUP_RETRY_S, ""))
+            if server not in self._running and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
+                self._running.add(server)
+                self._threads.submit(self._look_up, server)
+        return False
+
+    def use(self, server: str) -> bool:
+        """A request is served by this server: remember it longer than others. Whether it is
+        known."""
         with self._lock:
             if server in self._ranks:
-                return True
-            running = self._running.get(server)
-            failed_at, _ = self._failures.get(server, (0.0, ""))
-            if running is None and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
-                self._running[server] = self._threads.submit(self._look_up, server)
-        return False
+                self._ranks.move_to_end(server)
+            return server in self._ranks
 
     def rank_of(self, server: str, key: RankKey) -> Address | None:
         with self._lock:
@@ -103,52 +133,59 @@ class PrefillLookups:
             servers = [s for s, ranks in self._ranks.items() if address in ranks.values()]
             for server in servers:
                 del self._ranks[server]
+                self._manager.prefill_info_table.pop(server, None)
         return servers
 
     def _look_up(self, server: str) -> None:
         asked, ranks, reason = _Asking(self._manager), {}, None
+        until = time.monotonic() + LOOKUP_DEADLINE_S
         try:
-            self._manager.check_is_allowed(server.rpartition(":")[0].strip("[]"))
-            # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
-            if CommonKVManager.try_ensure_parallel_info(asked, server):
-                ranks = self._ranks_of(server, asked.prefill_info_table[server])
-            else:
-                reason = f"prefill bootstrap failed: the server at {server} does not answer"
+            host = server.rpartition(":")[0].strip("[]")
+            self._manager.check_is_allowed(host)
+            with self._asking(host):
+                # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
+                if CommonKVManager.try_ensure_parallel_info(asked, server):
+                    ranks = _ranks_of(server, asked.prefill_info_table[server], until)
+                else:
+                    reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
             # The rest is for who runs it to mend: a client named it, so it may say anything.
             reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
+        forgotten: list[str] = []
         with self._lock:
-            self._running.pop(server, None)
+            self._running.discard(server)
+            self._failures.pop(server, None)
             if reason is None:
                 self._ranks[server] = ranks
-                self._failures.pop(server, None)
                 # Last: SGLang starts requests on what it finds in this table.
                 self._manager.prefill_info_table[server] = asked.prefill_info_table[server]
             else:
                 self._failures[server] = time.monotonic(), reason
+            while len(self._failures) > MAX_SERVERS:
+                self._failures.popitem(last=False)
+            while len(self._ranks) > MAX_SERVERS:
+                forgotten.append(self._ranks.popitem(last=False)[0])
+                self._manager.prefill_info_table.pop(forgotten[-1], None)
             waiting = self._waiting.pop(server, [])
+        for other in forgotten:
+            self._manager.forget_ranks(other)
         for tell in waiting if reason is None else ():
             tell(list(ranks.values()))
 
-    def _ranks_of(self, server: str, info: Any) -> dict[RankKey, Address]:
-        """The only place where what a bootstrap server says of its ranks is read. Raises
-        ``TransferError`` for a rank that it does not know or that is none."""
-        asking = CommonKVReceiver.__new__(CommonKVReceiver)
-        asking.bootstrap_addr = server
-        ranks: dict[RankKey, Address] = {}
-        for dp in range(info.dp_size):
-            for cp in info.target_cp_ranks:
-                for tp in info.target_tp_ranks:
-                    for pp in info.target_pp_ranks:
-                        row = CommonKVReceiver._get_bootstrap_info_from_server(  # noqa: SLF001
-                            asking, dp, cp, tp, pp
-                        )
-                        rank = f"rank dp{dp} tp{tp} pp{pp}"
-                        if row is None:
-                            raise TransferError(f"it does not know its {rank}")
-                        ranks[dp, cp, tp, pp] = _address_in(row, rank)
-        return ranks
+    @contextmanager
+    def _asking(self, host: str) -> Iterator[None]:
+        """Raises ``TransferError`` while a machine holds up as many questions as it may."""
+        machine = _machine_of(host)
+        with self._lock:
+            if self._asked[machine] >= MAX_LOOKUPS_PER_MACHINE:
+                raise TransferError("its machine has not answered other questions yet")
+            self._asked[machine] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked -= Counter([machine])  # keeps none of zero
 
 
 class _Asking:
@@ -168,6 +205,57 @@ class _Asking:
         if min(sizes) < 1 or math.prod(sizes) > MAX_RANKS:
             raise TransferError(f"it says that it has no ranks, or more than {MAX_RANKS}")
         self._manager._resolve_rank_mapping(info)  # noqa: SLF001
+
+
+def _ranks_of(server: str, info: Any, until: float) -> dict[RankKey, Address]:
+    """The only place where what a bootstrap server says of its ranks is read. Raises
+    ``TransferError`` for a rank that it does not know or that is none, and for one that is not
+    said in time."""
+    ranks: dict[RankKey, Address] = {}
+    with requests.Session() as session:
+        for dp in range(info.dp_size):
+            for cp in info.target_cp_ranks:
+                for tp in info.target_tp_ranks:
+                    for pp in info.target_pp_ranks:
+                        url = (
+                            f"http://{server}/route?prefill_dp_rank={dp}&prefill_cp_rank={cp}"
+                            f"&target_tp_rank={tp}&target_pp_rank={pp}"
+                        )
+                        row = _answer(session, "GET", url, until)
+                        ranks[dp, cp, tp, pp] = _address_in(row, f"rank dp{dp} tp{tp} pp{pp}")
+    return ranks
+
+
+def _answer(
+    session: requests.Session, method: str, url: str, until: float, json_body: Any = None
+) -> Any:
+    """What a bootstrap server says. Raises ``TransferError`` or ``requests.RequestException``
+    where that is nothing, too much or too late."""
+    late = TransferError(f"it did not answer within {LOOKUP_DEADLINE_S:.0f} s")
+    left = until - time.monotonic()
+    if left <= 0:
+        raise late
+    body = bytearray()
+    try:
+        response = session.request(
+            method, url, json=json_body, timeout=left, stream=True, allow_redirects=False
+        )
+    except requests.Timeout:
+        raise late from None
+    with response:
+        if response.status_code != requests.codes.ok:
+            raise TransferError(f"it answers {response.status_code}")
+        for piece in response.iter_content(256):
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES or time.monotonic() > until:
+                raise TransferError("its answer has no end")
+    return json.loads(body)
+
+
+def _machine_of(host: str) -> str:
+    """One name for all addresses by which this machine reaches itself."""
+    address = addresses_of(host)[0]
+    return "here" if is_own_address(address) else address
 
 
 def _address_in(row: Any, rank: str) -> Address:

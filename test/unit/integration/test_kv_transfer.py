@@ -98,7 +98,7 @@ def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
     end.clear()
     said = [name for name, *_ in manager.sending.method_calls]
     assert not {"expect", "abort", "claim"} & set(said), "no message can hold it"
-    assert not manager.request_status
+    assert not manager.request_status and not manager.addr_to_rooms_tracker
 
 
 @pytest.mark.parametrize("room", [0, 2**63 - 1])
