@@ -256,6 +256,10 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def use_server(self, bootstrap_addr: str) -> None:
         self._lookups.use(bootstrap_addr)
 
+    def replicas_of(self, bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
+        """In the place of SGLang's ``query_prefill_dp_ranks``."""
+        return self._lookups.replicas_of(bootstrap_addr, bootstrap_rooms)
+
     def rank_of(self, bootstrap_address: str, key: RankKey) -> Address | None:
         return self._lookups.rank_of(bootstrap_address, key)
 
@@ -406,6 +410,9 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill ranks are known: tell them that this request is here."""
         self.kv_mgr.use_server(self.bootstrap_addr)
+        if prefill_dp_rank < 0 and self.conclude_state is None:
+            server = self.bootstrap_addr
+            self._fail(f"the prefill server at {server} does not say which replica has the request")
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
             _receiving(self.kv_mgr).claim(self.bootstrap_room, self._targets())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import math
 import socket
 import threading
@@ -36,6 +37,8 @@ __all__ = [
     "is_wildcard",
 ]
 
+logger = logging.getLogger(__name__)
+
 LOOKUP_DEADLINE_S = 5.0
 """For all questions of a lookup, and for a request that waits for one."""
 
@@ -55,7 +58,17 @@ LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
 
 MAX_WAITING = 4096
-"""Calls that wait for one server's answer; those beyond are dropped."""
+"""Calls that wait for one server's answer; those beyond are dropped. And rooms whose replica was
+asked for, in all and about; the oldest are forgotten."""
+
+ROOMS_RETRY_S = 0.05
+"""Pause between two questions to one server for the replicas that serve rooms."""
+
+REMEMBERED_S = 60.0
+"""Which replica serves a room; its number is not to be used again within that time."""
+
+NO_REPLICA = -1
+"""Of a room whose replica is not to be known: a rank that does not exist."""
 
 MAX_RANKS = 4096
 """Of one prefill server; each that concerns this rank is a question to its bootstrap server."""
@@ -82,6 +95,9 @@ class PrefillLookups:
         self._running: set[str] = set()
         self._asked: Counter[str] = Counter()  # machines, by their address
         self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
+        # Of each (server, room): when it was first asked for, and the answer.
+        self._replicas: OrderedDict[tuple[str, int], tuple[float, int | None]] = OrderedDict()
+        self._rooms_asked_at: dict[str, float] = {}  # of servers; for ever while one is asked
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "kv-transfer-lookup")
 
     def is_known(self, server: str) -> bool:
@@ -126,6 +142,47 @@ class PrefillLookups:
                     waiting.append(tell)
         if ranks is not None:
             tell(list(ranks.values()))
+
+    def replicas_of(self, server: str, rooms: list[int]) -> dict[str, int]:
+        """Which replica of a server serves each room, of those that are known by now. Others are
+        asked for, and after a while there is none for them: ``NO_REPLICA``."""
+        now, answers = time.monotonic(), {}
+        with self._lock:
+            while self._replicas:  # a number may be another request's by then
+                asked_at, _ = next(iter(self._replicas.values()))
+                if now - asked_at < REMEMBERED_S and len(self._replicas) < MAX_WAITING:
+                    break
+                self._replicas.popitem(last=False)
+            for room in rooms:
+                asked_at, rank = self._replicas.setdefault((server, room), (now, None))
+                if rank is None and now - asked_at >= LOOKUP_DEADLINE_S:
+                    rank = NO_REPLICA
+                if rank is not None:
+                    answers[str(room)] = rank
+            unknown = [room for room in rooms if str(room) not in answers]
+            rested = now - self._rooms_asked_at.get(server, -ROOMS_RETRY_S) >= ROOMS_RETRY_S
+            if unknown and rested:
+                self._rooms_asked_at[server] = math.inf
+                self._threads.submit(self._ask_for_replicas, server, unknown)
+        return answers
+
+    def _ask_for_replicas(self, server: str, rooms: list[int]) -> None:
+        url, until = f"http://{server}/query_dp_ranks", time.monotonic() + LOOKUP_DEADLINE_S
+        found: dict[int, int] = {}
+        try:
+            host = server.rpartition(":")[0].strip("[]")
+            with self._asking(host), requests.Session() as session:
+                said = _answer(session, "POST", url, until, {"bootstrap_rooms": rooms})
+            found = _replicas_in(said, rooms)
+        except Exception as error:
+            logger.debug("%s does not say which replica serves a request: %s", server, error)
+        with self._lock:
+            self._rooms_asked_at[server] = time.monotonic()
+            while len(self._rooms_asked_at) > MAX_SERVERS:
+                self._rooms_asked_at.pop(next(iter(self._rooms_asked_at)))
+            for room, rank in found.items():
+                if (server, room) in self._replicas:
+                    self._replicas[server, room] = self._replicas[server, room][0], rank
 
     def forget(self, address: Address) -> list[str]:
         """Forget the servers that have a rank at ``address``. Returns them."""
@@ -237,19 +294,30 @@ def _answer(
         raise late
     body = bytearray()
     try:
-        response = session.request(
+        with session.request(
             method, url, json=json_body, timeout=left, stream=True, allow_redirects=False
-        )
-    except requests.Timeout:
+        ) as response:
+            if response.status_code != requests.codes.ok:
+                raise TransferError(f"it answers {response.status_code}")
+            for piece in response.iter_content(256):
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise TransferError("its answer has no end")
+                if time.monotonic() > until:
+                    raise late
+    except requests.RequestException:
+        if time.monotonic() < until:
+            raise
         raise late from None
-    with response:
-        if response.status_code != requests.codes.ok:
-            raise TransferError(f"it answers {response.status_code}")
-        for piece in response.iter_content(256):
-            body += piece
-            if len(body) > MAX_ANSWER_BYTES or time.monotonic() > until:
-                raise TransferError("its answer has no end")
     return json.loads(body)
+
+
+def _replicas_in(said: Any, rooms: list[int]) -> dict[int, int]:
+    """SGLang makes numbers of them on the scheduler's thread, and ends on what is none."""
+    if not isinstance(said, dict):
+        return dict.fromkeys(rooms, NO_REPLICA)
+    found = {room: said[str(room)] for room in rooms if str(room) in said}
+    return {room: rank if isinstance(rank, int) else NO_REPLICA for room, rank in found.items()}
 
 
 def _machine_of(host: str) -> str:

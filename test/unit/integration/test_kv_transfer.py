@@ -106,3 +106,13 @@ def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
 def test_the_largest_room_number_that_fits_is_served(kind: type[Any], room: int) -> None:
     with get_parallel().override(num_dp_ranks=1):
         assert kind(manager_of(), SERVER, room).conclude_state is None
+
+
+def test_a_request_that_no_replica_has_fails_with_a_sentence() -> None:
+    manager = manager_of()
+    manager._lookups = SimpleNamespace(use=lambda _: None)
+    receiver = ZmqKVReceiver(manager, SERVER, ROOM)
+    receiver.init(-1)
+    assert receiver.poll() == KVPoll.Failed
+    manager.tell_ranks = lambda *_: None
+    assert "does not say which replica" in reason_of(receiver).failure_reason

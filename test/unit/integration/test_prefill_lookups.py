@@ -25,7 +25,7 @@ from server_process import free_port
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration import prefill_lookups
-from sglang_tiered.integration.hooks import _after_dp_ranks
+from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.integration.kv_transfer import ZmqKVManager, ZmqKVReceiver
 from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
@@ -378,7 +378,6 @@ def test_of_many_servers_those_used_last_are_remembered(
     ("said", "understood"),
     [
         ({"7": 1}, {"7": 1}),
-        ({}, {}),  # not known yet
         ({"7": "x"}, {"7": -1}),
         ({"7": [1]}, {"7": -1}),
         ([1], {"7": -1}),
@@ -386,9 +385,39 @@ def test_of_many_servers_those_used_last_are_remembered(
     ],
 )
 def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
-    said: Any, understood: dict[str, int]
+    said: Any, understood: dict[str, int], manager: Any
 ) -> None:
     """SGLang makes numbers of them there, and ends on what is none."""
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
-        answer = CommonKVReceiver.query_prefill_dp_ranks(server, [7])
-        assert _after_dp_ranks(answer, server, [7]) == understood
+        eventually(lambda: manager.replicas_of(server, [7]) == understood)
+
+
+def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang waited for it on the scheduler's thread, five seconds a step."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):  # each returns, though the question is still open
+            assert manager.replicas_of(server, [7]) == {}
+        eventually(lambda: manager.replicas_of(server, [7]) == {"7": -1})
+
+
+def test_a_room_that_no_replica_has_fails_its_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was pending for ever."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: manager.replicas_of(server, [7, 8]) == {"7": -1, "8": 1})
+
+
+def test_sglang_asks_us_which_replica_has_a_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
+    zmq = SimpleNamespace(value="zmq")
+    _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: CommonKVReceiver.query_prefill_dp_ranks(server, [8]) == {"8": 1})
