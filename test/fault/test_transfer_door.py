@@ -75,6 +75,20 @@ def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_sess
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
 
 
+def test_an_endpoint_that_nobody_read_takes_no_permission_back(
+    receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has one, which may be a debugger's."""
+    allowed: list[int] = []
+    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
+    with prefill(settings=PATIENT) as sender, strange_decode(sender.address) as stranger:
+        assert stranger.greet(is_same_host=True).door is not None
+    assert not allowed
+    with prefill(settings=PATIENT) as sender:
+        hand_over(sender, receiver)
+    assert allowed == [os.getpid(), 0]
+
+
 def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
     sender: Prefill, receiver: Decode
 ) -> None:

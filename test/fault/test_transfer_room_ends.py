@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -458,14 +459,21 @@ def test_rooms_at_more_silent_addresses_than_zeromq_has_sockets_for_all_end(
         hand_over_one(sender, receiver)
 
 
-def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(sender: Prefill) -> None:
+@pytest.mark.parametrize("files", [512, 516, 520])  # another socket of three is the first to lack
+def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(
+    files: int, sender: Prefill
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     try:
         with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
+            before = len(os.listdir("/proc/self/fd"))
             for room, address in enumerate(addresses):
                 receiver.endpoint.claim(room, [Target(address)])
                 receiver.open(room, [address], [0])
+            receiver.events.wait_for("failed")
+            taken = len(os.listdir("/proc/self/fd")) - before
+            assert taken <= files // 2, "half of the files are left to others"
             reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
             assert any("cannot be addressed: Too many open files" in why for why in reasons)
             eventually(lambda: receiver.endpoint.num_sessions == 0)
@@ -488,4 +496,13 @@ def test_a_room_that_cannot_be_put_into_words_fails_and_does_not_hang(
     no_number: Any = np.int64(0)  # as SGLang's might be, and which no message can hold
     receiver.open(1, [sender], [0], prefix_tokens=no_number)
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 1)[2]
+    hand_over_one(sender, receiver)
+
+
+def test_a_room_that_no_message_can_name_fails_and_does_not_hang(
+    sender: Prefill, receiver: Decode
+) -> None:
+    """Not even that it was given up can be said then."""
+    receiver.open(2**64, [sender], [0])
+    assert "could not ask for the pages" in receiver.events.wait_for("failed", 2**64)[2]
     hand_over_one(sender, receiver)

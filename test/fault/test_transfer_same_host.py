@@ -28,11 +28,14 @@ from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import prefill_links, same_host
-from sglang_tiered.transfer.same_host import Fence, PeerMemory
+from sglang_tiered.transfer.same_host import Fence, Guest, PeerMemory
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang_tiered.transfer.memory import Buffer
+    from sglang_tiered.transfer.security import Tagger
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,6 +110,26 @@ def test_memory_that_stops_being_readable_is_sent_instead_and_no_room_fails(
     assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512, "of the first room"
     assert sender.endpoint.stats.num_resent == 1, "and the rest was sent at once"
     assert sender.endpoint.stats.num_rooms_failed == receiver.endpoint.stats.num_rooms_failed == 0
+
+
+@pytest.mark.parametrize("what", ["other_buffers", "no_message"])
+def test_memory_whose_offer_cannot_be_used_is_sent_instead(
+    what: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill waited for the confirmation until it gave up the session and all of its rooms."""
+    admit = Guest.admit
+
+    def offer(guest: Guest, buffers: Sequence[Buffer]) -> Tagger | None:
+        if what == "no_message":
+            guest._connection.send(b"\xc1")
+        return admit(guest, buffers[1:] if what == "other_buffers" else buffers)
+
+    monkeypatch.setattr(Guest, "admit", offer)
+    hand_over(sender, receiver, 1)
+    hand_over(sender, receiver, 2)
+    assert receiver.endpoint.stats.pulled_bytes == 0
+    assert sender.endpoint.stats.num_resent == 1, "and the rest was sent at once"
+    assert receiver.endpoint.stats.num_forged == 0
 
 
 def hold(endpoint: Any) -> threading.Event:

@@ -24,7 +24,7 @@
 | TokenizerManager._tokenize_one_request | BEFORE | a client may say what its images hash to, and so store one image's pages under another's key (``media_hashes``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
-| DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look |
+| DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look. So is which replica of ``--dp-size`` has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it is loaded, and fails the request when less arrives; ``decode_loads`` loads first |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
@@ -47,7 +47,7 @@ from sglang_tiered.integration.prefill_clock import PrefillClock
 from sglang_tiered.metrics import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
@@ -68,7 +68,6 @@ HOST_INFO = "sglang_tiered_host"
 """Key of the host tier's size in what a scheduler says at its start."""
 
 LOOKUP_LOOK_S = 0.01
-LOOKUP_DEADLINE_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +180,6 @@ def _register_transfer_backend() -> None:
         _after_decode_queue,
         HookType.AFTER,
     )
-    HookRegistry.register(
-        "sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks",
-        _after_dp_ranks,
-        HookType.AFTER,
-    )
 
 
 def _register_decode_loads() -> None:
@@ -212,17 +206,13 @@ def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type:
 
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        from sglang_tiered.integration.prefill_lookups import LOOKUP_DEADLINE_S
+
+        CommonKVReceiver.query_prefill_dp_ranks = staticmethod(queue.kv_manager.replicas_of)
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
-
-
-def _after_dp_ranks(answer: Any, _: str, rooms: Sequence[int]) -> dict[str, int]:
-    """What a bootstrap server, which a client may have named, says of rooms. SGLang takes it for
-    numbers on the scheduler's thread; what is none becomes a rank that does not exist, so that its
-    request fails alone."""
-    if not isinstance(answer, dict):
-        return dict.fromkeys(map(str, rooms), -1)
-    return {room: rank if isinstance(rank, int) else -1 for room, rank in answer.items()}
 
 
 def _cache_of(updater: Any) -> TieredRadixCache | None:

@@ -59,6 +59,9 @@ __all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
 
 REST_S = 0.005
 
+NUM_ROOMS = 2**63
+"""That a request may name: more than fit SGLang's tensors and our messages."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -215,14 +218,17 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Its rooms have failed. What was looked up of it is forgotten: a successor has another
         port, and perhaps another layout."""
         for bootstrap_address in self._lookups.forget(address):
-            with self.connection_lock:
-                self.prefill_info_table.pop(bootstrap_address, None)
-                for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
-                    del self.connection_pool[key]
+            self.forget_ranks(bootstrap_address)
             for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
                 # Those still without pages have no room at the endpoint.
                 if self.request_status.get(room) == KVPoll.WaitingForInput:
                     self._conclude(room, KVPoll.Failed, reason)
+
+    def forget_ranks(self, bootstrap_address: str) -> None:
+        """Where SGLang keeps them. Any thread."""
+        with self.connection_lock:
+            for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
+                del self.connection_pool[key]
 
     def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
         # A room that SGLang has cleared must not come back with a failure of before.
@@ -247,6 +253,13 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Whether the prefill server is known by now. Asks it in the background."""
         return self._lookups.is_known(bootstrap_addr)
 
+    def use_server(self, bootstrap_addr: str) -> None:
+        self._lookups.use(bootstrap_addr)
+
+    def replicas_of(self, bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
+        """In the place of SGLang's ``query_prefill_dp_ranks``."""
+        return self._lookups.replicas_of(bootstrap_addr, bootstrap_rooms)
+
     def rank_of(self, bootstrap_address: str, key: RankKey) -> Address | None:
         return self._lookups.rank_of(bootstrap_address, key)
 
@@ -257,17 +270,27 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         return self._lookups.why_unknown(bootstrap_address)
 
 
-class _RemembersWhy:
-    """A handoff's end that says as often as SGLang asks why it failed: SGLang asks again while the
-    request waits to be removed, has forgotten by then, and would answer its client that the reason
-    is unknown and another rank's. Before SGLang's class."""
+class _End:
+    """What both ends of a handoff share. Before SGLang's class."""
 
     kv_mgr: Any
     bootstrap_room: int
+    conclude_state: Any
     _failure: KVTransferError | None = None
 
+    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)  # type: ignore[call-arg]
+        # A client chooses the number. A larger one ends prefill's scheduler, which writes it into
+        # a tensor, and no message can name one beyond 64 bits.
+        if not 0 <= self.bootstrap_room < NUM_ROOMS:
+            reason = "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
+            self.kv_mgr.room_failed(self.bootstrap_room, reason)
+            self.conclude_state = KVPoll.Failed
+
     def failure_exception(self) -> None:
-        """Raises ``KVTransferError``."""
+        """Raises ``KVTransferError``, as often as SGLang asks: it asks again while the request
+        waits to be removed, has forgotten by then, and would answer its client that the reason is
+        unknown and another rank's."""
         try:
             super().failure_exception()  # type: ignore[misc]
         except KVTransferError as error:
@@ -281,12 +304,12 @@ class _RemembersWhy:
         raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
 
 
-class ZmqKVSender(_RemembersWhy, CommonKVSender):  # type: ignore[misc]
+class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
     def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
-        if not mgr.is_dummy_cp_rank:
+        if self.conclude_state is None and not mgr.is_dummy_cp_rank:
             _sending(mgr).expect(self.bootstrap_room)
 
     def abort(self) -> None:
@@ -303,10 +326,15 @@ class ZmqKVSender(_RemembersWhy, CommonKVSender):  # type: ignore[misc]
         _sending(self.kv_mgr).forget(self.bootstrap_room)
 
 
-class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
+class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     """One request on one decode rank."""
 
     bootstrap_infos: list[dict[str, Any]] | None = None
+
+    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)
+        if self.conclude_state is not None:
+            self.abort_notified = True  # prefill refuses the number itself
 
     @property
     def supports_host_destination(self) -> bool:
@@ -366,6 +394,8 @@ class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
             else:
                 self.kv_mgr.tell_ranks(self.bootstrap_addr, self._abort_at)
         super()._clear()
+        if not self.kv_mgr.addr_to_rooms_tracker.get(self.bootstrap_addr):
+            self.kv_mgr.addr_to_rooms_tracker.pop(self.bootstrap_addr, None)  # clients name it
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.room_failed(self.bootstrap_room, reason)
@@ -379,6 +409,10 @@ class ZmqKVReceiver(_RemembersWhy, CommonKVReceiver):  # type: ignore[misc]
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill ranks are known: tell them that this request is here."""
+        self.kv_mgr.use_server(self.bootstrap_addr)
+        if prefill_dp_rank < 0 and self.conclude_state is None:
+            server = self.bootstrap_addr
+            self._fail(f"the prefill server at {server} does not say which replica has the request")
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
             _receiving(self.kv_mgr).claim(self.bootstrap_room, self._targets())

@@ -61,7 +61,7 @@ class DecodeListener(Protocol):
         """Every page, state and the metadata row has landed and was verified."""
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be completed. Its prefill ranks have been told, or are gone."""
+        """The room will not be completed. Its prefill ranks are told, or are gone."""
 
     def prefill_lost(self, address: Address, reason: str) -> None:
         """A session ended. Its rooms have failed; the next room connects anew."""
@@ -283,7 +283,7 @@ class DecodeEndpoint:
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
     ) -> None:
-        """Close a room, tell the prefill ranks that do not know, and report it."""
+        """Close a room, report it, and tell the prefill ranks that do not know."""
         if room.is_concluded:
             return  # it has all it needs: what becomes of its prefill ranks is nothing to it
         with self._table_lock:
@@ -292,10 +292,12 @@ class DecodeEndpoint:
             del self._rooms[room.number]
         room.close()
         self.stats.num_rooms_failed += 1
-        for link in self._senders.pop(room.number, ()):
+        links = self._senders.pop(room.number, ())
+        # First, or a room that no message can name would be waited for without end.
+        self._listener.room_failed(room.number, reason)
+        for link in links:
             if link is not told_by:
                 link.tell(messages.Abort(room.number, room.generation, reason))
-        self._listener.room_failed(room.number, reason)
 
     # Data.
 
@@ -376,8 +378,10 @@ class DecodeEndpoint:
         payload = frames[3].buffer if len(frames) > 3 else b""
         is_pull = isinstance(message, messages.Pull)
         signed = (header, bytes(payload)) if is_pull else (header,)
-        judge = (link.peer_memory if is_pull else None) or link.tagger
-        if not judge.is_right(frames[2].bytes, *signed):
+        memory = link.peer_memory if is_pull else None
+        is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
+        # By an offer that cannot be used nothing is read, whoever says so: it is asked for as slab.
+        if not is_right and (memory is None or not memory.is_unusable):
             self.stats.num_forged += 1
             return None
         return message, payload

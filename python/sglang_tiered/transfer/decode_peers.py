@@ -260,10 +260,12 @@ class DecodePeers:
         """After the sockets' last use."""
         if self._guard is not None:
             self._guard.stop()
+        readers = [peer.guest for peer in self if peer.guest is not None]
         if self.door is not None:
-            self.door.nobody_stays()
+            if readers:
+                self.door.nobody_stays()
             self.door.close()
-        for guest in (*self._guests, *(peer.guest for peer in self if peer.guest is not None)):
+        for guest in (*self._guests, *readers):
             guest.close()
         self._context.destroy(linger=0)
 

@@ -11,6 +11,7 @@ is ever mixed with its successor behind the same address. The endpoint's thread 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 MAX_ABORTS = 256
 """That are told again if the session is lost right after them; prefill gives up others in time."""
 
-__all__ = ["Address", "PrefillLink", "connect_socket", "endpoint_of", "received"]
+__all__ = ["Address", "PrefillLink", "connect_socket", "endpoint_of", "received", "watch_socket"]
 
 Address = tuple[str, int]
 
@@ -44,6 +45,9 @@ _LOST_EVENTS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "expects other --transfer-keys than ours, or none",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke the connection off while greeting",
 }
+
+
+_monitors = itertools.count()
 
 
 def endpoint_of(address: Address) -> str:
@@ -64,6 +68,23 @@ def connect_socket(
     if keys is not None:
         keys.secure_client(socket)
     return socket
+
+
+def watch_socket(
+    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
+) -> zmq.Socket[bytes]:
+    """Where the events of a socket's connection are read. Raises ``zmq.ZMQError`` where sockets
+    have run out. The reader is made first: ZeroMQ ends the watch of a socket by telling it, and
+    would wait for ever for one that could not be made."""
+    monitor = context.socket(zmq.PAIR)
+    address = f"inproc://monitor-{next(_monitors)}"
+    try:
+        socket.monitor(address, zmq.EVENT_ALL)
+        monitor.connect(address)
+    except zmq.ZMQError:
+        monitor.close(linger=0)
+        raise
+    return monitor
 
 
 def received(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[zmq.Frame]]:

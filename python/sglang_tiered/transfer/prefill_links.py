@@ -28,6 +28,7 @@ from sglang_tiered.transfer.prefill_link import (
     connect_socket,
     endpoint_of,
     received,
+    watch_socket,
 )
 from sglang_tiered.transfer.same_host import PeerMemory
 from sglang_tiered.transfer.security import Tagger, prove_session
@@ -45,7 +46,7 @@ __all__ = ["LinkEvents", "PrefillLinks"]
 MAX_CONTROL_MESSAGES = 64
 
 FILES_PER_SOCKET = 2
-"""At most, of ZeroMQ: how to wake it, and its connection."""
+"""How to wake it, and its connection; what a link has for the same machine, its monitor leaves."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class PrefillLinks:
         if self._keys is None or settings.allowed_networks:
             check_is_allowed(host, settings.allowed_networks)
         control = link.control = connect_socket(self._context, link.address, self._keys)
-        monitor = link.monitor = control.get_monitor_socket()
+        monitor = link.monitor = watch_socket(self._context, control)
         self._loop.add_socket(monitor, partial(self._on_monitor, link))
         self._loop.add_socket(control, partial(self._on_control, link, control))
         control.connect(endpoint_of(link.address))
@@ -239,9 +240,9 @@ class PrefillLinks:
 
 
 def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:
-    """As many as the system lets this process have files for, and as many files left to others:
-    clients name the addresses, so there is no saying how many are needed. ZeroMQ's own default
-    is 1,023, for three to four at each address."""
+    """As many as half of the files take that the system lets this process have, the others left to
+    others: clients name the addresses, so there is no saying how many are needed. ZeroMQ's own
+    default is 1,023, for four or more at each address."""
     most = int(context.get(zmq.SOCKET_LIMIT))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if files == resource.RLIM_INFINITY else min(most, files // FILES_PER_SOCKET)
+    return most if files == resource.RLIM_INFINITY else min(most, files // 2 // FILES_PER_SOCKET)

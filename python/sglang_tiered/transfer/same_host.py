@@ -146,7 +146,8 @@ class Door:
         return None
 
     def nobody_stays(self) -> None:
-        """The last guest has gone: take the permission back."""
+        """The last guest that was admitted has gone: take the permission back. Only then: a process
+        has one, which may be a debugger's."""
         _may_be_read_by(0)
 
     def close(self) -> None:
@@ -187,6 +188,7 @@ class PeerMemory:
         if not _DOOR.fullmatch(name):  # or a stranger has us talk to any program of this machine
             raise OSError("no door of ours")
         self.buffers: Sequence[Buffer] = ()  # theirs, once they are known
+        self.is_unusable = False  # what that process offers makes no sense here
         self._num_buffers = num_buffers
         self._tagger: Tagger | None = None
         self._process: int | None = None
@@ -223,18 +225,26 @@ class PeerMemory:
     def is_right(self, tag: bytes, *parts: bytes) -> bool:
         """Whether the process behind the door made this authenticator of a ``Pull``. False as long
         as it has not admitted us."""
-        if self._tagger is None:
+        if self._tagger is None and not self.is_unusable:
             # Said before the first message that needs it was sent.
             try:
                 answer = self._connection.recv(_MAX_OFFER_BYTES)
-                offer = messages.decode(answer, messages.offer)
-            except (OSError, TransferError):
+            except OSError:
                 return False
-            if len(offer.buffers) != self._num_buffers:
-                return False
-            self.buffers = [Buffer(*buffer) for buffer in offer.buffers]
-            self._tagger = Tagger(offer.key)
-        return self._tagger.is_right(tag, *parts)
+            if answer and not self._take(answer):
+                self.is_unusable = True
+        return self._tagger is not None and self._tagger.is_right(tag, *parts)
+
+    def _take(self, answer: bytes) -> bool:
+        try:
+            offer = messages.decode(answer, messages.offer)
+        except TransferError:
+            return False
+        if len(offer.buffers) != self._num_buffers:
+            return False
+        self.buffers = [Buffer(*buffer) for buffer in offer.buffers]
+        self._tagger = Tagger(offer.key)
+        return True
 
     def pull(
         self,
@@ -248,6 +258,8 @@ class PeerMemory:
         None once all bytes are there and the peer has proved, after the copy, to be the process it
         was, with the word of ``fence`` (address, value) still standing. Raises ``TransferError``
         for pages that the peer's buffers have not."""
+        if self.is_unusable:
+            return "its offer cannot be used"
         check_pages(self, source_pages, "prefill")
         for index, buffer in pairs:
             if self.buffers[index].page_bytes != buffer.page_bytes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from transfer_pair import eventually
 from server_process import free_port
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
-from sglang_tiered.integration.hooks import _after_dp_ranks
+from sglang_tiered.integration import prefill_lookups
+from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.integration.kv_transfer import ZmqKVManager, ZmqKVReceiver
 from sglang_tiered.integration.prefill_lookups import (
     PrefillLookups,
@@ -223,9 +225,14 @@ def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[s
     """A server that a client may run, and name in its request."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             asked = parse_qs(urlsplit(self.path).query)
-            self._say(info if asked["prefill_dp_rank"] == ["-1"] else row)
+            if asked["prefill_dp_rank"] == ["-1"]:
+                self._say(info)
+            else:
+                self._say(row() if callable(row) else row)
 
         def do_POST(self) -> None:
             self._say(dp_ranks)
@@ -243,9 +250,11 @@ def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[s
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> None:
@@ -299,11 +308,76 @@ def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
         assert server not in manager.prefill_info_table
 
 
+def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held a thread for hours: each answer came in time."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    pause = threading.Event()
+
+    def slow_row() -> Any:
+        pause.wait(0.02)
+        return GOOD_ROW
+
+    with bootstrap_that_says({**GOOD_INFO, "dp_size": 4096}, slow_row) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert "did not answer within" in manager.why_unknown(server)
+
+
+def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any) -> None:
+    """A client names as many silent ports as it likes, and by any name of the machine."""
+    with ExitStack() as silent:
+        hosts = ("127.0.0.1", "127.0.0.2", "localhost", "[::ffff:127.0.0.1]", "127.0.0.3")
+        servers = []
+        for host in hosts:
+            port = silent.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1]
+            servers.append(f"{host}:{port}")
+        assert len(servers) > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        assert prefill_lookups.MAX_LOOKUPS > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        for server in servers:
+            assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: any(manager.why_unknown(server) for server in servers))
+        (why,) = filter(None, map(manager.why_unknown, servers))
+        assert "its machine has not answered other questions" in why
+    eventually(lambda: all(map(manager.why_unknown, servers)))
+    assert not manager._lookups._asked
+
+
+def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
+    """A client names as many as it likes."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(6)]
+        before = len(os.listdir("/proc/self/fd"))
+        for server in servers:
+            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_of_many_servers_those_used_last_are_remembered(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_lookups, "MAX_SERVERS", 2)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(3)]
+        for server in servers:
+            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+            manager.connection_pool[f"{server}_0"] = []
+            manager.use_server(servers[0])
+        assert set(manager.prefill_info_table) == {servers[0], servers[2]}
+        assert set(manager.connection_pool) == {f"{servers[0]}_0", f"{servers[2]}_0"}
+        assert manager.rank_of(servers[1], (0, 0, 0, 0)) is None
+        eventually(lambda: manager.try_ensure_parallel_info(servers[1]))  # asked again
+    for port in (1, 2, 3):
+        assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+    eventually(lambda: not manager._lookups._running)
+    assert len(manager._lookups._failures) == 2
+
+
 @pytest.mark.parametrize(
     ("said", "understood"),
     [
         ({"7": 1}, {"7": 1}),
-        ({}, {}),  # not known yet
         ({"7": "x"}, {"7": -1}),
         ({"7": [1]}, {"7": -1}),
         ([1], {"7": -1}),
@@ -311,9 +385,39 @@ def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
     ],
 )
 def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
-    said: Any, understood: dict[str, int]
+    said: Any, understood: dict[str, int], manager: Any
 ) -> None:
     """SGLang makes numbers of them there, and ends on what is none."""
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
-        answer = CommonKVReceiver.query_prefill_dp_ranks(server, [7])
-        assert _after_dp_ranks(answer, server, [7]) == understood
+        eventually(lambda: manager.replicas_of(server, [7]) == understood)
+
+
+def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang waited for it on the scheduler's thread, five seconds a step."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):  # each returns, though the question is still open
+            assert manager.replicas_of(server, [7]) == {}
+        eventually(lambda: manager.replicas_of(server, [7]) == {"7": -1})
+
+
+def test_a_room_that_no_replica_has_fails_its_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was pending for ever."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: manager.replicas_of(server, [7, 8]) == {"7": -1, "8": 1})
+
+
+def test_sglang_asks_us_which_replica_has_a_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
+    zmq = SimpleNamespace(value="zmq")
+    _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: CommonKVReceiver.query_prefill_dp_ranks(server, [8]) == {"8": 1})
