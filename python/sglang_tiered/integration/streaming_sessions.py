@@ -49,12 +49,23 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                     req.skip_radix_cache_insert = True
             elif req.finished() and slot.turns_key is not None and is_plain:
                 self._publish(req, slot)  # unless it was retracted, and goes on with the record
-        return bool(super().try_cache_finished_req(req))
+        computed_len = req.kv.kv_committed_len
+        kept = bool(super().try_cache_finished_req(req))
+        if kept and slot is not None and slot.kv.kv_committed_len > computed_len:
+            # With speculative decoding SGLang counts the last token too, for a verify step that was
+            # on its way. There may have been none, and its slot, reserved ahead, would never be
+            # written; so the next turn computes that token. Mamba states cannot go back by one:
+            # they stay as SGLang has them, and the tree gets nothing of the record any more.
+            if ComponentType.MAMBA in self.cache.tree_components:
+                slot.turns_key = None
+            else:
+                slot.kv.kv_committed_len = computed_len
+        return kept
 
     def _publish(self, req: Req, slot: SessionSlot) -> None:
         # The next turn may bring no tokens. It computes the last one again, whose KV is there if
-        # the next step was on its way when this turn ended, and SGLang does not let it go back
-        # behind what the tree owns.
+        # the next step was on its way when this turn ended, and it must not go back behind what the
+        # tree owns.
         num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
         up_to = min(req.owned_kv_len(), num_tokens - 1)
         if up_to <= req.kv.cache_protected_len:
