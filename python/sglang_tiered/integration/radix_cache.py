@@ -326,6 +326,10 @@ class TieredRadixCache(SpillingRadixCache):
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        self.note_request(req, up_to)
+
+    def note_request(self, req: Any, up_to: int) -> None:
+        """The tree has a request's first tokens, whose fill ids are up to date."""
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)

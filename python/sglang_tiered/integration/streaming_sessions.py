@@ -16,6 +16,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.session.streaming_session import SessionSlot
 
 __all__ = ["PublishingSession"]
@@ -33,6 +34,18 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         slot = self.borrowed_slot(req)
         if slot is not None and not hasattr(slot, "turns_key"):
             slot.turns_key = _key(req)
+
+    def try_match_prefix(self, params: MatchPrefixParams) -> MatchResult | None:
+        slot = self.find_active_slot(params.req)
+        if slot is not None:
+            prefix_len = min(slot.kv.kv_committed_len, len(params.key))
+            if prefix_len < slot.kv.cache_protected_len:
+                # The tree owns the last token of a prompt without an answer, and this turn has no
+                # input either: it would compute that token again in the tree's page. SGLang ends
+                # the scheduler here, but on an NPU gives the record up, as is done here.
+                self.release_session(params.req.session.session_id)
+        matched: MatchResult | None = super().try_match_prefix(params)
+        return matched
 
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)
@@ -68,10 +81,13 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         # tree owns.
         num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
         up_to = min(req.owned_kv_len(), num_tokens - 1)
-        if up_to <= req.kv.cache_protected_len:
-            return  # nothing new: a turn without an answer, whose prompt SGLang put into the tree
-        req.lock, slot.lock = slot.lock, None
         req.refresh_fill_ids()  # which lag behind the output
+        if up_to <= req.kv.cache_protected_len:
+            # Nothing new: the tree has all of it, by the first prompt or an earlier turn. Of a
+            # prompt without an answer it may own the last token too (``try_match_prefix``).
+            self.cache.note_request(req, req.owned_kv_len())
+            return
+        req.lock, slot.lock = slot.lock, None
         self.cache.checkpoint_into_tree(req, up_to=up_to)
         self._lock_to_slot(req, slot)
 

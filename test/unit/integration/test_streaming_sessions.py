@@ -88,6 +88,10 @@ class Conversation:
         kv.kv_allocated_len = aligned(end) + PAGE
         self.end(req)
 
+    def end_without_answer(self, req: Req) -> None:
+        req.finished_reason, req.finished_len = FINISH_LENGTH(length=0), 0
+        release_kv_cache(req, self.cache, checkpoint=True)
+
     def abort(self, req: Req) -> None:
         req.finished_reason = FINISH_ABORT()
         release_kv_cache(req, self.cache, checkpoint=True)
@@ -193,6 +197,29 @@ def test_a_turn_computes_the_token_that_no_verify_step_computed(
         talk.abort(turn)  # and all of it is published
         assert talk.num_published(75) == aligned(75)
         talk.close()
+
+
+def test_after_a_prompt_without_an_answer_a_turn_without_input_begins_anew(
+    talk: Conversation,
+) -> None:
+    """Its last token is the tree's, which it must not compute again in place."""
+    talk.end_without_answer(talk.begin(2 * PAGE))
+    turn = talk.begin(2 * PAGE)
+    assert turn.prefix_len == PAGE  # by the tree
+    talk.end(turn)
+    talk.end(talk.begin(75))
+    assert talk.num_published(75) == aligned(75)
+    talk.close()
+
+
+def test_a_turn_of_which_nothing_is_new_is_found_by_its_id(talk: Conversation) -> None:
+    talk.end_with_overlap(talk.begin(2 * PAGE))
+    turn = talk.begin(2 * PAGE + 1)
+    talk.end_without_answer(turn)
+    selector = talk.cache.recent_requests.get(turn.rid)
+    assert selector is not None
+    assert aligned(len(selector.tokens)) == 2 * PAGE
+    talk.close()
 
 
 def test_an_aborted_turn_is_anyones_prefix_and_its_session_begins_anew(talk: Conversation) -> None:
