@@ -52,7 +52,7 @@ def storage_flags() -> dict[str, str]:
 
 
 def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None) -> Any:
-    """``group``: of all ranks, of which this process is number ``rank``."""
+    """``rank``: among all. ``group``: of the ranks that hold parts of the same pages."""
     import torch
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -65,7 +65,7 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
     from sglang_tiered.integration import namespace
     from sglang_tiered.integration.radix_cache import TieredRadixCache
 
-    num_ranks = 1 if group is None else group.size()
+    num_ranks = 1 if group is None else torch.distributed.get_world_size()
     nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB)
     config = TieredConfig(
         mode=TierMode.NVME, host_bytes=num_ranks * 8 * MiB, nvme=nvme, num_ranks=num_ranks

@@ -44,6 +44,7 @@ from sglang_tiered.integration.host_size import (
     SMALL_RATIO,
     check_asked_size,
     is_small,
+    least_of_ranks,
     target_host_bytes,
 )
 from sglang_tiered.integration.metrics_exporter import MetricsExporter
@@ -178,10 +179,18 @@ class TieredRadixCache(SpillingRadixCache):
         """Every rank gets the storage or none: what ranks exchange in a step is longer with it.
 
         SGLang keeps a storage that fails when the host pools are registered, which is when the
-        tiers are opened, and its threads."""
+        tiers are opened, and its threads. Before that its attach waits for every rank of the
+        server where several hold parts of the same pages, so all of them are asked there; only
+        there, as a DP rank that serves requests refuses before it comes here."""
+        is_enabled = int(self.enable_storage)
+        least, most = least_on_every_rank(self, [is_enabled, -is_enabled])
+        if least != -most:
+            return False, "Some ranks have a storage backend and some have none; detach it first."
         if self.enable_storage:  # SGLang does no more than change policies
             changed: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
             return changed
+        if self.pp_size > 1:  # SGLang's first stage would wait for stages it has not told
+            return False, "With pipeline parallelism storage is attached at the start only."
         controller = self.cache_controller
         policies = {name: getattr(self, name) for name in _POLICIES}
         write_policy = controller.write_policy
@@ -191,12 +200,17 @@ class TieredRadixCache(SpillingRadixCache):
             logger.exception("The storage backend could not be attached.")
             attached, answer = False, f"Failed to attach storage backend: {error}"
         refusing = _NO_RANK if attached else get_parallel().tp_rank
-        (refusing,) = least_on_every_rank(self, [refusing])
+        has_waited = bool(controller.prefetch_hits_sync_groups)  # which it waited for
+        refusing, none_waited = least_on_every_rank(self, [refusing, int(not has_waited)])
+        if not none_waited:
+            refusing = least_of_ranks(refusing)
         if refusing == _NO_RANK:
             if self.storage is not None:
                 self._use_storage(self.storage)
             return True, answer
-        self.detach_storage_backend()
+        detached, why = self.detach_storage_backend()
+        if not detached:
+            logger.error("What was attached of the storage backend stays: %s", why)
         for name, value in policies.items():
             setattr(self, name, value)
         controller.write_policy = write_policy
@@ -326,6 +340,10 @@ class TieredRadixCache(SpillingRadixCache):
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        self.note_request(req, up_to)
+
+    def note_request(self, req: Any, up_to: int) -> None:
+        """The tree has a request's first tokens, whose fill ids are up to date."""
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)

@@ -149,7 +149,7 @@ class TieredStorage(ZeroCopyStorage):
         if codec is not None:
             check_codec(codec, pools)
             identity["lossy_codec"] = codec
-        search = NamespaceSearch(
+        search = self._search = NamespaceSearch(  # which ``close`` stops if the tiers do not open
             identity,
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
             Path(nvme.directory),

@@ -16,6 +16,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.session.streaming_session import SessionSlot
 
 __all__ = ["PublishingSession"]
@@ -34,6 +35,18 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         if slot is not None and not hasattr(slot, "turns_key"):
             slot.turns_key = _key(req)
 
+    def try_match_prefix(self, params: MatchPrefixParams) -> MatchResult | None:
+        slot = self.find_active_slot(params.req)
+        if slot is not None:
+            prefix_len = min(slot.kv.kv_committed_len, len(params.key))
+            if prefix_len < slot.kv.cache_protected_len:
+                # The tree owns the last token of a prompt without an answer, and this turn has no
+                # input either: it would compute that token again in the tree's page. SGLang ends
+                # the scheduler here, but on an NPU gives the record up, as is done here.
+                self.release_session(params.req.session.session_id)
+        matched: MatchResult | None = super().try_match_prefix(params)
+        return matched
+
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)
         if slot is not None:
@@ -49,18 +62,32 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                     req.skip_radix_cache_insert = True
             elif req.finished() and slot.turns_key is not None and is_plain:
                 self._publish(req, slot)  # unless it was retracted, and goes on with the record
-        return bool(super().try_cache_finished_req(req))
+        computed_len = req.kv.kv_committed_len
+        kept = bool(super().try_cache_finished_req(req))
+        if kept and slot is not None and slot.kv.kv_committed_len > computed_len:
+            # With speculative decoding SGLang counts the last token too, for a verify step that was
+            # on its way. There may have been none, and its slot, reserved ahead, would never be
+            # written; so the next turn computes that token. Mamba states cannot go back by one:
+            # they stay as SGLang has them, and the tree gets nothing of the record any more.
+            if ComponentType.MAMBA in self.cache.tree_components:
+                slot.turns_key = None
+            else:
+                slot.kv.kv_committed_len = computed_len
+        return kept
 
     def _publish(self, req: Req, slot: SessionSlot) -> None:
         # The next turn may bring no tokens. It computes the last one again, whose KV is there if
-        # the next step was on its way when this turn ended, and SGLang does not let it go back
-        # behind what the tree owns.
+        # the next step was on its way when this turn ended, and it must not go back behind what the
+        # tree owns.
         num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
         up_to = min(req.owned_kv_len(), num_tokens - 1)
-        if up_to <= req.kv.cache_protected_len:
-            return  # nothing new: a turn without an answer, whose prompt SGLang put into the tree
-        req.lock, slot.lock = slot.lock, None
         req.refresh_fill_ids()  # which lag behind the output
+        if up_to <= req.kv.cache_protected_len:
+            # Nothing new: the tree has all of it, by the first prompt or an earlier turn. Of a
+            # prompt without an answer it may own the last token too (``try_match_prefix``).
+            self.cache.note_request(req, req.owned_kv_len())
+            return
+        req.lock, slot.lock = slot.lock, None
         self.cache.checkpoint_into_tree(req, up_to=up_to)
         self._lock_to_slot(req, slot)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from platform_process import FOLDER, environment
+from platform_process import environment, run
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from small_cache import (
     PAGE,
@@ -112,33 +108,29 @@ def test_server_whose_tiers_cannot_be_attached_goes_on_and_can_attach_them_later
 
 
 def test_tiers_that_one_rank_cannot_attach_are_attached_on_none(tmp_path: Path) -> None:
-    """Else the ranks' next exchange, longer with the tiers, ends the server."""
-    env = {**os.environ, **environment()}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(FOLDER / "attaching_rank.py"), str(rank), str(tmp_path)],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    first, second = (json.loads(each.splitlines()[-1]) for each in said)
-    for answers in (first["refused"], second["refused"]):
-        assert [attached for attached, _ in answers] == [False, False]
-    assert "cannot be used as a store" in first["refused"][0][1], "its own"
-    assert "on rank 1, whose log says why" in first["refused"][1][1]
-    for rank in (first, second):
+    """Else the ranks' next exchange, longer with the tiers, ends the server; and those of another
+    DP rank would wait for nobody when they are attached again."""
+    ranks = run("attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **environment())
+    for rank in ranks:
+        assert [attached for attached, _ in rank["refused"]] == [False, False]
         assert rank["held while refused"] == [False, False]
         assert rank["write policy"] == ["write_through"] * 2
         assert rank["attached"][0], rank["attached"][1]
+        assert rank["differing"] == ranks[0]["differing"]
+        assert not rank["differing"][0]
+    assert "cannot be used as a store" in ranks[0]["refused"][0][1], "its own"
+    for rank in (ranks[0], *ranks[2:]):
+        assert "on rank 1, whose log says why" in rank["refused"][1][1]
+
+
+def test_stage_of_a_pipeline_does_not_wait_for_stages_that_hear_of_an_attach_after_it(
+    cache: Any,
+) -> None:
+    assert cache.detach_storage_backend()[0]
+    cache.pp_size = 2
+    attached, message = attach(cache)
+    assert not attached and "at the start only" in message
+    assert cache.storage is None
 
 
 def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:

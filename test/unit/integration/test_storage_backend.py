@@ -11,19 +11,12 @@ import msgspec
 import pytest
 import torch
 from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
-from sglang.srt.mem_cache.hicache_storage import (
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from slow_weights import Weights
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration import (
-    namespace,
-    storage_backend,
-)
+from sglang_tiered.integration import namespace, storage_backend
 from sglang_tiered.integration.durability import make_durable
 from sglang_tiered.integration.model_identity import identify_model
 from sglang_tiered.integration.namespace_search import NamespaceSearch
@@ -592,9 +585,13 @@ def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
         assert time.monotonic() < deadline
 
 
-def test_closing_waits_for_no_weights(make: Fixture, weights: Weights) -> None:
+def test_closing_waits_for_no_weights_also_where_the_tiers_did_not_open(
+    make: Fixture, weights: Weights
+) -> None:
     weights.take_long()
-    storage = make.open(make_pool(0))
-    search = storage._search
-    storage.close()
-    assert not search._thread.is_alive()
+    make.open(make_pool(0))
+    with pytest.raises(StoreLockedError):
+        make.open(make_pool(0))
+    for storage in make.opened:
+        storage.close()
+    assert "tier-weights" not in [thread.name for thread in threading.enumerate()]

@@ -79,6 +79,19 @@ class Conversation:
         kv.kv_allocated_len = kv.kv_committed_len = end + 1
         self.end(req)
 
+    def end_with_reserved(self, req: Req) -> None:
+        """Slots for the tokens of a next verify step were reserved, and no such step was begun."""
+        pool, kv, end = self.cache.req_to_token_pool, req.kv, req.kv.kv_committed_len
+        row = pool.req_to_token[kv.req_pool_idx]
+        for position in range(end, aligned(end) + PAGE):
+            row[position] = row[position - 1] + 1
+        kv.kv_allocated_len = aligned(end) + PAGE
+        self.end(req)
+
+    def end_without_answer(self, req: Req) -> None:
+        req.finished_reason, req.finished_len = FINISH_LENGTH(length=0), 0
+        release_kv_cache(req, self.cache, checkpoint=True)
+
     def abort(self, req: Req) -> None:
         req.finished_reason = FINISH_ABORT()
         release_kv_cache(req, self.cache, checkpoint=True)
@@ -168,6 +181,44 @@ def test_turns_without_input_find_that_their_last_token_is_not_yet_the_trees(
     for end in range(2 * PAGE - 2, 2 * PAGE + 2):
         talk.end_with_overlap(talk.begin(end))
     assert talk.num_published(end + 1) == aligned(end)
+    talk.close()
+
+
+@pytest.mark.parametrize("has_window", [False, True])
+def test_a_turn_computes_the_token_that_no_verify_step_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_window: bool
+) -> None:
+    """A verify step may not have begun when a turn ends, and the last token's slot is reserved."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=has_window) as world:
+        talk = Conversation(world)
+        talk.end_with_reserved(talk.begin(40))
+        turn = talk.begin(75)
+        assert turn.prefix_len == 40
+        talk.abort(turn)  # and all of it is published
+        assert talk.num_published(75) == aligned(75)
+        talk.close()
+
+
+def test_after_a_prompt_without_an_answer_a_turn_without_input_begins_anew(
+    talk: Conversation,
+) -> None:
+    """Its last token is the tree's, which it must not compute again in place."""
+    talk.end_without_answer(talk.begin(2 * PAGE))
+    turn = talk.begin(2 * PAGE)
+    assert turn.prefix_len == PAGE  # by the tree
+    talk.end(turn)
+    talk.end(talk.begin(75))
+    assert talk.num_published(75) == aligned(75)
+    talk.close()
+
+
+def test_a_turn_of_which_nothing_is_new_is_found_by_its_id(talk: Conversation) -> None:
+    talk.end_with_overlap(talk.begin(2 * PAGE))
+    turn = talk.begin(2 * PAGE + 1)
+    talk.end_without_answer(turn)
+    selector = talk.cache.recent_requests.get(turn.rid)
+    assert selector is not None
+    assert aligned(len(selector.tokens)) == 2 * PAGE
     talk.close()
 
 
