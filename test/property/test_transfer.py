@@ -17,8 +17,8 @@ from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.layout import TokenSlice, heads_of_rank, pair_buffers
-from sglang_tiered.transfer.memory import Buffer
+from sglang_tiered.transfer.layout import heads_of_rank, pair_buffers
+from sglang_tiered.transfer.memory import Buffer, TokenSlice
 from sglang_tiered.transfer.messages import MAGIC, KVLayout
 from sglang_tiered.transfer.receiving import Progress
 from sglang_tiered.transfer.same_host import Fence

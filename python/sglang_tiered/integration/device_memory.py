@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from sglang_tiered.transfer.layout import TokenSlice
-    from sglang_tiered.transfer.memory import Buffer, Bytes, Pages
+    from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, TokenSlice
 
 __all__ = ["DeviceMemory"]
 

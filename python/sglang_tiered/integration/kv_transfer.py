@@ -36,6 +36,7 @@ from sglang_tiered.integration.prefill_lookups import (
     RankKey,
     address_of,
     addresses_of,
+    forget_ranks,
     is_loopback,
     is_wildcard,
 )
@@ -60,7 +61,7 @@ __all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
 REST_S = 0.005
 
 NUM_ROOMS = 2**63
-"""That a request may name: more than fit SGLang's tensors and our messages."""
+"""Numbers that a request may name its room by, from 0: larger ones SGLang's tensors do not hold."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         super().__init__(args, mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         if mode == DisaggregationMode.DECODE:
-            self._lookups = PrefillLookups(self)
+            self._lookups = PrefillLookups(self, self.check_is_allowed)
             self.receiving = DecodeEndpoint(
                 layout=self._of_rank(),
                 memories=self._memories,
@@ -218,17 +219,11 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         """Its rooms have failed. What was looked up of it is forgotten: a successor has another
         port, and perhaps another layout."""
         for bootstrap_address in self._lookups.forget(address):
-            self.forget_ranks(bootstrap_address)
+            forget_ranks(self, bootstrap_address)
             for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
                 # Those still without pages have no room at the endpoint.
                 if self.request_status.get(room) == KVPoll.WaitingForInput:
                     self._conclude(room, KVPoll.Failed, reason)
-
-    def forget_ranks(self, bootstrap_address: str) -> None:
-        """Where SGLang keeps them. Any thread."""
-        with self.connection_lock:
-            for key in [k for k in self.connection_pool if k.startswith(bootstrap_address)]:
-                del self.connection_pool[key]
 
     def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
         # A room that SGLang has cleared must not come back with a failure of before.

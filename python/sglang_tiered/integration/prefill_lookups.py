@@ -24,7 +24,6 @@ from sglang_tiered.transfer.addresses import is_own_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang_tiered.integration.kv_transfer import ZmqKVManager
     from sglang_tiered.transfer.prefill_link import Address
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "RankKey",
     "address_of",
     "addresses_of",
+    "forget_ranks",
     "is_loopback",
     "is_wildcard",
 ]
@@ -87,8 +87,10 @@ class PrefillLookups:
     """What decode knows of prefill servers, asked for on a thread of its own: SGLang asks on the
     scheduler's, where a host that drops packets stops all decoding for seconds at a time."""
 
-    def __init__(self, manager: ZmqKVManager) -> None:
+    def __init__(self, manager: CommonKVManager, check_is_allowed: Callable[[str], None]) -> None:
+        """``check_is_allowed`` raises ``TransferError`` for a host that is not to be asked."""
         self._manager = manager
+        self._check_is_allowed = check_is_allowed
         self._lock = threading.Lock()
         self._ranks: OrderedDict[str, dict[RankKey, Address]] = OrderedDict()  # used last: last
         self._failures: OrderedDict[str, tuple[float, str]] = OrderedDict()
@@ -198,7 +200,7 @@ class PrefillLookups:
         until = time.monotonic() + LOOKUP_DEADLINE_S
         try:
             host = server.rpartition(":")[0].strip("[]")
-            self._manager.check_is_allowed(host)
+            self._check_is_allowed(host)
             with self._asking(host):
                 # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
                 if CommonKVManager.try_ensure_parallel_info(asked, server):
@@ -226,7 +228,7 @@ class PrefillLookups:
                 self._manager.prefill_info_table.pop(forgotten[-1], None)
             waiting = self._waiting.pop(server, [])
         for other in forgotten:
-            self._manager.forget_ranks(other)
+            forget_ranks(self._manager, other)
         for tell in waiting if reason is None else ():
             tell(list(ranks.values()))
 
@@ -245,10 +247,17 @@ class PrefillLookups:
                 self._asked -= Counter([machine])  # keeps none of zero
 
 
+def forget_ranks(manager: CommonKVManager, bootstrap_address: str) -> None:
+    """Where SGLang keeps the ranks of a prefill server. Any thread."""
+    with manager.connection_lock:
+        for key in [k for k in manager.connection_pool if k.startswith(bootstrap_address)]:
+            del manager.connection_pool[key]
+
+
 class _Asking:
     """The manager, but for the table in which a lookup puts what it finds."""
 
-    def __init__(self, manager: ZmqKVManager) -> None:
+    def __init__(self, manager: CommonKVManager) -> None:
         self._manager = manager
         self.prefill_info_table: dict[str, Any] = {}
 

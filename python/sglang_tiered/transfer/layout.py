@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer.memory import TokenSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,20 +20,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.transfer.messages import KVLayout
 
-__all__ = ["Pair", "TokenSlice", "heads_of_rank", "pair_buffers", "whole_pairs"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSlice:
-    """Bytes [low, high) of each token of a page whose tokens have ``token_bytes``."""
-
-    token_bytes: int
-    low: int
-    high: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.high - self.low
+__all__ = ["Pair", "heads_of_rank", "pair_buffers", "whole_pairs"]
 
 
 @dataclass(frozen=True, slots=True)

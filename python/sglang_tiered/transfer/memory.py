@@ -17,9 +17,8 @@ from sglang_tiered.errors import TransferError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.transfer.layout import TokenSlice
 
-__all__ = ["Buffer", "HostMemory", "PagedMemory", "check_pages", "one_row"]
+__all__ = ["Buffer", "HostMemory", "PagedMemory", "TokenSlice", "check_pages", "one_row"]
 
 Pages = np.ndarray[Any, np.dtype[np.int32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -32,6 +31,19 @@ class Buffer:
     address: int
     num_bytes: int
     page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlice:
+    """Bytes [low, high) of each token of a page whose tokens have ``token_bytes``."""
+
+    token_bytes: int
+    low: int
+    high: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.high - self.low
 
 
 class HasBuffers(Protocol):

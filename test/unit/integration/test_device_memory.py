@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sglang_tiered.integration.device_memory import DeviceMemory
-from sglang_tiered.transfer.layout import TokenSlice
-from sglang_tiered.transfer.memory import Buffer, HostMemory
+from sglang_tiered.transfer.memory import Buffer, HostMemory, TokenSlice
 
 PAGES = np.array([7, 0, 3], np.int32)
 

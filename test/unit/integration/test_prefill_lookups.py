@@ -57,7 +57,7 @@ def manager() -> Any:
     made.is_mla_backend = made.is_hybrid_mla_backend = False
     made.enable_all_cp_ranks_for_transfer = False
     made.connection_lock, made.connection_pool = threading.Lock(), {}
-    made._lookups = PrefillLookups(made)
+    made._lookups = PrefillLookups(made, made.check_is_allowed)
     made._transfer = TransferConfig()
     return made
 
@@ -181,7 +181,7 @@ def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
         assert "--transfer-allow" in manager.why_unknown(server)
     assert not asked
     manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
-    manager._lookups = PrefillLookups(manager)
+    manager._lookups = PrefillLookups(manager, manager.check_is_allowed)
     assert not manager.try_ensure_parallel_info("192.0.2.7:9")
     eventually(lambda: bool(asked))
 

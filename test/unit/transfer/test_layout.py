@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.layout import TokenSlice, heads_of_rank, pair_buffers
+from sglang_tiered.transfer.layout import heads_of_rank, pair_buffers
+from sglang_tiered.transfer.memory import TokenSlice
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 
 ONE = KVLayout(4, "bfloat16", [128] * 4, [0, 1, 0, 1], 0, 1, 4, [StateLayout("swa", [8])], [24])
