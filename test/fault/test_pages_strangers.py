@@ -383,7 +383,11 @@ def test_a_client_that_vanishes_is_not_read_for() -> None:
 
 def test_requests_that_are_cancelled_or_out_of_patience_are_not_read() -> None:
     pages = make_pages(6, [1000])
-    with page_server(pages) as (server, reader), strange_client(server.port) as stranger:
+    now = [0.0]
+    with (
+        page_server(pages, clock=lambda: now[0]) as (server, reader),
+        strange_client(server.port) as stranger,
+    ):
         reader.hold = True
         for number in (1, 2):
             stranger.ask(number, pages)
@@ -395,6 +399,7 @@ def test_requests_that_are_cancelled_or_out_of_patience_are_not_read() -> None:
         stranger.ask(5, pages)
         eventually(lambda: server.stats.num_requests == 5)
         eventually(lambda: server.num_waiting == 2)
+        now[0] = 0.002
         reader.let_go()
         answers = {answer.number: type(answer) for answer, _ in (stranger.hear() for _ in "12345")}
         dropped, served = dict.fromkeys((3, 4), messages.Busy), messages.Found
