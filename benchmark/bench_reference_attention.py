@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from sglang_tiered.integration.reference_backend import ReferenceAttnBackend
+    from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

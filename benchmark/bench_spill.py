@@ -31,10 +31,10 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from machine import describe_machine, describe_versions
-from sglang_tiered.integration.host_ledger import HostLedger
-from sglang_tiered.integration.spiller import Spiller
-from sglang_tiered.integration.store_gate import StoreGate
-from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.cache.spiller import Spiller
+from sglang_tiered.integration.identity.tenants import tenant_digest
+from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
 

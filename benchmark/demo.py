@@ -15,7 +15,7 @@ from tier_demo.interruption import Interruption
 def main() -> int:
     interruption = Interruption()
     interruption.install()  # before the imports that take time
-    from sglang_tiered.terminal import run_program
+    from sglang_tiered.tools.terminal import run_program
     from tier_demo.command import run
 
     return run_program(lambda: run(sys.argv[1:], interruption))

@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from machine import describe_machine, describe_versions
-from sglang_tiered.integration import torchvision_operators
-from sglang_tiered.storage.codecs import CODEC_NAMES, NO_CODEC, PageLayout, make_codec
+from sglang_tiered.codecs import CODEC_NAMES, NO_CODEC, PageLayout, make_codec
+from sglang_tiered.integration.cpu import torchvision_operators
 
 torchvision_operators.declare()  # before transformers imports torchvision
 
@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.codecs import PageCodec
+    from sglang_tiered.codecs import PageCodec
 
 PAGE = 64
 DTYPES = ("float32", "bfloat16")

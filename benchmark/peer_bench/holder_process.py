@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from peer_bench.pages import NAMESPACE, empty_run, fill_with, filled_run, is_filled_right
-from sglang_tiered.integration.malloc import keep_freed_memory
+from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.sharing.page_source import PageSource
+from sglang_tiered.sharing.pages.messages import page_checksum
+from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.transfer.pages.messages import page_checksum
-from sglang_tiered.transfer.pages.server import PageServer, Place
-from sglang_tiered.transfer.security import PEER, load_keys
+from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

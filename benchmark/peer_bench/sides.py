@@ -19,10 +19,10 @@ from peer_bench.pages import (
     filled_run,
     is_filled_right,
 )
-from sglang_tiered.integration.malloc import keep_freed_memory
-from sglang_tiered.transfer.pages.client import PageClient
-from sglang_tiered.transfer.pages.landing import Outcome
-from sglang_tiered.transfer.security import PEER, load_keys
+from sglang_tiered.integration.cpu.malloc import keep_freed_memory
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.wire.keys import PEER, load_keys
 from storage_bench.figures import DifferentBytesError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from server_process import Server, free_port
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import Parser, note
+from sglang_tiered.tools.terminal import Parser, note
 from tier_demo.phases import Phases
 from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
 from tier_demo.questions import AskingError, Client, Target, make_prompt, read_target

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_tiered.number_formats import float32_to_bytes, to_float32
+from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
 from sglang_tiered.transfer.layout import Pair
 from sglang_tiered.transfer.wire_codec import CODECS, make_codec
 from transfer_bench.pools import Pool, Shape

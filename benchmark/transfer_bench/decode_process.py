@@ -6,9 +6,9 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration.malloc import keep_freed_memory
-from sglang_tiered.transfer.decode import DecodeEndpoint, Target
-from sglang_tiered.transfer.security import load_keys
+from sglang_tiered.integration.cpu.malloc import keep_freed_memory
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
+from sglang_tiered.wire.keys import load_keys
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
 from transfer_bench.raw_sockets import receive_prompt
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration.malloc import keep_freed_memory
-from sglang_tiered.transfer.prefill import PrefillEndpoint
-from sglang_tiered.transfer.security import load_keys, make_keys
-from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.integration.cpu.malloc import keep_freed_memory
+from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
+from sglang_tiered.wire.keys import load_keys, make_keys
 from transfer_bench import decode_process
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
 from transfer_bench.raw_sockets import send_prompt

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from sglang_tiered.transfer.memory import Buffer, HostMemory
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import KVLayout
-from sglang_tiered.transfer.sending import Memories
 
 PAGE_SIZE = 64  # tokens
 TOKEN_BYTES = 8 * 128 * 2  # 8 KV heads of 128 dimensions in bfloat16

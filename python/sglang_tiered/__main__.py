@@ -1,5 +1,5 @@
-"""``python -m sglang_tiered``: the commands of this package, and ``python -m sglang_tiered NAME``
-for ``python -m sglang_tiered.NAME``."""
+"""``python -m sglang_tiered``: the commands of this package; ``python -m sglang_tiered NAME`` runs
+one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import runpy
 import sys
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import print_lines, run_program
+from sglang_tiered.tools.terminal import print_lines, run_program
 
 __all__ = ["COMMANDS", "main"]
 
@@ -15,9 +15,11 @@ COMMANDS = {
     "launch_server": "start SGLang's server with the tiers below its radix cache",
     "store": "look into a tier's store: stat, verify, dump, gc, bench",
     "trace": "recorded workloads: stat, convert, scale, replay, generate",
-    "transfer": "make the keys with which servers know each other: keygen",
+    "keygen": "make the keys with which servers know each other",
 }
 """What each is for. Where a command has commands of its own, they are listed after the colon."""
+
+_MODULES = {"store": "tools.store", "keygen": "tools.keygen"}  # of the others, the name says it
 
 
 def main() -> int:
@@ -26,8 +28,9 @@ def main() -> int:
     if name not in COMMANDS:
         return run_program(lambda: _list(name))
     del sys.argv[1]
+    module = f"sglang_tiered.{_MODULES.get(name, name)}"
     # As ``python -m`` would, so that processes which the command spawns find it as their parent's.
-    runpy.run_module(f"sglang_tiered.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 
 
@@ -35,7 +38,7 @@ def _list(name: str) -> int:
     if name not in ("-h", "--help"):
         raise ConfigError(f"{name} is no command; python -m sglang_tiered lists what there is.")
     width = max(map(len, COMMANDS))
-    print_lines(f"python -m sglang_tiered.{one:{width}}  {COMMANDS[one]}" for one in COMMANDS)
+    print_lines(f"python -m sglang_tiered {one:{width}}  {COMMANDS[one]}" for one in COMMANDS)
     return 0
 
 

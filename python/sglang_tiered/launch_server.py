@@ -1,6 +1,6 @@
 """``python -m sglang_tiered.launch_server``: SGLang's server with the tiers below its radix cache.
 
-Takes every flag of ``sglang.launch_server`` and the tiering flags of ``integration.server_args``.
+Takes every flag of ``sglang.launch_server`` and the tiering flags of ``integration.launch.flags``.
 Whatever cannot work is refused here, with one sentence and exit code 2, before a model is loaded
 or a tier is touched.
 """
@@ -30,7 +30,7 @@ from sglang_tiered.storage.region.lock import DirectoryLock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sglang_tiered.integration.server_args import Resolved
+    from sglang_tiered.integration.launch.resolve import Resolved
 
 __all__ = ["main"]
 
@@ -80,7 +80,7 @@ def _prepare_caches() -> None:
 
 def _resolve(arguments: list[str]) -> Resolved:
     """Parse with SGLang's parser and ours at once, so that ``--help`` and errors know both."""
-    from sglang_tiered.integration import accelerator
+    from sglang_tiered.integration.launch import accelerator
 
     problem = accelerator.problem()
     if problem is not None:
@@ -89,25 +89,23 @@ def _resolve(arguments: list[str]) -> Resolved:
     import torch
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration import server_args, tier_flags
+    from sglang_tiered.integration.launch import flags, resolve
 
     compat.check_signatures()
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
     ServerArgs.add_cli_args(parser)
-    tier_flags.add_tier_arguments(parser)
+    flags.add_tier_arguments(parser)
     arguments = _with_configuration_file(parser, arguments)
-    arguments = tier_flags.join_tier_values(arguments)
-    explicit = server_args.explicit_arguments(parser, arguments)
+    arguments = flags.join_tier_values(arguments)
+    explicit = resolve.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
         _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
     on_cpu = not torch.cuda.is_available()
-    resolved = server_args.resolve(explicit, arguments, on_cpu=on_cpu)
+    resolved = resolve.resolve(explicit, arguments, on_cpu=on_cpu)
     if resolved.config.mode is TierMode.NVME:
         problem = _page_hash_problem()
         if problem is not None:
-            return server_args.resolve_without_nvme(
-                explicit, arguments, on_cpu=on_cpu, problem=problem
-            )
+            return resolve.resolve_without_nvme(explicit, arguments, on_cpu=on_cpu, problem=problem)
     return resolved
 
 
@@ -185,7 +183,7 @@ def _remove_other_shards(config: TieredConfig) -> None:
     refused what it can refuse: a mistyped command must cost nothing that is stored."""
     if config.nvme is None:
         return
-    from sglang_tiered.integration.shards import has_geometry
+    from sglang_tiered.integration.storage.shards import has_geometry
 
     path = Path(config.nvme.directory)
 
@@ -231,17 +229,17 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
 
-    from sglang_tiered.integration import cpu_memory
-    from sglang_tiered.integration.model_support import check_model
-    from sglang_tiered.integration.tier_api import add_routes
+    from sglang_tiered.integration.admin.http_api import add_routes
+    from sglang_tiered.integration.cpu import memory
+    from sglang_tiered.integration.launch.model_support import check_model
 
     add_routes(app)
     _complete(server_args)
     resolved = resolving_view(server_args)
     check_model(resolved, config)
     if resolved.device == "cpu":
-        needed = cpu_memory.working_set(resolved, config.host_bytes)
-        cpu_memory.check_memory(needed, cpu_memory.allocatable_bytes())
+        needed = memory.working_set(resolved, config.host_bytes)
+        memory.check_memory(needed, memory.allocatable_bytes())
 
     def announce() -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)

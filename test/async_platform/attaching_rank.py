@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=60)
 
 def step_together(cache: Any, until: Callable[[], bool]) -> None:
     """Steps of two ranks until something is so on both."""
-    from sglang_tiered.integration.conversations import least_on_every_rank
+    from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 
     step(cache, lambda: least_on_every_rank(cache, [int(until())]) == [1])
 
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang_tiered.integration.radix_cache  # noqa: F401 (once, for all ranks)
+    import sglang_tiered.integration.cache.radix_cache  # noqa: F401 (once, for all ranks)
 
     fork = multiprocessing.get_context("fork")
     said = fork.SimpleQueue()

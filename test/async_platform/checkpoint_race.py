@@ -23,7 +23,7 @@ class Race:
     """One cache, and the conversation that is to be durable."""
 
     def __init__(self, folder: str) -> None:
-        from sglang_tiered.integration import conversations
+        from sglang_tiered.integration.admin import conversations
 
         self._held = ExitStack()
         self.cache = make_cache(folder, self._held)

@@ -195,8 +195,8 @@ def open_storage(folder: str, host: Any) -> Any:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-    from sglang_tiered.integration import namespace
-    from sglang_tiered.integration.storage_backend import TieredStorage
+    from sglang_tiered.integration.identity import namespace
+    from sglang_tiered.integration.storage.backend import TieredStorage
 
     nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=64 * MiB)
     TieredConfig(mode=TierMode.NVME, host_bytes=MiB, nvme=nvme).to_environment(os.environ)
@@ -429,7 +429,7 @@ def device_pages_freed_before_their_load(world: World) -> None:
 
 @noticed_as("too-many-lessons")
 def prefill_that_teaches_twice(world: World) -> None:
-    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
 
     cache: Any = SimpleNamespace(_planner=None)
     world.computed()
@@ -439,7 +439,7 @@ def prefill_that_teaches_twice(world: World) -> None:
 
 @noticed_as("too-many-lessons")
 def prefill_that_teaches_although_it_waits_for_a_load(world: World) -> None:
-    from sglang_tiered.integration.load_scheduling import LoadingRadixCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
 
     _, host = world.backed_up(1)
     world.bed.lessons.num_lessons = world.bed.lessons.num_forwards

@@ -556,7 +556,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.model_executor.model_runner": _model_runner,
     "sglang.srt.disaggregation.prefill": _disaggregation_prefill,
     "sglang.srt.disaggregation.decode": _disaggregation_decode,
-    "sglang_tiered.integration.kv_transfer": _handoff,
-    "sglang_tiered.integration.storage_backend": _storage,
-    "sglang_tiered.integration.load_scheduling": _load_scheduling,
+    "sglang_tiered.integration.disaggregation.manager": _handoff,
+    "sglang_tiered.integration.storage.backend": _storage,
+    "sglang_tiered.integration.cache.load_scheduler": _load_scheduling,
 }

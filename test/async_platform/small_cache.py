@@ -42,7 +42,7 @@ DEADLINE_S = 60.0
 
 def storage_flags() -> dict[str, str]:
     """SGLang's flags for our storage, by the names of its settings."""
-    from sglang_tiered.integration.server_args import _storage_arguments
+    from sglang_tiered.integration.launch.resolve import _storage_arguments
 
     return {
         flag.removeprefix("--").replace("-", "_"): value
@@ -62,8 +62,8 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-    from sglang_tiered.integration import namespace
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.identity import namespace
 
     num_ranks = 1 if group is None else torch.distributed.get_world_size()
     nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB)

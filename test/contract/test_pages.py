@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from page_peers import NAMESPACE, Wanted, eventually, make_pages, page_client, page_server
 
-from sglang_tiered.transfer.pages.landing import Outcome
-from sglang_tiered.transfer.pages.settings import PageSettings
+from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.settings import PageSettings
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from shared_tier import SharedTier
 
+from kit.faulty import FaultyEngine
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -22,12 +23,11 @@ from sglang_tiered.storage.base import (
     Stop,
     TierEngine,
 )
-from sglang_tiered.storage.faulty import FaultyEngine
-from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+from sglang_tiered.storage.stack import LayeredEngine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from shared_tier import SharedTier
 
+from kit.faulty import FaultyEngine
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
@@ -20,12 +21,11 @@ from sglang_tiered.storage.base import (
     TenantUsage,
     TierEngine,
 )
-from sglang_tiered.storage.faulty import FaultyEngine
-from sglang_tiered.storage.layered import LayeredEngine
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.stack import LayeredEngine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,9 +22,9 @@ from transfer_pair import (
     prefill,
 )
 
-from sglang_tiered.transfer.decode import Target
-from sglang_tiered.transfer.security import Keys, load_keys, make_keys
-from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import numpy as np
 from redis_server import until
 
 from sglang_tiered.sharing.locality.index import LocalityIndex
-from sglang_tiered.sharing.locality.names import Names
+from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.settings import PeerSettings
 
 if TYPE_CHECKING:

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from line_process import LineProcess
 
-from sglang_tiered.transfer.pages import messages
-from sglang_tiered.transfer.pages.client import PageClient
-from sglang_tiered.transfer.pages.messages import VERSION_FRAME, encode, page_checksum
-from sglang_tiered.transfer.pages.server import PageServer, Place
-from sglang_tiered.transfer.pages.settings import PageSettings
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.sharing.pages.server import PageServer, Place
+from sglang_tiered.sharing.pages.settings import PageSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.transfer.pages.landing import Fetch, Outcome
+    from sglang_tiered.sharing.pages.landing import Fetch, Outcome
 
 NAMESPACE = b"\x22" * 32
 HOST = "127.0.0.1"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 from page_peers import PATIENT, Wanted, eventually, make_pages, page_client, page_server
 
-from sglang_tiered.transfer.pages.landing import Outcome
-from sglang_tiered.transfer.security import PEER, load_keys, make_keys
+from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.wire.keys import PEER, load_keys, make_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sglang_tiered.transfer.security import Keys
+    from sglang_tiered.wire.keys import Keys
 
 pytestmark = pytest.mark.timeout(60)
 

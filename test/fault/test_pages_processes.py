@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from page_peers import PATIENT, ServerProcess, Wanted, eventually, page_client
 
-from sglang_tiered.transfer.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import Outcome
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -25,10 +25,10 @@ from page_peers import (
     strange_server,
 )
 
-from sglang_tiered.transfer.pages import messages
-from sglang_tiered.transfer.pages.landing import Outcome
-from sglang_tiered.transfer.pages.messages import VERSION_FRAME, encode, page_checksum
-from sglang_tiered.transfer.pages.settings import PageSettings
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.sharing.pages.settings import PageSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
 )
-from sglang_tiered.transfer.security import PEER, make_keys
+from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

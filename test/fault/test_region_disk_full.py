@@ -13,8 +13,8 @@ from simulation.device import SimulatedDevice
 from simulation.engine import REGION, Clock, running
 from simulation.ledger import Ledger, keys
 
+from kit.faulty import FaultyDevice
 from sglang_tiered.storage.base import Health, Reason
-from sglang_tiered.storage.faulty import FaultyDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:

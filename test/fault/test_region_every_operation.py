@@ -19,9 +19,9 @@ from simulation.device import SimulatedDevice
 from simulation.engine import REGION, Clock, running
 from simulation.ledger import TIMEOUT_S, Ledger, keys
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Reason
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 

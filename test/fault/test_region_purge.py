@@ -12,9 +12,9 @@ from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, content, keys
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import purges
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.purges import Bound, Purges

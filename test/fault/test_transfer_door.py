@@ -29,6 +29,7 @@ from transfer_strangers import strange_decode, strange_prefill
 
 from sglang_tiered.transfer import messages, same_host
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
+from sglang_tiered.wire import framing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +109,7 @@ def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
         sender.events.wait_for("ready", 1)
         sender.send(1, [5, 6])
         _, header, tag, numbers = there.take()
-        pull = messages.decode(header, messages.data_from_prefill)
+        pull = framing.decode(header, messages.data_from_prefill)
         assert isinstance(pull, messages.Pull), "with a fence that stands"
         for page in (9, 63, 64, 2**31 - 1):
             wanted = np.array([page, page], "<i4").tobytes()

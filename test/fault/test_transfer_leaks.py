@@ -27,15 +27,15 @@ from transfer_strangers import strange_decode, strange_prefill
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.prefill import PrefillEndpoint
-from sglang_tiered.transfer.security import load_keys, make_keys
+from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+from sglang_tiered.wire.keys import load_keys, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.transfer.security import Keys
     from sglang_tiered.transfer.settings import TransferSettings
+    from sglang_tiered.wire.keys import Keys
 
 pytestmark = pytest.mark.timeout(60)
 

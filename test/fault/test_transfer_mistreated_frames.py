@@ -32,8 +32,8 @@ from transfer_relay import (
     sometimes,
 )
 
-from sglang_tiered.transfer.decode import Target
-from sglang_tiered.transfer.security import Keys, load_keys, make_keys
+from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 if TYPE_CHECKING:
     import random

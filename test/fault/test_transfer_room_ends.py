@@ -27,9 +27,11 @@ from transfer_pair import (
 )
 from transfer_strangers import strange_decode, strange_prefill
 
-from sglang_tiered.transfer import messages, receiving
-from sglang_tiered.transfer.decode import Target
-from sglang_tiered.transfer.sending import Chunk
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.decode import rooms as receiving
+from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.wire import framing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -382,7 +384,7 @@ def test_rooms_given_up_do_not_lend_a_reader_more_than_its_window() -> None:
         assert sender.endpoint.stats.sent_bytes <= 4096 + 2 * 2048
         # What is taken and confirmed gives the credit back.
         for _ in range(sender.endpoint.stats.num_slabs):
-            header = messages.decode(stranger.take()[1], messages.data_from_prefill)
+            header = framing.decode(stranger.take()[1], messages.data_from_prefill)
             seq = header.num_slabs if isinstance(header, messages.Last) else header.seq
             stranger.confirm((header.room, header.generation, seq))
         peer = next(iter(sender.endpoint._peers))

@@ -27,7 +27,8 @@ from transfer_pair import (
 from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer import prefill_links, same_host
+from sglang_tiered.transfer import same_host
+from sglang_tiered.transfer.decode import sessions as prefill_links
 from sglang_tiered.transfer.same_host import Fence, Guest, PeerMemory
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.transfer.memory import Buffer
-    from sglang_tiered.transfer.security import Tagger
+    from sglang_tiered.wire.keys import Tagger
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,9 +23,11 @@ from transfer_strangers import TIMEOUT_MS, Scanner, StrangePrefill, strange_deco
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode import Target
-from sglang_tiered.transfer.messages import VERSION_FRAME, encode
-from sglang_tiered.transfer.security import load_keys, make_keys
+from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.messages import VERSION_FRAME
+from sglang_tiered.wire import framing
+from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire.keys import load_keys, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -397,7 +399,7 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
         reason = "line\n\x1b[31m" + "x" * 100_000
         stranger.tell(messages.Failed(1, opened.generation, reason))
         told = receiver.events.wait_for("failed", 1)[2]
-        assert len(told) <= len(messages.peer_failed("")) + messages.MAX_REASON
+        assert len(told) <= len(messages.peer_failed("")) + framing.MAX_REASON
         assert told.isprintable()
 
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.transfer.decode import DecodeEndpoint, Target
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
 from sglang_tiered.transfer.layout import heads_of_rank
-from sglang_tiered.transfer.memory import Buffer, HostMemory
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
-from sglang_tiered.transfer.prefill import PrefillEndpoint
-from sglang_tiered.transfer.sending import Chunk, Memories
+from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.transfer.security import Keys
+    from sglang_tiered.wire.keys import Keys
 
 DEADLINE_S = 20.0
 HOST = os.environ.get("TRANSFER_TEST_HOST", "127.0.0.1")

@@ -13,9 +13,11 @@ import zmq
 from transfer_pair import DEADLINE_S, HOST, Pool, Shape
 
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.messages import VERSION_FRAME, encode
+from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.same_host import Door, PeerMemory
-from sglang_tiered.transfer.security import Tagger
+from sglang_tiered.wire import framing
+from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire.keys import Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,7 +75,7 @@ class StrangeDecode:
         """The next control message (of that kind); pongs are passed over."""
         while True:
             frames = self.control.recv_multipart()
-            message = messages.decode(frames[1], messages.control_from_prefill)
+            message = framing.decode(frames[1], messages.control_from_prefill)
             if isinstance(message, kind or object) and not (
                 kind is None and isinstance(message, messages.Pong)
             ):
@@ -126,7 +128,7 @@ class StrangePrefill:
 
     def joined(self) -> messages.Join:
         self.link, _, frame = self.data.recv_multipart()
-        message = messages.decode(frame, messages.data_from_decode)
+        message = framing.decode(frame, messages.data_from_decode)
         assert isinstance(message, messages.Join)
         return message
 
@@ -134,13 +136,13 @@ class StrangePrefill:
         """The next control message of a kind; what comes before it is passed over."""
         while True:
             self.identity, *frames = self.control.recv_multipart()
-            message = messages.decode(frames[1], messages.control_from_decode)
+            message = framing.decode(frames[1], messages.control_from_decode)
             if isinstance(message, kind):
                 return message
 
     def heard_of_data(self) -> Any:
         _, _, frame = self.data.recv_multipart()
-        return messages.decode(frame, messages.data_from_decode)
+        return framing.decode(frame, messages.data_from_decode)
 
     def tell(self, message: Any) -> None:
         self.control.send_multipart([self.identity, VERSION_FRAME, encode(message)])

@@ -27,11 +27,12 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration import load_scheduling, namespace
-from sglang_tiered.integration.radix_cache import TieredRadixCache
-from sglang_tiered.integration.rank_agreement import SILENT, RankAgreement
-from sglang_tiered.integration.server_args import _storage_arguments
-from sglang_tiered.integration.told_purges import INITIAL, RULES
+from sglang_tiered.integration.cache import load_scheduler
+from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.cache.rank_consensus import SILENT, RankAgreement
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.policy.cost_model import PrefillCost
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class CacheWorld:
 
     def num_stored(self) -> int:
         """KV pages that NVMe holds."""
-        return int(self.cache.storage.stats().num_pages)
+        return int(self.cache.tier_stats().num_pages)
 
     def _is_stored(self, tokens: array[int]) -> bool:
         """Whether NVMe holds all of a prompt, its window included."""
@@ -214,7 +215,7 @@ def cache_world(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
     slow = PrefillCost((1.0, 1.0, 0.0))
-    monkeypatch.setattr(load_scheduling, "probe_prefill", lambda *_, **__: slow)
+    monkeypatch.setattr(load_scheduler, "probe_prefill", lambda *_, **__: slow)
     flags = {
         flag.lstrip("-").replace("-", "_"): value
         for flag, value in _storage_arguments(PAGE).items()

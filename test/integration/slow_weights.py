@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration import file_digests, namespace, namespace_search
-from sglang_tiered.integration.model_identity import identify_model
+from sglang_tiered.integration.identity import file_digests, namespace, namespace_search
+from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from transfer_pair import eventually
 from conftest import make_prompts
 from prefill_decode import post, transfer_state, wait_until_healthy
 from server_process import Server, free_port
-from sglang_tiered.transfer.security import make_keys
+from sglang_tiered.wire.keys import make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
 from server_process import Server
-from sglang_tiered.transfer.security import PEER, make_keys
+from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from conftest import SMALL, Launch, aligned, make_prompts
-from sglang_tiered.integration.tenants import tenant_digest
+from sglang_tiered.integration.identity.tenants import tenant_digest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -39,8 +39,8 @@ with warnings.catch_warnings():
     from sglang.srt.runtime_context import get_context, get_parallel
     from transformers import LlamaConfig
 
-    from sglang_tiered.integration.pod_backend import PodStatistics
-    from sglang_tiered.integration.pod_on_triton import TritonPodAttnBackend
+    from sglang_tiered.integration.attention.pod import PodStatistics
+    from sglang_tiered.integration.attention.pod_triton import TritonPodAttnBackend
 
 # Prefill, a chunk with two rows decoding, decodes alone, one more mixed batch.
 STEPS = [

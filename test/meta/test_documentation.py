@@ -19,12 +19,12 @@ def page(name: str) -> str:
 
 def our_flags(table: str) -> list[str]:
     """The keys of ``TIER_FLAGS`` or ``TRANSFER_FLAGS``, read as text: this needs no SGLang."""
-    source = (ROOT / "python/sglang_tiered/integration/tier_flags.py").read_text()
+    source = (ROOT / "python/sglang_tiered/integration/launch/flags.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
             assert isinstance(node.value, ast.Dict)
             return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    raise AssertionError(f"{table} is not assigned at the top of tier_flags.py")
+    raise AssertionError(f"{table} is not assigned at the top of launch/flags.py")
 
 
 def table_rows(name: str, first_column: str) -> list[list[str]]:

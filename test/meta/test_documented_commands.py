@@ -160,11 +160,11 @@ def test_every_documented_command_line_names_what_exists() -> None:
     [
         ("scripts/nothing", "no such script"),
         ("python -m sglang_tiered.nothing", "no such module"),
-        ("python -m sglang_tiered.transfer nothing --out x", "invalid choice"),
+        ("python -m sglang_tiered store nothing --json", "invalid choice"),
         ("python benchmark/nothing.py --quick", "no such script"),
-        ("python -m sglang_tiered.transfer keygen --nothing x", "no flag --nothing"),
-        ("python -m sglang_tiered.transfer keygen --ou x", "no flag --ou"),
-        ("python -m sglang_tiered.transfer keygen --out x", ""),
+        ("python -m sglang_tiered keygen --nothing x", "no flag --nothing"),
+        ("python -m sglang_tiered keygen --ou x", "no flag --ou"),
+        ("python -m sglang_tiered keygen --out x", ""),
     ],
 )
 def test_a_name_that_is_gone_is_noticed(text: str, why: str) -> None:

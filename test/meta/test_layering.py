@@ -1,12 +1,15 @@
-"""Imports point one way. A walk over every import statement under python/ and kernels/.
+"""Imports point one way. A walk over every import statement under python/ and kernels/, those for
+types alone too: a circle of types is a circle of ideas.
 
-launch_server -> integration -> {storage, policy, transfer, sharing, kernels}; sharing -> {storage,
-transfer}; trace -> {storage, policy}; store -> storage. Nothing imports store.
+launch_server -> integration -> {policy, sharing, transfer, storage, codecs, wire, kernels};
+sharing -> {storage, wire}; storage -> codecs; transfer -> {codecs, wire}; tools -> {storage, wire};
+trace -> {policy, storage, tools}. Within ``integration`` the rooms have floors of their own.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,22 +28,42 @@ HOMES = {
     "sglang": {"integration", "launch_server"},
     "torch": {"integration", "launch_server", KERNELS},
     "triton": {KERNELS},
-    "zmq": {"transfer"},
+    "zmq": {"sharing", "transfer", "wire"},
     "redis": {"sharing"},
 }
 
 # The rooms a room may import. Modules at the top of the package (config, errors, metrics) are free
 # to all, and are rooms of their own here so that they cannot lead around the rule.
 MAY_IMPORT = {
-    "launch_server": {"integration", "storage", "policy", "transfer", "sharing", KERNELS},
-    "integration": {"storage", "policy", "transfer", "sharing", KERNELS},
-    "storage": set(),
+    "__main__": {"tools"},
+    "launch_server": {"integration", "storage"},
+    "integration": {"codecs", "policy", "sharing", "storage", "transfer", "wire", KERNELS},
+    "sharing": {"storage", "wire"},
+    "transfer": {"codecs", "wire"},
+    "storage": {"codecs"},
+    "codecs": set(),
     "policy": set(),
-    "transfer": set(),
-    "sharing": {"storage", "transfer"},
-    "trace": {"storage", "policy"},
-    "store": {"storage"},
+    "wire": set(),
+    "trace": {"policy", "storage", "tools"},
+    "tools": {"storage", "wire"},
     KERNELS: set(),
+}
+# Likewise within ``integration``: its rooms, and the modules at its door.
+INTEGRATION = {
+    "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
+    "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
+    | {"observe"},
+    "launch": {"attention", "cpu", "names", "storage"},
+    "admin": {"cache", "identity", "storage"},
+    "disaggregation": {"cache", "compat", "observe"},
+    "cpu": {"cache", "identity"},
+    "cache": {"compat", "identity", "names", "observe", "storage"},
+    "observe": {"compat", "storage"},
+    "storage": {"identity"},
+    "attention": {"compat"},
+    "identity": set(),
+    "names": set(),
+    "compat": set(),
 }
 # Above the package, or beside it: nothing in it may know them.
 OUTSIDE = {"test", "benchmark", "scripts"}
@@ -76,6 +99,12 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == OURS and len(parts) > 1 else None
 
 
+def inner_room_of(module: str) -> str | None:
+    """Likewise within ``integration``."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == [OURS, "integration"] and len(parts) > 2 else None
+
+
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     here = room_of(module)
     found: dict[tuple[int, str], str] = {}
@@ -91,6 +120,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             reason = f"kernels know nothing of {OURS}"
         elif there in MAY_IMPORT and there != here and there not in MAY_IMPORT.get(here or "", ()):
             reason = f"{here or OURS} must not import {there}"
+        elif there == here == "integration":
+            inner, other = inner_room_of(module), inner_room_of(target)
+            if inner and other and inner != other and other not in INTEGRATION.get(inner, ()):
+                reason = f"{inner} must not import {other}"
         if reason:
             found.setdefault((line, reason), f"{module}:{line}: imports {target}: {reason}")
     return list(found.values())
@@ -113,6 +146,115 @@ def test_no_module_imports_against_the_direction() -> None:
     assert not checked, "\n".join(checked)
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = {module for _, module, _ in modules()}
+    imports = {
+        module: {
+            target
+            for _, target in imported_modules(path.read_text(encoding="utf-8"), module, is_package)
+            if target in known - {module} and not (is_package and target.startswith(module))
+        }
+        for path, module, is_package in modules()
+    }
+    for module, targets in imports.items():  # ``from a import b`` gives a as well, for its names
+        imports[module] = {
+            target
+            for target in targets
+            if not any(other.startswith(f"{target}.") for other in targets)
+        }
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_every_room_of_integration_has_a_floor() -> None:
+    rooms = {inner_room_of(module) for _, module, _ in modules()} - {None}
+    assert rooms == set(INTEGRATION)
+
+
+# Classes of ours over another of ours that is over one of SGLang's, each with its reason.
+STOREYS = {
+    "TieredStorage": "its parent only has the calls that SGLang declares and never makes",
+    "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
+    **dict.fromkeys(
+        ("SpillingRadixCache", "LoadingRadixCache", "AgreeingRadixCache", "TieredRadixCache"),
+        "one cache in four files: its parts become objects next",
+    ),
+}
+
+
+def classes() -> dict[str, list[str]]:
+    """Dotted names of all classes, with those of their bases."""
+    found: dict[str, list[str]] = {}
+    for path, module, _ in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.ClassDef):
+                names[node.name] = f"{module}.{node.name}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
+                found[f"{module}.{node.name}"] = [names.get(base, base) for base in bases]
+    return found
+
+
+def test_no_class_of_ours_stands_between_ours_and_sglangs() -> None:
+    """What one class of SGLang's does is read in two places then, and in MRO order."""
+    known = classes()
+
+    def is_over_sglang(name: str) -> bool:
+        return any(
+            base.startswith("sglang.") or (base in known and is_over_sglang(base))
+            for base in known[name]
+        )
+
+    between = {
+        name.rpartition(".")[2]
+        for name, bases in known.items()
+        if any(base in known and is_over_sglang(base) for base in bases)
+    }
+    assert between == set(STOREYS)
+
+
+SMALL_LINES = 60
+# Modules below that with one importer, each with the reason why its lines are not there.
+SMALL = {
+    "integration.cache.immediate_query": "a patch of SGLang, by itself so that it is found",
+    "integration.cpu.malloc": "before torch is imported",
+    "integration.cpu.torchvision_operators": "before torchvision is imported",
+    "integration.disaggregation.transfer_seams": "signatures that only a KV manager has",
+    "integration.storage.zero_copy": "calls that SGLang declares and never makes",
+    "metrics.transfer": "a table like its neighbours",
+    "sharing.own_address": "what a name means on this network, without a tier",
+    "trace.plot": "the only module that needs matplotlib",
+    "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
+    "transfer.slabs": "how a chunk is cut, without what is in it",
+}
+
+
+def test_no_module_is_a_drawer_of_its_only_importer() -> None:
+    importers: dict[str, set[str]] = {}
+    lines = {}
+    for path, module, is_package in modules():
+        source = path.read_text(encoding="utf-8")
+        lines[module] = (len(source.splitlines()), path.stem)
+        for _, target in imported_modules(source, module, is_package):
+            importers.setdefault(target, set()).add(module)
+    small = {
+        module.removeprefix(f"{OURS}.")
+        for module, (number, stem) in lines.items()
+        if number < SMALL_LINES
+        and stem not in ("__init__", "__main__")
+        and len(importers.get(module, ())) == 1
+    }
+    assert small == set(SMALL)
+
+
 def test_the_walk_sees_both_source_roots() -> None:
     seen = {module for _, module, _ in modules()}
     assert {OURS, f"{OURS}.storage.base", KERNELS} <= seen
@@ -126,30 +268,33 @@ def test_the_walk_sees_both_source_roots() -> None:
         ("sglang_tiered.config", "import torch"),
         ("sglang_tiered.transfer.data", "import torch"),
         ("sglang_tiered.integration.plugin", "import triton.language as tl"),
-        ("sglang_tiered.integration.kv_transfer", "import zmq.asyncio"),
+        ("sglang_tiered.integration.disaggregation.manager", "import zmq.asyncio"),
         ("sglang_tiered.storage.base", "from ..policy import admission"),
         ("sglang_tiered.storage.region.store", "from ...policy.eviction import LRU"),
         ("sglang_tiered.policy.eviction", "from sglang_tiered.storage.base import TierEngine"),
         ("sglang_tiered.policy.eviction", "from sglang_tiered import storage"),
         ("sglang_tiered.storage.base", "import sglang_tiered.transfer.messages"),
         ("sglang_tiered.storage.base", "from .. import integration"),
-        ("sglang_tiered.transfer.sessions", "from ..storage.base import TierEngine"),
+        ("sglang_tiered.transfer.decode.sessions", "from ...storage.base import TierEngine"),
         ("sglang_tiered.config", "from .integration import compat"),
         ("sglang_tiered.config", "from . import trace"),
         ("sglang_tiered.trace.replay", "from ..transfer import messages"),
         ("sglang_tiered.integration.hooks", "from ..trace.generator import generate"),
         ("sglang_tiered.integration.hooks", "from .. import launch_server"),
-        ("sglang_tiered.storage.region.inspection", "from ...store import report"),
-        ("sglang_tiered.launch_server", "from sglang_tiered.store.cli import main"),
-        ("sglang_tiered.store.gc", "from sglang_tiered.integration import shards"),
-        ("sglang_tiered.store.bench", "from ..policy import admission"),
-        ("sglang_tiered.storage.layered.engine", "from ...sharing import peer_tier"),
-        ("sglang_tiered.transfer.pages.server", "from ...storage.base import Run"),
-        ("sglang_tiered.transfer.pages.client", "from ...sharing.settings import PeerSettings"),
+        ("sglang_tiered.integration.storage.backend", "from ..cache import load_planner"),
+        ("sglang_tiered.integration.cache.spiller", "from sglang_tiered.integration import hooks"),
+        ("sglang_tiered.storage.region.store", "from ...tools.store import report"),
+        ("sglang_tiered.launch_server", "from sglang_tiered.tools.store.cli import main"),
+        ("sglang_tiered.tools.store.gc", "from sglang_tiered.integration import shards"),
+        ("sglang_tiered.tools.store.bench", "from ...policy import admission"),
+        ("sglang_tiered.storage.stack.engine", "from ...sharing import peer_tier"),
+        ("sglang_tiered.sharing.pages.server", "from ...transfer import messages"),
+        ("sglang_tiered.wire.loop", "from ..sharing.settings import PeerSettings"),
+        ("sglang_tiered.codecs.base", "from ..storage.base import Page"),
         ("sglang_tiered.sharing.peer_tier", "from ..policy import cost_model"),
-        ("sglang_tiered.sharing.peer_tier", "from ..integration import tier_stats"),
-        ("sglang_tiered.sharing.peer_tier", "import zmq"),
-        ("sglang_tiered.integration.tier_engines", "import redis"),
+        ("sglang_tiered.sharing.peer_tier", "from ..integration.observe import stats"),
+        ("sglang_tiered.integration.storage.tiers", "import zmq"),
+        ("sglang_tiered.integration.storage.tiers", "import redis"),
         ("sglang_tiered.storage.base", "import benchmark.harness"),
         ("sglang_tiered.storage.base", "from test.unit import double"),
         ("sglang_tiered_kernels.page_copy.interface", "import sglang"),
@@ -171,23 +316,26 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
     ("module", "source"),
     [
         ("sglang_tiered.launch_server", "import sglang\nfrom .integration import plugin"),
-        ("sglang_tiered.integration.radix_cache", "from ..storage.base import TierEngine"),
-        ("sglang_tiered.integration.radix_cache", "import torch\nimport sglang_tiered_kernels"),
+        ("sglang_tiered.integration.cache.radix_cache", "from ..storage.backend import X"),
+        (
+            "sglang_tiered.integration.cache.radix_cache",
+            "import torch\nimport sglang_tiered_kernels",
+        ),
         (
             "sglang_tiered.storage.region.store",
             "from ..base import TierEngine\nfrom . import index",
         ),
         ("sglang_tiered.storage.region.store", "from ...errors import TierError"),
         ("sglang_tiered.trace.replay", "from ..storage.memory import MemoryEngine"),
-        ("sglang_tiered.store.scan", "from ..storage.region import inspection"),
-        ("sglang_tiered.store.cli", "from sglang_tiered.store.gc import run"),
+        ("sglang_tiered.tools.store.scan", "from ...storage.region import format"),
+        ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
         ("sglang_tiered.transfer.data", "import zmq"),
         ("sglang_tiered.sharing.locality.connection", "import redis"),
         (
             "sglang_tiered.sharing.peer_tier",
-            "from ..storage.base import Run\nfrom ..transfer import x",
+            "from ..storage.base import Run\nfrom ..wire import loop",
         ),
-        ("sglang_tiered.integration.tier_engines", "from ..sharing.settings import PeerSettings"),
+        ("sglang_tiered.integration.storage.tiers", "from ...sharing.settings import X"),
         ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
         ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.storage.codecs import CODEC_NAMES, CodecError, PageLayout, make_codec
+from sglang_tiered.codecs import CODEC_NAMES, CodecError, PageLayout, make_codec
 
 LAYOUT = PageLayout.kv(dtype="float16", num_layers=2, page_size=4, num_heads=2, head_dim=8)
 CODECS = {name: make_codec(name, LAYOUT) for name in CODEC_NAMES[1:]}

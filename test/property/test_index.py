@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.key_words import key_words
+from sglang_tiered.storage.region.index import PageIndex, key_words
 
 NUM_SLOTS = 5
 # Few enough that they meet again, more than the smallest table holds.

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shared_tier import SharedTier
 
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.layered import LayeredEngine
-from sglang_tiered.storage.layered.tiers import FAR_TIERS, LayeredSettings
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.stack import LayeredEngine
+from sglang_tiered.storage.stack.tiers import FAR_TIERS, LayeredSettings
 
 TIMEOUT_S = 20.0
 TENANTS = (b"a" * 16, b"b" * 16)

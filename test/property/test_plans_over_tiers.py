@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.integration.load_planner import MIN_FAR_DEADLINE_S, TIERS, LoadPlanner
+from sglang_tiered.integration.cache.load_planner import MIN_FAR_DEADLINE_S, TIERS, LoadPlanner
 from sglang_tiered.policy.cost_model import (
     MIN_GAIN,
     CostModel,
@@ -18,7 +18,7 @@ from sglang_tiered.policy.cost_model import (
     TransferCost,
     farthest_first,
 )
-from sglang_tiered.storage.layered.tiers import Tier
+from sglang_tiered.storage.stack.tiers import Tier
 
 PAGE, BYTES = 64, 1000
 prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))

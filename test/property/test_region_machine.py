@@ -24,8 +24,8 @@ from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import small_steps
 from simulation.ledger import key
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglang_tiered.transfer import prefill_rooms
 from sglang_tiered.transfer.messages import Open
-from sglang_tiered.transfer.prefill_rooms import RoomTable
+from sglang_tiered.transfer.prefill import rooms as prefill_rooms
+from sglang_tiered.transfer.prefill.rooms import RoomTable
 
 MAX_ORPHANS, MAX_TOMBSTONES = 3, 4
 ORPHAN_TIMEOUT_S, TOMBSTONE_S = 10.0, 30.0

@@ -23,8 +23,8 @@ from simulation.killing import kill_loop
 from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, Loaded, keys
 from simulation.lives import live_below_capacity, live_full
 
+from kit.faulty import FaultyDevice
 from sglang_tiered.storage.base import Health, Reason
-from sglang_tiered.storage.faulty import FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 

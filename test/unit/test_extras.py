@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sglang_tiered.codecs import CODEC_NAMES, NO_CODEC
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.object_args import resolve_object
-from sglang_tiered.storage.codecs import CODEC_NAMES, NO_CODEC
+from sglang_tiered.integration.launch.object_flags import resolve_object
 
 WITHOUT_THEM = """
 import contextlib, importlib, importlib.machinery, io, json, pkgutil, sys
@@ -46,7 +46,7 @@ SERVER = ("sglang_tiered.launch_server", "--model-path", "no/model", "--port", "
 BUCKET = ("--tier-object-url", "s3://bucket/kv")
 CASES = (
     ("--tier-object-url", "obstore", "object", (*SERVER, *BUCKET)),
-    ("the object tier", "obstore", "object", ("sglang_tiered.store.cli", "stat", BUCKET[1])),
+    ("the object tier", "obstore", "object", ("sglang_tiered.tools.store.cli", "stat", BUCKET[1])),
     ("--tier-index", "redis", "index", (*SERVER, "--tier-index", "redis://localhost")),
     (
         "--transfer-codec zstd",

@@ -16,7 +16,7 @@
 | Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
-| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu_memory``) |
+| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu.memory``) |
 | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
@@ -41,15 +41,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
-from sglang_tiered.integration import cpu_memory, host_size
-from sglang_tiered.integration.media_hashes import drop_clients_hashes, refuse_clients_stand_ins
-from sglang_tiered.integration.prefill_clock import PrefillClock
+from sglang_tiered.integration.cache import host_size
+from sglang_tiered.integration.cache.prefill_timer import PrefillClock
+from sglang_tiered.integration.cpu import memory
+from sglang_tiered.integration.identity.media_hashes import (
+    drop_clients_hashes,
+    refuse_clients_stand_ins,
+)
+from sglang_tiered.integration.names import TRANSFER_BACKEND
 from sglang_tiered.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
 __all__ = ["RepeatFilter", "register"]
 
@@ -61,7 +66,6 @@ _SESSION_UPDATES = (
     "update_weights_from_tensor",
     "end_weight_update",
 )
-TRANSFER_BACKEND = "zmq"
 REFUSED = 2
 """Exit code of a scheduler that said what it refuses."""
 HOST_INFO = "sglang_tiered_host"
@@ -132,7 +136,7 @@ def register() -> None:
         HookRegistry.register(
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
             "._profile_available_bytes",
-            cpu_memory.around_profile,
+            memory.around_profile,
             HookType.AROUND,
         )
     HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
@@ -185,7 +189,7 @@ def _register_transfer_backend() -> None:
 def _register_decode_loads() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_tiered.integration import decode_loads
+    from sglang_tiered.integration.disaggregation import decode_loads
 
     for method, hook in {
         "DecodePreallocQueue._update_handshake_waiters": decode_loads.after_handshakes,
@@ -199,7 +203,7 @@ def _register_decode_loads() -> None:
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
     if backend.value != TRANSFER_BACKEND or class_type.value == "kvargs":
         return original(backend, class_type)
-    from sglang_tiered.integration import kv_transfer
+    from sglang_tiered.integration.disaggregation import manager as kv_transfer
 
     return kv_transfer.CLASSES[class_type.value]
 
@@ -208,7 +212,7 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-        from sglang_tiered.integration.prefill_lookups import LOOKUP_DEADLINE_S
+        from sglang_tiered.integration.disaggregation.bootstrap_client import LOOKUP_DEADLINE_S
 
         CommonKVReceiver.query_prefill_dp_ranks = staticmethod(queue.kv_manager.replicas_of)
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
@@ -216,7 +220,7 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
 
 
 def _cache_of(updater: Any) -> TieredRadixCache | None:
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     cache = getattr(updater.scheduler, "tree_cache", None)
     return cache if isinstance(cache, TieredRadixCache) else None
@@ -248,8 +252,8 @@ def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool
     cache, scheduler = _cache_of(updater), updater.scheduler
     if cache is None:
         return
-    from sglang_tiered.integration import purging
-    from sglang_tiered.integration.conversations import least_on_every_rank
+    from sglang_tiered.integration.admin import control as purging
+    from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 
     # Not what the call asked for counts but what is left: the last call of a session flushes
     # nothing, and a flush may have been refused, by one rank where it failed to load.
@@ -298,7 +302,7 @@ def _around_resume(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
 def _after_pause(_: Any, scheduler: Any) -> None:
     """In the place of the step that SGLang leaves out; all ranks are in the same one."""
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     if isinstance(scheduler.tree_cache, TieredRadixCache):
         scheduler.tree_cache.check_hicache_events()
@@ -307,7 +311,7 @@ def _after_pause(_: Any, scheduler: Any) -> None:
 def _after_is_fully_idle(
     result: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
 ) -> bool:
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     cache = scheduler.tree_cache
     if not result or for_health_check or not isinstance(cache, TieredRadixCache):
@@ -316,10 +320,10 @@ def _after_is_fully_idle(
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration.metrics_exporter import samples
-    from sglang_tiered.integration.pod_backend import STATISTICS
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.transfer_stats import stats_of_scheduler
+    from sglang_tiered.integration.attention.pod import STATISTICS
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.observe.exporter import samples
+    from sglang_tiered.integration.observe.transfer_stats import stats_of_scheduler
 
     transfer = stats_of_scheduler(scheduler)
     if transfer is not None:
@@ -331,7 +335,7 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         return result
     state: dict[str, Any] = {"host_tokens": cache.cache_controller.mem_pool_host.logical_size}
     if cache.storage is not None:
-        stats = cache.storage.stats()
+        stats = cache.tier_stats()
         for metric in METRICS:
             for labels, value in samples(metric, stats):
                 state[":".join((metric.name, *labels))] = value
@@ -346,7 +350,7 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
 
 def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.admin import control as purging
 
     if not recv_req.method.startswith(purging.PREFIX):
         return original(scheduler, recv_req)
@@ -365,7 +369,7 @@ def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_re
 def _around_scheduler(
     original: Callable[..., None], scheduler: Any, server_args: Any, *arguments: Any, **named: Any
 ) -> None:
-    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.admin import control as purging
 
     try:
         original(scheduler, server_args, *arguments, **named)
@@ -394,7 +398,7 @@ def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     cache = scheduler.tree_cache
     if isinstance(cache, TieredRadixCache):
@@ -415,14 +419,14 @@ def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str,
 
 
 def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.admin import control as purging
 
     purging.after_flush(scheduler, bool(result))
 
 
 def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration import purging
-    from sglang_tiered.integration.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.admin import control as purging
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     cache = scheduler.tree_cache
     if not isinstance(cache, TieredRadixCache) or cache.storage is None:  # another's storage
@@ -433,8 +437,8 @@ def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
 
 def _after_on_idle(_: Any, scheduler: Any) -> None:
-    from sglang_tiered.integration import purging
-    from sglang_tiered.integration.transfer_stats import manager_of
+    from sglang_tiered.integration.admin import control as purging
+    from sglang_tiered.integration.observe.transfer_stats import manager_of
 
     purging.on_idle(scheduler)
     if not torch.accelerator.is_available():
@@ -444,7 +448,7 @@ def _after_on_idle(_: Any, scheduler: Any) -> None:
 
 
 def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    from sglang_tiered.integration import purging
+    from sglang_tiered.integration.admin import control as purging
 
     purging.key_of_new_request(request)
 

@@ -19,7 +19,8 @@ def activate_platform() -> str | None:
     Where there is a GPU that torch cannot use the process ends with one sentence: SGLang without a
     platform ends too, somewhere else in each version.
     """
-    from sglang_tiered.integration import accelerator, torchvision_operators
+    from sglang_tiered.integration.cpu import torchvision_operators
+    from sglang_tiered.integration.launch import accelerator
 
     if accelerator.is_available():
         return None
@@ -28,25 +29,22 @@ def activate_platform() -> str | None:
         raise SystemExit(f"sglang-tiered: {problem}")
 
     torchvision_operators.declare()
-    return "sglang_tiered.integration.cpu_platform.ReferenceCpuPlatform"
+    return "sglang_tiered.integration.cpu.platform.ReferenceCpuPlatform"
 
 
 def register() -> None:
     """Register the ``tiered`` cache, the attention backends and the hooks."""
-    from sglang_tiered.integration import (
-        accelerator,
-        compat,
-        hooks,
-        pod_backend,
-        radix_cache,
-        reference_backend,
-    )
+    from sglang_tiered.integration import compat, hooks
+    from sglang_tiered.integration.attention import reference, registration
+    from sglang_tiered.integration.cache import radix_cache
+    from sglang_tiered.integration.launch import accelerator
 
     compat.check_version()
-    reference_backend.register()
-    pod_backend.register()
+    reference.register()
+    registration.register()
     if not accelerator.is_available():
-        from sglang_tiered.integration import cpu_platform, malloc, short_conv
+        from sglang_tiered.integration.cpu import malloc, short_conv
+        from sglang_tiered.integration.cpu import platform as cpu_platform
 
         # It asks torch for a CUDA event, and ends the scheduler where there is none.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")

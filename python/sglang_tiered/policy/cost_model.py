@@ -17,20 +17,22 @@ Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.learnt_cost import LearntCost
+from sglang_tiered.policy.online_estimate import LearntCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "TYPICAL_TRANSFER_BYTES",
     "CostModel",
+    "LoadDecision",
     "LoadPlan",
     "PrefillCost",
+    "TYPICAL_TRANSFER_BYTES",
     "TransferCost",
     "farthest_first",
 ]
@@ -288,3 +290,12 @@ def farthest_first(num_tokens: int, parts: Sequence[int]) -> tuple[int, ...]:
 def _pairs(new: int, before: int) -> float:
     """Pairs of a new token and one it attends to."""
     return new * (before + new / 2)
+
+
+class LoadDecision(enum.Enum):
+    """What became of a prompt's tokens that neither device nor host held, as the request came."""
+
+    ABSENT = "absent"  # the tier does not hold them
+    LOAD = "load"
+    DECLINED = "declined"  # computing them was expected to be cheaper
+    GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing

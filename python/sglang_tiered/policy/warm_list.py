@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.sealed import seal, unseal
+from sglang_tiered.checksummed import seal, unseal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

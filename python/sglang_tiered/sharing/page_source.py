@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.pages.server import Place
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
-from sglang_tiered.transfer.pages.server import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.storage.base import Job, JobKind, Reason
-from sglang_tiered.transfer.pages.landing import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.sharing.locality.index import LocalityIndex, Peer
+    from sglang_tiered.sharing.pages.client import PageClient
+    from sglang_tiered.sharing.pages.landing import Fetch
     from sglang_tiered.storage.base import Run
-    from sglang_tiered.transfer.pages.client import PageClient
-    from sglang_tiered.transfer.pages.landing import Fetch
 
 __all__ = ["PeerLoader"]
 

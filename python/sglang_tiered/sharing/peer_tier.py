@@ -20,13 +20,13 @@ from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.locality.index import LocalityIndex
 from sglang_tiered.sharing.own_address import own_address
 from sglang_tiered.sharing.page_source import PageSource
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.server import PageServer
+from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.storage.base import Health, LookupResult, Stop
-from sglang_tiered.transfer.pages.client import PageClient
-from sglang_tiered.transfer.pages.landing import Outcome
-from sglang_tiered.transfer.pages.server import PageServer
-from sglang_tiered.transfer.pages.settings import PageSettings
-from sglang_tiered.transfer.security import PEER, load_keys
+from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.stats import LocalityStats
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
-    from sglang_tiered.storage.layered.tiers import Unfinished
     from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.stack.tiers import Unfinished
 
 __all__ = ["PeerStats", "PeerTier"]
 

@@ -7,7 +7,7 @@ import argparse
 import importlib
 from typing import TYPE_CHECKING
 
-from sglang_tiered.terminal import Parser, run_program
+from sglang_tiered.tools.terminal import Parser, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

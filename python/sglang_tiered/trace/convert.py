@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import note
+from sglang_tiered.tools.terminal import note
 from sglang_tiered.trace.inputs import (
     Input,
     add_input_arguments,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import note, print_table
+from sglang_tiered.tools.terminal import note, print_table
 from sglang_tiered.trace.inputs import bar, layout, number, positive, real
 from sglang_tiered.trace.writing import check_free, new_file, write_mooncake
 

@@ -11,7 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from sglang_tiered.terminal import note, printable
+from sglang_tiered.tools.terminal import note, printable
 from sglang_tiered.trace.source import DATA_VARIABLE, Format, find
 from sglang_tiered.trace.tally import Tally
 

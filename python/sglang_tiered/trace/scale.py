@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import note, print_table
+from sglang_tiered.tools.terminal import note, print_table
 from sglang_tiered.trace.inputs import (
     Input,
     add_input_arguments,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import TraceError
-from sglang_tiered.terminal import print_lines, print_table
+from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered.trace.inputs import Input, add_input_arguments, layout, positive
 from sglang_tiered.trace.writing import check_free, new_file
 

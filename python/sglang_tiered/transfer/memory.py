@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["Buffer", "HostMemory", "PagedMemory", "TokenSlice", "check_pages", "one_row"]
+__all__ = [
+    "Buffer",
+    "HostMemory",
+    "Memories",
+    "PagedMemory",
+    "TokenSlice",
+    "check_pages",
+    "one_row",
+]
 
 Pages = np.ndarray[Any, np.dtype[np.int32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -127,3 +135,12 @@ def check_pages(memory: HasBuffers, pages: Pages, who: str) -> None:
 def one_row(row: int | None) -> Pages:
     """The pages of a metadata row, or none."""
     return np.array([] if row is None else [row], np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """One rank's pools: KV pages, the rows of each state component, and metadata rows."""
+
+    kv: PagedMemory
+    states: Sequence[PagedMemory]
+    aux: PagedMemory

@@ -8,12 +8,13 @@ never changes: the version frame.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.security import KEY_BYTES
+from sglang_tiered.wire.framing import printable
+from sglang_tiered.wire.keys import KEY_BYTES
 
 __all__ = [
     "KV_COMPONENT",
@@ -22,7 +23,6 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
     "VERSION",
-    "NOT_OURS",
     "TOKEN_BYTES",
     "VERSION_FRAME",
     "Abort",
@@ -48,10 +48,7 @@ __all__ = [
     "StateLayout",
     "Welcome",
     "check_version",
-    "decode",
-    "encode",
     "peer_failed",
-    "printable",
 ]
 
 MAGIC = b"sgt-kv/"
@@ -66,8 +63,6 @@ MAX_CONTROL_BYTES = 4 << 20
 
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 64
-MAX_REASON = 500
-
 KV_COMPONENT = -1
 """``component`` of the KV pages themselves; 0 and up are state components (SWA, Mamba, ...)."""
 
@@ -295,35 +290,11 @@ AnyControl = AnyFromDecode | AnyFromPrefill
 AnyDataFromDecode = Join | Ack | Nack
 AnyDataFromPrefill = Slab | Pull | Last
 
-NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError)  # text is not always UTF-8
-"""What decoders raise."""
-
-_encoder = msgspec.msgpack.Encoder()
-_T = TypeVar("_T")
-
-
-def encode(message: Any) -> bytes:
-    """The MessagePack frame of one message."""
-    return _encoder.encode(message)
-
-
-def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    """The message in a frame. Raises ``TransferError`` for anything else."""
-    try:
-        return decoder.decode(frame)
-    except NOT_OURS as error:
-        raise TransferError(f"a peer sent a message that is none of ours ({error}).") from error
-
 
 def peer_failed(reason: str) -> str:
     """Why a room failed where its other end is the cause, in the words by which SGLang's clients
     know a request that is worth sending again."""
     return f"PD peer failed: {reason}"
-
-
-def printable(reason: str) -> str:
-    """What a peer gave as its reason, fit for a log line and an answer to a client."""
-    return "".join(char if char.isprintable() else " " for char in reason[:MAX_REASON])
 
 
 def check_version(frame: bytes, who: str) -> None:

@@ -28,7 +28,8 @@ import numpy as np
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import Buffer, check_pages
-from sglang_tiered.transfer.security import KEY_BYTES, Tagger
+from sglang_tiered.wire import framing
+from sglang_tiered.wire.keys import KEY_BYTES, Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +103,7 @@ class Guest:
         key = secrets.token_bytes(KEY_BYTES)
         offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
         try:
-            self._connection.send(messages.encode(messages.Offer(key, offered)))
+            self._connection.send(framing.encode(messages.Offer(key, offered)))
         except OSError:
             return None
         _may_be_read_by(self._pid)
@@ -237,7 +238,7 @@ class PeerMemory:
 
     def _take(self, answer: bytes) -> bool:
         try:
-            offer = messages.decode(answer, messages.offer)
+            offer = framing.decode(answer, messages.offer)
         except TransferError:
             return False
         if len(offer.buffers) != self._num_buffers:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.chunks import ChunkReader, pack_chunk
+from sglang_tiered.codecs.chunks import ChunkReader, pack_chunk
+from sglang_tiered.codecs.dtypes import FLOAT_DTYPES, float32_to_bytes, to_float32
 from sglang_tiered.errors import CodecError, TransferError
-from sglang_tiered.number_formats import FLOAT_DTYPES, float32_to_bytes, to_float32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

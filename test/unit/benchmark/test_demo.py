@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.terminal import run_program
+from sglang_tiered.tools.terminal import run_program
 from tier_demo.command import run
 from tier_demo.interruption import Interruption
 from tier_demo.phases import Phases

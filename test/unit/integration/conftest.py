@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The whole cache over a real store, of one rank; whatever it sets in the process is put back.
     The first one of a process takes seconds, for SGLang compiles its hash of pages."""
     from sglang_tiered.config import ENVIRONMENT_VARIABLE
-    from sglang_tiered.integration import namespace
+    from sglang_tiered.integration.identity import namespace
 
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
     monkeypatch.setattr(namespace, "server_identity", None)

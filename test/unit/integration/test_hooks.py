@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt import runtime_context
 
-from sglang_tiered.integration import hooks, pod_backend
-from sglang_tiered.integration.radix_cache import TieredRadixCache
+from sglang_tiered.integration import hooks
+from sglang_tiered.integration.attention import pod
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
 
 def record(message: str) -> logging.LogRecord:
@@ -118,9 +119,9 @@ def test_server_info_shows_what_the_pod_backend_served_only_where_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = SimpleNamespace(tree_cache=object())
-    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    monkeypatch.setattr(pod.STATISTICS, "serving", False)
     result = SimpleNamespace(internal_state={})
     assert hooks._after_internal_state(result, scheduler, None).internal_state == {}
-    monkeypatch.setattr(pod_backend.STATISTICS, "serving", True)
+    monkeypatch.setattr(pod.STATISTICS, "serving", True)
     shown = hooks._after_internal_state(result, scheduler, None).internal_state
     assert shown["sglang_tiered_pod"]["forwards"] == 0

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sglang_tiered.sharing.page_source import PageSource, _Memory
+from sglang_tiered.sharing.pages import messages
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
-from sglang_tiered.transfer.pages import messages
 
 if TYPE_CHECKING:
     from pathlib import Path

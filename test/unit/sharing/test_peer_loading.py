@@ -20,14 +20,14 @@ from page_peers import (
 )
 
 from sglang_tiered.sharing.locality.index import Peer
+from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.storage.base import Job, Reason, Run
-from sglang_tiered.transfer.pages import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.transfer.pages.client import PageClient
+    from sglang_tiered.sharing.pages.client import PageClient
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -220,7 +220,7 @@ def test_a_percentile_is_right_to_a_hundredth() -> None:
 def test_shares_are_those_of_the_server() -> None:
     """Read as text: the server's modules need SGLang."""
     folder = ROOT / "python/sglang_tiered/integration"
-    text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    text = "\n".join(path.read_text() for path in sorted(folder.rglob("*.py")))
     for name, value in (
         ("LOADING_SHARE", LOADING_SHARE),
         ("RESIDENT_SHARE", RESIDENT_SHARE),

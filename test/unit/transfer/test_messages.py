@@ -12,6 +12,7 @@ from msgspec import inspect
 import sglang_tiered.transfer
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
+from sglang_tiered.wire import framing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,14 +61,14 @@ def test_another_version_is_named_beside_ours() -> None:
     "frame",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(messages.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
-        pytest.param(messages.encode(messages.Bye("reason"))[:-1], id="cut short"),
+        pytest.param(framing.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
+        pytest.param(framing.encode(messages.Bye("reason"))[:-1], id="cut short"),
         pytest.param(b"\x91" * 100_000, id="deep"),
     ],
 )
 def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
     with pytest.raises(TransferError, match="none of ours"):
-        messages.decode(frame, messages.control_from_decode)
+        framing.decode(frame, messages.control_from_decode)
 
 
 def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
@@ -97,12 +98,12 @@ def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
     assert endless == cut | {"Last.aux[]"}, "whose length is compared with the pool's"
     layout = messages.KVLayout(1, "", [1] * 4096, [0] * 4096, 0, 1, 0, [], [])
     hello = messages.Hello(b"", layout, 1, False)
-    assert messages.decode(messages.encode(hello), messages.control_from_decode) == hello
+    assert framing.decode(framing.encode(hello), messages.control_from_decode) == hello
     layout.page_bytes.append(1)
     with pytest.raises(TransferError, match="length <= 4096"):
-        messages.decode(messages.encode(hello), messages.control_from_decode)
+        framing.decode(framing.encode(hello), messages.control_from_decode)
 
 
 def test_reasons_fit_a_line() -> None:
-    assert messages.printable("a\nb\x00c\u202e") == "a b c "
-    assert len(messages.printable("x" * 9999)) == messages.MAX_REASON
+    assert framing.printable("a\nb\x00c\u202e") == "a b c "
+    assert len(framing.printable("x" * 9999)) == framing.MAX_REASON

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_pair import Pool, Shape
 
+from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
 from sglang_tiered.errors import TransferError
-from sglang_tiered.number_formats import float32_to_bytes, to_float32
 from sglang_tiered.transfer.layout import Pair, pair_buffers
 from sglang_tiered.transfer.messages import KVLayout
 from sglang_tiered.transfer.wire_codec import CODECS, WireCodec, make_codec

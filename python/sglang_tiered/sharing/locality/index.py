@@ -11,11 +11,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
 from sglang_tiered.sharing.locality.connection import IndexConnection
 from sglang_tiered.sharing.locality.formats import is_address
 from sglang_tiered.sharing.locality.mirror import Peer
 from sglang_tiered.sharing.locality.publisher import Publisher
-from sglang_tiered.sharing.locality.purge_memory import PurgeMemory
 from sglang_tiered.sharing.locality.purges import ToldPurge
 from sglang_tiered.sharing.locality.reader import Reader
 from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sglang_tiered.sharing.locality.purge_memory import NoteStore
+    from sglang_tiered.sharing.locality.applied_purges import NoteStore
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.settings import PeerSettings

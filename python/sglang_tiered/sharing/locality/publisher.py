@@ -12,12 +12,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection import IndexFailure
+from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
-from sglang_tiered.sharing.locality.names import Names
-from sglang_tiered.sharing.locality.own_pages import OwnPages, PagesGoneError
+from sglang_tiered.sharing.locality.local_snapshot import OwnPages, PagesGoneError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
+from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.locality.state import new_server
-from sglang_tiered.sharing.locality.trouble import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.purge_memory import PurgeMemory
     from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]

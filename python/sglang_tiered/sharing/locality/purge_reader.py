@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.names import Names
     from sglang_tiered.sharing.locality.purges import LocalPurge
+    from sglang_tiered.sharing.locality.redis_keys import Names
     from sglang_tiered.sharing.locality.state import IndexState
 
     PurgeWanted = Callable[[bytes | None], LocalPurge | None]

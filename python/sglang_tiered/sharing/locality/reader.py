@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES, IndexFailure
+from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import (
     DELTA_PAGES,
     MAX_PIECE_BYTES,
@@ -22,9 +23,8 @@ from sglang_tiered.sharing.locality.formats import (
     unpack_piece,
     unpack_record,
 )
-from sglang_tiered.sharing.locality.names import Names
 from sglang_tiered.sharing.locality.purge_reader import PurgeReader
-from sglang_tiered.sharing.locality.trouble import Backoff
+from sglang_tiered.sharing.locality.redis_keys import Names
 
 if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.connection import IndexConnection

@@ -7,10 +7,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.locality.connection_health import Trouble
 from sglang_tiered.sharing.locality.mirror import Mirror
-from sglang_tiered.sharing.locality.names import Names
 from sglang_tiered.sharing.locality.purges import PurgeBook
-from sglang_tiered.sharing.locality.trouble import Trouble
+from sglang_tiered.sharing.locality.redis_keys import Names
 
 if TYPE_CHECKING:
     from collections.abc import Callable

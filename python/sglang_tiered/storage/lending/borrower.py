@@ -22,7 +22,6 @@ from sglang_tiered.storage.base import (
     Stop,
     TierEngine,
 )
-from sglang_tiered.storage.layered.forgetting import LayeredForgetting
 from sglang_tiered.storage.lending.wire import (
     Request,
     receive_into,
@@ -31,6 +30,7 @@ from sglang_tiered.storage.lending.wire import (
     short_path,
 )
 from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.stack.forgetting import LayeredForgetting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health
-from sglang_tiered.storage.region.health import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import heapq
 import logging
-import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.object.failures import Failure, RequestError
@@ -35,10 +34,11 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.breaker import Breaker
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.names import Layout
+    from sglang_tiered.storage.object.pending import RefreshOrder
     from sglang_tiered.storage.object.purging import Purger
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["Discovery", "RefreshOrder"]
+__all__ = ["Discovery"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,6 @@ FULL_LISTING_S = 600.0
 _SKEW_MS = 60_000
 _BATCH = 64
 _MAX_PURGES_SEEN = 65_536
-
-
-@dataclass(eq=False, slots=True)
-class RefreshOrder:
-    """Look for news now."""
-
-    full: bool
-    done: threading.Event = field(default_factory=threading.Event)
-    succeeded: bool = False  # valid once done
 
 
 class _PassOver(Exception):  # noqa: N818

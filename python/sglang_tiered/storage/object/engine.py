@@ -26,21 +26,22 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
-from sglang_tiered.storage.object.discovery import Discovery, RefreshOrder
+from sglang_tiered.storage.object.discovery import Discovery
 from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
+from sglang_tiered.storage.object.pending import FlushMark, RefreshOrder
 from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores, hide
-from sglang_tiered.storage.object.state import FlushMark, ObjectState
+from sglang_tiered.storage.object.state import ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.base import EngineStats, TenantUsage
-    from sglang_tiered.storage.codecs.base import PageCodec
     from sglang_tiered.storage.forgetting import Forgetting
     from sglang_tiered.storage.object.failures import RequestError
     from sglang_tiered.storage.object.settings import ObjectSettings

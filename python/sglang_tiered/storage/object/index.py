@@ -13,8 +13,7 @@ import numpy as np
 
 from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.object.format import NO_CODEC
-from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.key_words import key_words
+from sglang_tiered.storage.region.index import PageIndex, key_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

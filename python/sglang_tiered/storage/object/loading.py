@@ -8,12 +8,9 @@ threads, behind every load, and on half of them at most.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
-import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,90 +19,21 @@ from sglang_tiered.storage.base import JobKind, Reason
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import page_checksum
 from sglang_tiered.storage.object.names import Layout
+from sglang_tiered.storage.object.pending import LoadSpan, LoadTicket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Job, Page, Run
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.index import Place
     from sglang_tiered.storage.object.state import ObjectState, OnFault
 
-__all__ = ["DeadlineClock", "LoadSpan", "LoadTicket", "Loader", "plan_spans", "submit_load"]
+__all__ = ["DeadlineClock", "Loader", "plan_spans", "submit_load"]
 
 _MIN_SPAN_BYTES = 2 << 20
 _MANY_DEADLINES = 64
 _LARGE_COPY_BYTES = 64 << 10
-
-
-@dataclass(eq=False, slots=True)
-class LoadSpan:
-    """One ranged read. ``end`` is behind the last page."""
-
-    ticket: LoadTicket
-    name: str  # of the object
-    start: int
-    end: int
-    places: list[Place]
-
-
-class LoadTicket:
-    """A load cut into spans. Its guard decides who may touch the run's pages: threads that copy
-    say so before and after, and once the ticket is closed nobody begins. Whoever is told True
-    finishes the job, which exactly one is."""
-
-    def __init__(
-        self,
-        job: Job,
-        namespace: bytes,
-        num_spans: int,
-        until: float | None,
-        deadline: float | None,
-    ) -> None:
-        self.job = job
-        self.namespace = namespace
-        self.until = until  # time.monotonic, for the client
-        self.deadline = deadline  # of the state's clock
-        self._guard = threading.Condition()
-        self._num_left = num_spans
-        self._num_touching = 0
-        self._is_open = True
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
-    @contextlib.contextmanager
-    def touching(self) -> Iterator[bool]:
-        """Around every touch of the pages or the reasons; false when it must not be."""
-        with self._guard:
-            allowed = self._is_open
-            self._num_touching += 1
-        try:
-            yield allowed
-        finally:
-            with self._guard:
-                self._num_touching -= 1
-                self._guard.notify_all()
-
-    def settle_span(self) -> bool:
-        """A span is done with; true for the last one of an open ticket, which closes it."""
-        with self._guard:
-            self._num_left -= 1
-            if not self._is_open or self._num_left:
-                return False
-            self._is_open = False
-            return True
-
-    def expire(self) -> bool:
-        """Close the ticket before its spans are done; false when it was closed. True once nobody
-        touches the pages any more, which takes no longer than the copy of a span."""
-        with self._guard:
-            if not self._is_open:
-                return False
-            self._is_open = False
-            self._guard.wait_for(lambda: not self._num_touching)
-            return True
 
 
 def plan_spans(

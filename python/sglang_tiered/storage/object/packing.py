@@ -7,66 +7,23 @@ the staging memory. Pages of a run go in side by side, in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
 from sglang_tiered.storage.object.format import (
-    MAX_OBJECT_PAGES,
     TAIL_BYTES,
     manifest_bytes,
     page_checksum,
 )
-from sglang_tiered.storage.object.state import FlushMark
+from sglang_tiered.storage.object.pending import Filling, FlushMark, StoreTicket
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
-    from sglang_tiered.storage.object.names import ObjectId
     from sglang_tiered.storage.object.state import ObjectState, OnFault
 
-__all__ = ["Filling", "Packer", "StoreTicket", "submit_store"]
+__all__ = ["Packer", "submit_store"]
 
 _MIN_OBJECT_OVERHEAD = manifest_bytes(1) + TAIL_BYTES
-
-
-@dataclass(eq=False, slots=True)
-class StoreTicket:
-    """A store on its way: the pages that were neither held nor already coming. Guarded by the
-    state's lock; the run's buffers are read by the packer alone, and by nobody once its pages are
-    copied."""
-
-    job: Job
-    namespace: bytes
-    epoch: int
-    positions: list[int]  # of the pages within the run
-    num_left: int  # pages that are not settled
-    dropped: bool = False  # purged, or the engine was closed
-
-    @property
-    def tenant(self) -> bytes:
-        return self.job.run.tenant
-
-
-@dataclass(eq=False, slots=True)
-class Filling:
-    """An object in staging memory. Its buffer and rows belong to the packer while it is open and
-    to one uploader afterwards; the rest is guarded by the state's lock."""
-
-    object_id: ObjectId
-    namespace: bytes
-    epoch: int
-    tenant: bytes
-    opened_at: float
-    buffer: bytearray = field(default_factory=bytearray)
-    rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
-    entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)
-    staged_bytes: int = 0  # raw, of its entries
-    dropped: bool = False  # its pages are purged: nobody may see them
-
-    def has_room(self, num_bytes: int, object_bytes: int) -> bool:
-        if not self.rows:
-            return True
-        return len(self.buffer) + num_bytes <= object_bytes and len(self.rows) < MAX_OBJECT_PAGES
 
 
 class Packer:

@@ -8,8 +8,6 @@ namespace under the prefix, a purge of everyone of the engine's own.
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
@@ -24,7 +22,7 @@ from sglang_tiered.storage.object.names import (
     parse_path,
     tenant_tag,
 )
-from sglang_tiered.storage.object.packing import Filling, StoreTicket
+from sglang_tiered.storage.object.pending import Filling, PurgeOrder, StoreTicket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,24 +30,13 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["PurgeOrder", "Purger", "begin_purge", "hide", "obey"]
+__all__ = ["Purger", "begin_purge", "hide", "obey"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_SKEW_MS = 60_000
 _SWEPT_ROWS = 1 << 16
 _DELETED_AT_ONCE = 1000
-
-
-@dataclass(eq=False, slots=True)
-class PurgeOrder:
-    """Make a purge durable."""
-
-    tenant: bytes | None
-    purge_id: ObjectId  # its time is the bound
-    namespace: bytes
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done
 
 
 def begin_purge(state: ObjectState, tenant: bytes | None) -> Forgetting:

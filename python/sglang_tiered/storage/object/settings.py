@@ -57,7 +57,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Writing requests (put and delete) that this engine may make in 24 hours."""
 
     codec: str = NO_CODEC
-    """A name known to ``storage.codecs``."""
+    """A name known to ``codecs``."""
 
     sse: str | None = None
     """Server-side encryption of S3: AES256, aws:kms or aws:kms:dsse."""

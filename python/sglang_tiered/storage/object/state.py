@@ -6,24 +6,29 @@ import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, Reason
+from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.object.budgets import DailyBudget
 from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
-from sglang_tiered.storage.object.stats import DiscoveryCounts
-from sglang_tiered.storage.region.jobs import JobBook
+from sglang_tiered.storage.object.pending import DiscoveryCounts
 
 if TYPE_CHECKING:
-    from sglang_tiered.storage.codecs.base import PageCodec
-    from sglang_tiered.storage.object.discovery import RefreshOrder
+    from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.object.index import ObjectIndex
-    from sglang_tiered.storage.object.loading import LoadSpan, LoadTicket
-    from sglang_tiered.storage.object.packing import Filling, StoreTicket
-    from sglang_tiered.storage.object.purging import PurgeOrder
+    from sglang_tiered.storage.object.pending import (
+        Filling,
+        FlushMark,
+        LoadSpan,
+        LoadTicket,
+        PurgeOrder,
+        RefreshOrder,
+        StoreTicket,
+    )
     from sglang_tiered.storage.object.settings import ObjectSettings
 
-__all__ = ["Bounds", "FlushMark", "ObjectState", "OnFault"]
+__all__ = ["Bounds", "ObjectState", "OnFault"]
 
 _MAX_PURGES = 16_384
 _MAX_IGNORED = 8192
@@ -34,10 +39,6 @@ _MAX_SKEW_MS = 60_000
 OnFault = Callable[[str], None]
 """Called by a thread with what it was at, where an exception that nobody foresaw ended that: the
 thread goes on, or jobs would wait for it for ever. Without the lock held."""
-
-
-class FlushMark(NamedTuple):
-    """In the queue of stores: close every object that is being filled."""
 
 
 class Bounds:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import EngineStats
+from sglang_tiered.storage.object.pending import DiscoveryCounts
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Health
@@ -14,22 +15,9 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["DiscoveryCounts", "ObjectStats", "engine_stats", "object_stats"]
+__all__ = ["ObjectStats", "engine_stats", "object_stats"]
 
 _GB = 1e9
-
-
-@dataclass(slots=True)
-class DiscoveryCounts:
-    """Kept by the discovery, under the engine's lock."""
-
-    num_passes: int = 0
-    num_full_listings: int = 0
-    num_manifests_seen: int = 0  # read and put into the index
-    num_manifests_bad: int = 0  # did not verify
-    num_manifests_foreign: int = 0  # of a newer version, another namespace or codec
-    num_objects_vanished: int = 0  # 404 when read, or gone from a full listing
-    last_pass_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

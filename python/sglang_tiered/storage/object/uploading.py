@@ -19,7 +19,7 @@ from sglang_tiered.storage.object.names import Layout
 if TYPE_CHECKING:
     from sglang_tiered.storage.object.breaker import Breaker
     from sglang_tiered.storage.object.client import ObjectClient
-    from sglang_tiered.storage.object.packing import Filling
+    from sglang_tiered.storage.object.pending import Filling
     from sglang_tiered.storage.object.state import ObjectState, OnFault
 
 __all__ = ["Uploader"]

@@ -18,6 +18,7 @@ import enum
 import errno
 import os
 import re
+import resource
 import stat
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DirectoryState",
+    "allow_regions",
     "inspect",
+    "max_regions",
     "prepare",
     "refuse_strangers",
     "remove_shards",
@@ -250,3 +253,49 @@ def _newer(path: Path, version: int) -> StoreFormatError:
         f"{path} was written in format {version}, newer than {FORMAT_VERSION}, which this version "
         "reads; upgrade sglang-tiered or pass another --tier-dir"
     )
+
+
+_RESERVED = 512  # of a process, for sockets, libraries and the other files of its tiers
+
+
+def max_regions() -> int:
+    """How many of a store the hard limit has room for, in a process that holds nothing else."""
+    return _limits()[1] - _RESERVED
+
+
+def allow_regions(directory: Path, capacity_bytes: int, region_bytes: int) -> None:
+    """Raise the soft limit to what a store needs that holds what is there and fills up to its cap.
+    Raises ``StoreError`` where the hard limit is lower, and ``OSError``."""
+    held = [
+        entry.stat(follow_symlinks=False).st_size
+        for entry in os.scandir(directory)
+        if parse_region_name(entry.name) is not None
+    ]
+    num_regions = len(held) + max(capacity_bytes - sum(held), 0) // region_bytes
+    soft, hard = _limits()
+    needed = num_regions + _num_open() + _RESERVED
+    if needed <= soft:
+        return
+    if needed > hard:
+        raise StoreError(
+            f"{directory} may come to hold {num_regions} region files, all of them open, but the "
+            f"hard limit of open files (ulimit -Hn) is {hard}, {_RESERVED} of them for other use; "
+            "raise it, or pass a larger --tier-nvme-region-bytes, a smaller --tier-nvme-bytes or "
+            "another --tier-dir"
+        )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))
+
+
+def _limits() -> tuple[int, int]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = (1 << 31) - 1
+    return (most if soft == unlimited else soft, most if hard == unlimited else hard)
+
+
+def _num_open() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0  # it was only to be exact

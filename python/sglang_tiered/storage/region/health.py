@@ -10,38 +10,15 @@ import itertools
 import threading
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
-    import logging
     from collections.abc import Callable, Iterator
 
-__all__ = ["Backoff", "HealthMonitor", "OnceLog"]
+__all__ = ["HealthMonitor"]
 
-_FIRST_RETRY_S = 1.0
-_LAST_RETRY_S = 60.0
 _READ_FAILURES_TOLERATED = 2
-
-
-class Backoff:
-    """Doubling pause after each failure in a row: 1 s up to 60 s."""
-
-    def __init__(self) -> None:
-        self.num_failures = 0
-        self._retry_at = 0.0
-
-    def is_over(self, now: float) -> bool:
-        return self.num_failures == 0 or now >= self._retry_at
-
-    def fail(self, now: float) -> None:
-        if not self.is_over(now):
-            return  # one incident: jobs already under way when it began do not lengthen the pause
-        exponent = min(self.num_failures, 16)
-        self._retry_at = now + min(_FIRST_RETRY_S * 2**exponent, _LAST_RETRY_S)
-        self.num_failures += 1
-
-    def succeed(self) -> None:
-        self.num_failures = 0
 
 
 class HealthMonitor:
@@ -123,19 +100,3 @@ class HealthMonitor:
             self._num_read_failures = 0
             if self._device.is_over(self._clock()):
                 self._device.succeed()
-
-
-class OnceLog:
-    """One warning per cause, until the cause is settled and comes back."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._active: set[str] = set()
-
-    def report(self, cause: str, message: str, *args: object) -> None:
-        if cause not in self._active:
-            self._active.add(cause)
-            self._logger.warning(message, *args)
-
-    def settle(self, cause: str) -> None:
-        self._active.discard(cause)

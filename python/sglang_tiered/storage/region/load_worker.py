@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
-    from sglang_tiered.storage.region.jobs import LoadSpan
+    from sglang_tiered.storage.backoff import OnceLog
+    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.pending import LoadSpan
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState

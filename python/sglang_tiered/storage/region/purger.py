@@ -17,8 +17,9 @@ from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+    from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.purges import Bound, Purges
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState

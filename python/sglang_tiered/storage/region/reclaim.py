@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
-from sglang_tiered.storage.region.health import Backoff
 from sglang_tiered.storage.region.reader import Wanted, plan_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
+    from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState

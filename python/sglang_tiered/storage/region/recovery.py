@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -45,18 +46,21 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.progress import LateProgress
 from sglang_tiered.storage.region.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.progress import Progress
+
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["RecoveryReport", "recover"]
+__all__ = ["LateProgress", "RecoveryReport", "recover"]
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +315,40 @@ def _unlink(device: Device, name: str) -> None:
         return
     except OSError as error:
         logger.warning("%s could not be removed (%s) and is ignored", name, error.strerror)
+
+
+_PROGRESS_AFTER_S = 1.0
+
+
+class LateProgress:
+    """A bar on stderr that shows itself only when recovery takes longer than a second."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._started = time.monotonic()
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> LateProgress:
+        return self
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._progress is None and time.monotonic() - self._started > _PROGRESS_AFTER_S:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.add_task("recovering regions", total=self._total)
+            self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._done)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()

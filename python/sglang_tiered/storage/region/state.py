@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.jobs import (
+from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.region.index import PageIndex, key_words
+from sglang_tiered.storage.region.pending import (
     Batch,
     Chunk,
     ClearOrder,
     ExtentWrite,
-    JobBook,
     LoadSpan,
     LoadTicket,
     PurgeOrder,
     StoreTicket,
     SyncOrder,
 )
-from sglang_tiered.storage.region.key_words import key_words
 from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Job, Run
-    from sglang_tiered.storage.region.jobs import Part
+    from sglang_tiered.storage.region.pending import Part
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
     EngineStats,
     Health,
@@ -24,11 +25,12 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
+    TenantUsage,
     TierEngine,
 )
-from sglang_tiered.storage.region import forgetting
-from sglang_tiered.storage.region.chunk_worker import ChunkWorker, HashWorker
+from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.directory import allow_regions
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
@@ -37,19 +39,18 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
     region_name,
 )
-from sglang_tiered.storage.region.health import HealthMonitor, OnceLog
-from sglang_tiered.storage.region.jobs import SyncOrder
-from sglang_tiered.storage.region.key_words import key_words
+from sglang_tiered.storage.region.health import HealthMonitor
+from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.open_files import allow_regions
+from sglang_tiered.storage.region.pending import ClearOrder, PurgeOrder, SyncOrder
 from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.store_worker import StoreWorker
+from sglang_tiered.storage.region.store_worker import ChunkWorker, HashWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
@@ -58,12 +59,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from sglang_tiered.storage.base import TenantUsage
-    from sglang_tiered.storage.forgetting import Forgetting
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
-__all__ = ["DEFAULT_QUEUED_STORE_BYTES", "DEFAULT_REGION_BYTES", "RegionEngine"]
+__all__ = [
+    "DEFAULT_QUEUED_STORE_BYTES",
+    "DEFAULT_REGION_BYTES",
+    "RegionEngine",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +308,11 @@ class RegionEngine(TierEngine):
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
-        return forgetting.tenants(self._state, limit)
+        state = self._state
+        with state.lock:
+            held, taken = state.index.usage(), state.regions.tenant_bytes.copy()
+        names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
+        return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
     def sync(self, timeout_s: float) -> bool:
         """A barrier: true once every page stored before the call survives loss of power, as far
@@ -331,11 +338,27 @@ class RegionEngine(TierEngine):
         ``ValueError`` for a digest of the wrong length.
         """
         check_namespace(namespace)
-        forgetting.set_namespace(self._state, namespace, keep=keep)
+        state = self._state
+        with state.lock:
+            state.forget_all(keep=keep)
+            state.namespace = namespace
 
     def begin_purge(self, tenant: bytes | None) -> Forgetting:
         """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
-        return forgetting.begin(self._state, tenant)
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return Forgetting(None)
+            order: ClearOrder | PurgeOrder
+            if tenant is None:
+                state.num_pages_purged += len(state.index)
+                state.forget_all(keep=False)
+                state.stores.append(order := ClearOrder())
+            else:
+                state.forget_tenant(tenant)
+                state.stores.appendleft(order := PurgeOrder(tenant))
+            state.store_ready.notify()
+            return Forgetting(order, state.jobs.inflight)
 
     def purge(self, tenant: bytes, timeout_s: float) -> bool:
         return self.begin_purge(tenant).wait(timeout_s)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.storage.region.key_words import key_words
+from sglang_tiered.storage.region.index import key_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

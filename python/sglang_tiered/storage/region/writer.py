@@ -36,7 +36,7 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.jobs import Batch, Chunk, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part, StoreTicket
 from sglang_tiered.storage.region.purges import Bound
 from sglang_tiered.storage.region.regions import Region
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_tiered.trace.generator.draws import Draws
-from sglang_tiered.trace.generator.words import text
 from sglang_tiered.trace.text import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ANSWER_TOKENS", "MEAN_TURNS", "MULTI_TURN", "QUESTION_TOKENS", "Shape", "rows"]
+__all__ = ["ANSWER_TOKENS", "MEAN_TURNS", "MULTI_TURN", "QUESTION_TOKENS", "Shape", "rows", "text"]
 
 MULTI_TURN = 0.73
 MEAN_TURNS = 3.51
@@ -90,3 +89,25 @@ def _bytes(draws: Draws, mean_tokens: float, sigma: float) -> int:
     median = mean_tokens / math.exp(sigma * sigma / 2)
     tokens = min(draws.lognormal(median, sigma), _MAX_TURN_TOKENS)
     return max(1, round(tokens * BYTES_PER_TOKEN))
+
+
+_BEGINNINGS = ("b", "br", "c", "d", "f", "g", "gr", "k", "l", "m", "n", "p", "r", "s", "st", "t")
+_MIDDLES = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
+_ENDS = ("", "l", "n", "r", "s", "t", "nd", "st")
+_WORDS = tuple("".join(parts) for parts in itertools.product(_BEGINNINGS, _MIDDLES, _ENDS))
+_SENTENCE_WORDS = 12
+
+
+def text(draws: Draws, num_bytes: int) -> str:
+    """Sentences of words of one syllable, ``num_bytes`` of ASCII in all."""
+    words: list[str] = []
+    length = 0
+    while length <= num_bytes:  # the space after the last word is not written
+        word = _WORDS[draws.below(len(_WORDS))]
+        if len(words) % _SENTENCE_WORDS == 0:
+            word = word.capitalize()
+        elif len(words) % _SENTENCE_WORDS == _SENTENCE_WORDS - 1:
+            word += "."
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)[:num_bytes]

@@ -23,8 +23,8 @@ from sglang_tiered.storage.region.format import (
     max_page_bytes,
     padded,
 )
+from sglang_tiered.storage.region.index import most_loaded
 from sglang_tiered.storage.region.reclaim import ReinsertionCredit
-from sglang_tiered.storage.region.saving import most_loaded
 from sglang_tiered.storage.region.writer import MAX_EXTENT_BYTES
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.terminal import print_lines, print_table
+from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered.trace.replay.totals import TIERS
 
 if TYPE_CHECKING:

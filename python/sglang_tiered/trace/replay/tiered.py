@@ -22,7 +22,7 @@ from sglang_tiered.policy.admission import (
 )
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.policy.resident import ResidentSet
+from sglang_tiered.policy.residents import ResidentSet
 from sglang_tiered.trace.replay.radix import RadixStack, Store
 from sglang_tiered.trace.replay.region_log import RegionLog
 

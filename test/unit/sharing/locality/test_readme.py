@@ -11,7 +11,7 @@ import sglang_tiered.sharing as package
 from sglang_tiered.sharing.locality import formats, purges
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES
 from sglang_tiered.sharing.locality.formats import Delta, Purge, ServerRecord
-from sglang_tiered.sharing.locality.names import Names
+from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.settings import PeerSettings
 
 SERVER = "00112233445566778899aabbccddeeff"

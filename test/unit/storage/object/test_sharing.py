@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xxhash
 
+from sglang_tiered.codecs import make_codec
+from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.storage.base import Health, Job, Reason, Run
-from sglang_tiered.storage.codecs import make_codec
-from sglang_tiered.storage.codecs.base import PageLayout
 from sglang_tiered.storage.object.format import (
     Manifest,
     Purge,

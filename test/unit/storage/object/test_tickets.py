@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from sglang_tiered.storage.base import Job, JobKind, Run
-from sglang_tiered.storage.object.loading import LoadTicket
+from sglang_tiered.storage.object.pending import LoadTicket
 
 MakeRun = Callable[..., Run]
 TIMEOUT_S = 20.0

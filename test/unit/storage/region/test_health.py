@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
+from sglang_tiered.storage.backoff import Backoff, OnceLog
 from sglang_tiered.storage.base import Health
-from sglang_tiered.storage.region.health import Backoff, HealthMonitor, OnceLog
+from sglang_tiered.storage.region.health import HealthMonitor
 
 ERROR = OSError(5, "Input/output error")
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_tiered.storage.region import index as index_module
-from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.key_words import key_words
+from sglang_tiered.storage.region.index import PageIndex, key_words
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 SLOTS = dict.fromkeys(range(8), 1 << 30)

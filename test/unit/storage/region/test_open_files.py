@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.region import RegionEngine, open_files
+from sglang_tiered.storage.region import RegionEngine, directory
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Limits:
         self.now = (soft, hard)
         monkeypatch.setattr(resource, "getrlimit", lambda kind: self.now)
         monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: self.set(limits))
-        monkeypatch.setattr(open_files, "_num_open", lambda: 10)
+        monkeypatch.setattr(directory, "_num_open", lambda: 10)
 
     def set(self, limits: tuple[int, int]) -> None:
         self.now = limits
@@ -67,11 +67,11 @@ def test_files_of_an_earlier_run_count_as_many_as_they_are(
     for sequence in range(600):  # half the size of those to come
         with open(tmp_path / region_name(sequence), "wb") as file:
             file.truncate(REGION // 2)
-    open_files.allow_regions(tmp_path, 1000 * REGION, REGION)
+    directory.allow_regions(tmp_path, 1000 * REGION, REGION)
     assert limits.now[0] == 600 + 700 + 10 + 512
 
 
 def test_no_limit_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Limits(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    open_files.allow_regions(tmp_path, 1 << 40, REGION)
-    assert open_files.max_regions() > 1 << 30
+    directory.allow_regions(tmp_path, 1 << 40, REGION)
+    assert directory.max_regions() > 1 << 30

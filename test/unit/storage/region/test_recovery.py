@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
-from sglang_tiered.storage.region import RegionEngine, progress
+from sglang_tiered.storage.region import RegionEngine, recovery
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
@@ -106,7 +106,7 @@ def test_the_bar_shows_only_when_recovery_takes_long(
 ) -> None:
     run_recovery(directory)
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(progress, "_PROGRESS_AFTER_S", -1.0)
+    monkeypatch.setattr(recovery, "_PROGRESS_AFTER_S", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     run_recovery(directory)
     captured = capfd.readouterr()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.faulty import FaultyDevice
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
-from sglang_tiered.storage.faulty import FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 

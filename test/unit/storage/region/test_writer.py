@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.base import NO_TENANT, Job, Reason, Run
-from sglang_tiered.storage.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (

@@ -1,0 +1,47 @@
+"""Page codecs: fewer bytes in a slow tier. ``README.md`` has formats, errors and speeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_tiered.codecs.base import (
+    CodecError,
+    PageCodec,
+    PageLayout,
+    SegmentLayout,
+)
+from sglang_tiered.codecs.fp8 import Fp8Codec
+from sglang_tiered.codecs.int8 import Int8Codec
+from sglang_tiered.codecs.zstd import ZstdCodec
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "CODEC_NAMES",
+    "LOSSY_CODEC_NAMES",
+    "NO_CODEC",
+    "CodecError",
+    "PageCodec",
+    "PageLayout",
+    "SegmentLayout",
+    "make_codec",
+]
+
+NO_CODEC = "none"
+"""Pages as they are: an engine needs no codec for it."""
+
+_CODECS: dict[str, Callable[[PageLayout], PageCodec]] = {
+    codec.name: codec for codec in (ZstdCodec, Fp8Codec, Int8Codec)
+}
+CODEC_NAMES = (NO_CODEC, *_CODECS)
+LOSSY_CODEC_NAMES = (Fp8Codec.name, Int8Codec.name)
+
+
+def make_codec(name: str, layout: PageLayout) -> PageCodec:
+    """A codec for pages of ``layout``. Raises ``ConfigError`` for an unknown name, for ``none``,
+    and for a lossy one where the layout does not say what its bytes mean."""
+    if name not in _CODECS:
+        raise ConfigError(f"the codec is {name!r}; known are {', '.join(_CODECS)}.")
+    return _CODECS[name](layout)

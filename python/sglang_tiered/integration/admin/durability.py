@@ -1,0 +1,123 @@
+"""Making a conversation durable in a tier: what threads of ``conversations`` do for a checkpoint,
+away from the scheduler."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from sglang_tiered.integration.storage.host_pages import page_segments
+from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.storage.stack import LayeredEngine
+
+__all__ = ["WORK_S", "make_durable"]
+
+WORK_S = 25.0
+"""How long a checkpoint may take before it answers what is missing; less than its asker waits."""
+
+_LOOK_S = 0.02
+_AGAIN_S = 1.0
+_BATCH_BYTES = 8 << 20
+
+
+def make_durable(
+    storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, work_s: float = WORK_S
+) -> int:
+    """How many leading pages are durable in a tier in the end. Pages are waited for until they are
+    stored; for NVMe those that only the bucket or other servers hold are loaded and kept, under
+    their tenant. Never on the scheduler thread."""
+    if storage.borrows:
+        return len(hashes)  # the rank that keeps the pages knows
+    deadline = time.monotonic() + work_s
+    shard, layered = storage.region_engine, storage.layered_engine
+    keys = storage.keys_of_pools(hashes)
+    wanted = keys[: len(hashes)]  # of KV; the other pools hold some of the pages only
+    is_below = tier is Tier.OBJECT and layered is not None
+    brings_up_at = 0.0
+    while (now := time.monotonic()) < deadline:
+        held = shard.view.contains(wanted)
+        if is_below:
+            assert layered is not None
+            below = layered.contains_below(wanted)
+            held = [up or down for up, down in zip(held, below, strict=True)]
+        if all(held):
+            break
+        if layered is not None and not is_below and now >= brings_up_at:
+            _bring_up(storage, layered, hashes, tenant, deadline)
+            brings_up_at = time.monotonic() + _AGAIN_S
+        time.sleep(_LOOK_S)
+    left_s = max(1.0, deadline - time.monotonic())
+    if is_below:
+        assert layered is not None
+        return _leading(layered.flush(keys, left_s)[: len(hashes)])
+    before = shard.view.contains(wanted)  # what comes later the barrier may not cover
+    is_synced = shard.sync(left_s)
+    after = shard.view.contains(wanted)
+    shard.view.use(keys)  # kept longer than what nobody asked for
+    held = [was and is_held for was, is_held in zip(before, after, strict=True)]
+    return _leading(held) if is_synced else 0
+
+
+def _bring_up(
+    storage: TieredStorage,
+    layered: LayeredEngine,
+    hashes: Sequence[str],
+    tenant: bytes,
+    deadline: float,
+) -> None:
+    """Load what NVMe lacks and others hold into memory of our own, so that it is kept on NVMe. Ends
+    early where NVMe does not take it, or nobody serves it."""
+    above = layered.upper.view
+    keys, number = storage.keys_of_pools(hashes), len(hashes)
+    for at, page_bytes in enumerate(_page_bytes(storage)):
+        of_pool = keys[at * number : (at + 1) * number]
+        pages = zip(of_pool, above.contains(of_pool), layered.contains_far(of_pool), strict=True)
+        lacking = [key for key, is_here, is_far in pages if is_far and not is_here]
+        size = max(1, _BATCH_BYTES // page_bytes)
+        for start in range(0, len(lacking), size):
+            batch = tuple(lacking[start : start + size])
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            room = memoryview(bytearray(len(batch) * page_bytes))
+            buffers = tuple(
+                (room[i * page_bytes : (i + 1) * page_bytes],) for i in range(len(batch))
+            )
+            job = layered.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
+            job.wait()
+            loaded = [key for key, is_ok in zip(batch, job.ok, strict=True) if is_ok]
+            if not loaded or not _wait_until_kept(layered, loaded, deadline):
+                return
+
+
+def _wait_until_kept(layered: LayeredEngine, keys: Sequence[bytes], deadline: float) -> bool:
+    deadline = min(deadline, time.monotonic() + _AGAIN_S)
+    while not all(layered.upper.view.contains(keys)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _page_bytes(storage: TieredStorage) -> list[int]:
+    """Payload of a page in each pool, in the order of ``keys_of_pools``."""
+    pools = {PoolName.KV: storage.mem_pool_host, **getattr(storage, "registered_pools", {})}
+    sizes = []
+    for pool in pools.values():
+        page_size = getattr(pool, "logical_page_size", pool.page_size)
+        (page,) = page_segments(pool, torch.arange(page_size), 1)
+        sizes.append(sum(segment.nbytes for segment in page))
+    return sizes
+
+
+def _leading(held: Sequence[bool]) -> int:
+    return held.index(False) if False in held else len(held)

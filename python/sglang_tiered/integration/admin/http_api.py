@@ -1,0 +1,263 @@
+"""Our endpoints in SGLang's HTTP server, under the rules of its ``/flush_cache`` for keys.
+
+``POST /tier/purge``   ``{"extra_key": ..., "cache_salt": ...}`` (either may be left out), or
+                       ``{"all": true}``. Answers once nothing of it is a hit, now and after a crash
+                       (200), or says what is missing (503: ask again).
+``GET /tier/tenants``  ``?limit=N``: the tenants with most on NVMe, one list per scheduler.
+``POST /tier/checkpoint``  ``{"rid": ...}``, ``{"text": ...}`` or ``{"input_ids": [...]}``, with
+                       ``extra_key``, ``cache_salt`` and ``tier`` (``nvme``, or ``object`` where
+                       there is one, which is then the default). Answers once all whole pages of
+                       that prefix are durable there (200), or says how many are not (503). What
+                       only the bucket holds is brought up to NVMe for ``nvme``.
+``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import FastAPI, Request, Response
+
+__all__ = ["PurgeRequestError", "SelectorError", "add_routes", "parse_purge", "parse_selector"]
+
+TIMEOUT_S = 30.0
+_POLL_S, _MAX_POLL_S = 0.02, 0.25
+_MAX_LIMIT = 1000
+_MAX_TOKENS = 1 << 22
+_MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is made tokens of
+_MAX_SHOWN = 40
+_SOURCES = ("rid", "text", "input_ids")
+_TIERS = ("nvme", "object")
+
+
+class PurgeRequestError(ValueError):
+    """A body that names nothing, or too much; one sentence."""
+
+
+class SelectorError(ValueError):
+    """A body that does not name one prefix; one sentence."""
+
+
+def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
+    """Which prefix is meant."""
+    if not isinstance(body, dict):
+        raise SelectorError("the body must be a JSON object")
+    known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
+    unknown = sorted(body.keys() - known)
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise SelectorError(f"{shown} is unknown; pass {', '.join(sorted(known))}")
+    sources = [name for name in _SOURCES if name in body]
+    if len(sources) != 1:
+        raise SelectorError(f"pass exactly one of {', '.join(_SOURCES)}")
+    if "rid" in body and ("extra_key" in body or "cache_salt" in body):
+        raise SelectorError("a rid names its extra_key and cache_salt itself; leave them out")
+    for name, value in body.items():
+        if name == "input_ids":
+            if not _are_tokens(value):
+                raise SelectorError("input_ids must be a list of token numbers that is not empty")
+            _check_length(len(value), "input_ids", "tokens", _MAX_TOKENS)
+        elif (problem := _problem(name, value)) is not None:
+            raise SelectorError(problem)
+    _check_length(len(body.get("text", "")), "text", "characters", _MAX_CHARACTERS)
+    if body.get("tier", "nvme") not in _TIERS:
+        shown = repr(body["tier"][:_MAX_SHOWN])
+        raise SelectorError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
+    return dict(body)
+
+
+def _check_length(length: int, name: str, unit: str, limit: int) -> None:
+    if length > limit:
+        raise SelectorError(
+            f"{name} has {length} {unit}, more than {limit}; pass the beginning of it"
+        )
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value that must be a text."""
+    if not isinstance(value, str) or not value:
+        return f"{name} must be a text that is not empty"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(value[error.start])
+        return (
+            f"{name} has {half} at character {error.start}, half of a surrogate pair, which no "
+            "text in UTF-8 holds; pass the whole character"
+        )
+    return None
+
+
+def _are_tokens(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+
+
+def parse_purge(body: Any) -> dict[str, Any]:
+    """What is to be purged. An empty body is refused: it must not purge everything."""
+    if not isinstance(body, dict):
+        raise PurgeRequestError("the body must be a JSON object")
+    unknown = sorted(body.keys() - {"extra_key", "cache_salt", "all"})
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise PurgeRequestError(f"{shown} is unknown; pass extra_key, cache_salt or all")
+    if "all" in body:
+        if body != {"all": True}:
+            raise PurgeRequestError('"all" must be true, and stand alone')
+        return {"all": True}
+    for name, value in body.items():
+        if (problem := _problem(name, value)) is not None:
+            raise PurgeRequestError(problem)
+    if not body:
+        raise PurgeRequestError('pass extra_key, cache_salt or both, or "all": true')
+    return dict(body)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Once, before the server listens."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def purge(request: Request) -> Response:
+        try:
+            body = parse_purge(await _json(request))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answers = await _ask("purge", body)
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            return JSONResponse({"error": failed[0]}, status_code=400)
+        durable = all(answer["durable"] for answer in answers)
+        hidden = any(answer["in_memory"] == "hidden" for answer in answers)
+        report = {"durable": durable, "in_memory": "hidden" if hidden else "gone"}
+        return JSONResponse(report, status_code=200 if durable else 503)
+
+    async def tenants(limit: int = 100) -> Response:
+        answers = await _ask("tenants", {"limit": max(1, min(limit, _MAX_LIMIT))})
+        return JSONResponse([answer.get("tenants", []) for answer in answers])
+
+    async def checkpoint(request: Request) -> Response:
+        try:
+            body = await _with_tokens(parse_selector(await _json(request), with_tier=True))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answers = await _ask("checkpoint", body, repeats_body=False)
+        return _answer(answers, lambda answer: 200 if _is_durable(answer) else 503)
+
+    async def residency(request: Request) -> Response:
+        try:
+            body = _query(request) if request.method == "GET" else await _json(request)
+            body = await _with_tokens(parse_selector(body, with_tier=False))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return _answer(await _ask("residency", body), lambda _: 200)
+
+    def _answer(answers: list[dict[str, Any]], status: Callable[[Any], int]) -> Response:
+        known = [answer for answer in answers if "unknown" not in answer]
+        failed = [answer["error"] for answer in known if "error" in answer]
+        if failed:
+            return JSONResponse({"error": failed[0]}, status_code=400)
+        if not known:
+            sentence = "no request with this rid ended lately; pass its text or input_ids"
+            return JSONResponse({"error": sentence}, status_code=404)
+        # With data parallelism a conversation lives in one scheduler.
+        best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
+        if any(_is_durable(answer) for answer in known):
+            best = next(answer for answer in known if _is_durable(answer))
+        report = {name: value for name, value in best.items() if name != "done"}
+        return JSONResponse(report, status_code=status(best))
+
+    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    # FastAPI resolves annotations as text against this module, which does not import it.
+    purge.__annotations__ = {"request": Request}
+    tenants.__annotations__ = {"limit": int}
+    checkpoint.__annotations__ = residency.__annotations__ = {"request": Request}
+    app.add_api_route("/tier/purge", guarded(purge), methods=["POST"], response_model=None)
+    app.add_api_route("/tier/tenants", guarded(tenants), methods=["GET"], response_model=None)
+    app.add_api_route(
+        "/tier/checkpoint", guarded(checkpoint), methods=["POST"], response_model=None
+    )
+    app.add_api_route(
+        "/tier/residency", guarded(residency), methods=["GET", "POST"], response_model=None
+    )
+
+
+async def _json(request: Request) -> Any:
+    """The body. Raises ``ValueError``, one sentence."""
+    try:
+        return await request.json()
+    except RecursionError:
+        raise ValueError(
+            "the body is nested too deeply; pass a JSON object of texts and token numbers"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"the body is no JSON ({error}); pass a JSON object") from None
+
+
+def _is_durable(answer: dict[str, Any]) -> bool:
+    return bool(answer.get("done")) and answer.get("num_missing") == 0
+
+
+def _query(request: Request) -> dict[str, Any]:
+    """Query parameters as a body; ``input_ids`` with commas between."""
+    body: dict[str, Any] = dict(request.query_params)
+    if "input_ids" in body:
+        words = body["input_ids"].split(",")
+        body["input_ids"] = [int(word) if word.strip().isdecimal() else -1 for word in words]
+    return body
+
+
+async def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with ``input_ids`` in the place of ``text``. Raises ``SelectorError``."""
+    text = body.pop("text", None)
+    if text is None:
+        return body
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    tokenizer = get_global_state().tokenizer_manager.tokenizer
+    if tokenizer is None:
+        raise SelectorError("this server has no tokenizer; pass input_ids")
+    # A long one takes a second, in which the streams of others would stand still.
+    tokens = await asyncio.to_thread(tokenizer.encode, text)
+    _check_length(len(tokens), "text", "tokens", _MAX_TOKENS)
+    return {**body, "input_ids": [int(token) for token in tokens]}
+
+
+async def _ask(
+    method: str, body: dict[str, Any], *, repeats_body: bool = True
+) -> list[dict[str, Any]]:
+    """One answer per scheduler that SGLang hears, when all are done or the time is up."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    from sglang_tiered.integration.admin.control import PREFIX
+
+    number = uuid.uuid4().hex
+    message = {**body, "id": number}
+    deadline = time.monotonic() + TIMEOUT_S
+    pause_s = _POLL_S
+    while True:
+        manager = get_global_state().tokenizer_manager
+        replies = await manager.dumper_control(
+            DumperControlReqInput(method=PREFIX + method, body=message)
+        )
+        answers = [
+            answer
+            for reply in replies
+            for answer in (reply.response if reply.success else [{"error": reply.error}])
+        ]
+        done = all(answer.get("done", True) for answer in answers)
+        if done or time.monotonic() >= deadline:
+            return answers
+        if not repeats_body:  # a long prompt
+            message = {"id": number}
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _MAX_POLL_S)

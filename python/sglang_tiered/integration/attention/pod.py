@@ -1,0 +1,302 @@
+"""SGLang attention backend ``pod``: prefill and decode rows of a mixed batch in one launch.
+
+With ``--enable-mixed-chunk`` SGLang puts the running requests' next tokens behind a prefill chunk
+and runs the whole as EXTEND, so its own backends treat every decode row as a prefill of one token:
+a full query tile per head, and no split over the keys. POD-Attention (arXiv 2410.18038) gives
+decode rows decode tiles and runs them beside the prefill tiles, which want the tensor cores while
+decode wants the memory bus. The kernels, the tables they read and the gate that decides between one
+fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
+
+``PodAttention`` is a mixin before a backend that does everything else: SGLang's Triton backend on
+CUDA (``pod_triton``), our ``reference`` on a CPU (``pod_reference``). It takes a forward only
+if there are decode rows in an extend, and a layer only if the kernels compute it; whatever it
+does not take, the parent computes, so every model that the parent serves runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_tiered_kernels.pod_attention import (
+    PodPlan,
+    PodShape,
+    is_decode_row,
+    make_plan,
+    pod_attention,
+    supports,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+__all__ = ["NAME", "STATISTICS", "PodAttention", "PodStatistics"]
+
+NAME = "pod"
+_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PodStatistics:
+    """What the backend of this process has served. Counted on the scheduler thread.
+
+    serving: a backend was made. forwards: extends with decode rows; decode_rows: in them. layers:
+    attention calls in them that went through the POD kernels; fused: those in one launch, the rest
+    one launch per role. left: calls that the parent computed, by reason.
+    """
+
+    serving: bool = False
+    forwards: int = 0
+    decode_rows: int = 0
+    layers: int = 0
+    fused: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+
+    def state(self) -> dict[str, Any]:
+        """As ``/server_info`` shows it."""
+        return {
+            "forwards": self.forwards,
+            "decode_rows": self.decode_rows,
+            "layers": self.layers,
+            "fused_layers": self.fused,
+            "other_layers": dict(self.left),
+        }
+
+
+STATISTICS = PodStatistics()
+"""Of this process: SGLang has no way from its scheduler to a backend behind its wrappers."""
+
+
+@dataclass
+class PodForward:
+    """What the layers of one extend with decode rows share.
+
+    indptr: [rows + 1] int32. slots: where layers without a sliding window read, [sum of lengths],
+    every row's keys from its first token to its last new one; sliding: the same where the layers
+    with one read, and the same tensor where they share the pool. plans: by shape and window, with
+    the reason in place of a plan that cannot be made.
+    """
+
+    extend_lens: Sequence[int]
+    prefix_lens: Sequence[int]
+    indptr: torch.Tensor
+    slots: torch.Tensor
+    sliding: torch.Tensor
+    plans: dict[tuple[PodShape, int], PodPlan | str] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+
+def has_decode_rows(extend_lens: Sequence[int] | None, prefix_lens: Sequence[int] | None) -> bool:
+    """Whether an extend has rows that are better run as decodes. None (SGLang kept the lengths on
+    the device only): no, since asking the device would stall it."""
+    if extend_lens is None or prefix_lens is None:
+        return False
+    return any(map(is_decode_row, extend_lens, prefix_lens))
+
+
+def why_not(layer: RadixAttention, extras: dict[str, Any]) -> str | None:
+    """Why the parent must compute ``layer``, None if it need not. extras: keyword arguments of the
+    model beside the sinks; any that is given changes the scores or the result."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return f"{layer.attn_type.value} attention"
+    if layer.qk_head_dim != layer.v_head_dim:
+        return "keys and values of different sizes"
+    if layer.xai_temperature_len > 0:
+        return "attention temperature"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"{layer.logit_capping_method} logit cap"
+    for name, value in extras.items():
+        if value is not None:
+            return name
+    return None
+
+
+class PodAttention:
+    """Mixin before an attention backend of SGLang. One per model runner, on its scheduler thread.
+
+    Borrows the parent's pools; owns the slots and plans of the current forward.
+    """
+
+    token_to_kv_pool: Any
+    page_size: int
+    device: Any
+    statistics = STATISTICS
+    _forward: PodForward | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Prepare the forward. Every read of SGLang's request table happens here: a later one
+        would race with the scheduler, which prepares the next batch meanwhile."""
+        self._forward = None
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        if self._takes(forward_batch):
+            self._forward = self._pod_forward(forward_batch)
+            self.statistics.forwards += 1
+            self.statistics.decode_rows += sum(
+                map(is_decode_row, self._forward.extend_lens, self._forward.prefix_lens)
+            )
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """For captured forwards, whose layers are the parent's throughout."""
+        self._forward = None
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
+
+    def forward_extend(  # noqa: PLR0917 - wrapping backends pass save_kv_cache by position
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """q: [tokens, heads * dim]; k, v: [tokens, kv_heads, dim], copied into the pool.
+        sinks: [heads] or None. Returns [tokens, heads * dim] in the query's dtype."""
+        forward = self._forward
+        if forward is not None:
+            plan = self._plan(forward, q, k, layer, extras)
+            if not isinstance(plan, str):
+                if save_kv_cache:
+                    self._save_kv(k, v, layer, forward_batch)
+                return self._attend(forward, plan, q, layer, forward_batch, sinks)
+            self.statistics.left[plan] += 1
+        return super().forward_extend(  # type: ignore[misc, no-any-return]
+            q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks, **extras
+        )
+
+    def refuses(self, layer: RadixAttention) -> bool:
+        """Whether ``layer`` is the parent's in every forward."""
+        return why_not(layer, {}) is not None
+
+    def window_of(self, layer: RadixAttention) -> int:
+        """Keys before the query's own that it sees, -1 for all. SGLang writes none as -1, None."""
+        window = layer.sliding_window_size
+        return -1 if window is None or window < 0 else int(window)
+
+    def shape_of(self, layer: RadixAttention, q_dtype: torch.dtype) -> PodShape:
+        # In a pool of their own windows' slots follow no pages: what no query sees is given back.
+        by_page = self.window_of(layer) < 0 or not self._has_window_pool()
+        return PodShape(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            page_size=self.page_size if by_page else 1,
+            q_dtype=q_dtype,
+            kv_dtype=self.token_to_kv_pool.get_key_buffer(layer.layer_id).dtype,
+        )
+
+    def _takes(self, forward_batch: ForwardBatch) -> bool:
+        return (
+            forward_batch.forward_mode in _MODES
+            and forward_batch.encoder_lens is None
+            and has_decode_rows(
+                forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+            )
+        )
+
+    def _plan(
+        self,
+        forward: PodForward,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        layer: RadixAttention,
+        extras: dict[str, Any],
+    ) -> PodPlan | str:
+        """The layer's plan, made for the first one of its shape, or why there is none."""
+        reason = why_not(layer, extras)
+        if reason is not None:
+            return reason
+        if k is None:
+            return "keys of another layer"
+        if q.shape[0] != forward.num_tokens:
+            return "other tokens than planned"
+        shape, window = self.shape_of(layer, q.dtype), self.window_of(layer)
+        plan = forward.plans.get((shape, window))
+        if plan is None:
+            plan = supports(shape, q.device) or make_plan(
+                forward.extend_lens,
+                forward.prefix_lens,
+                shape,
+                num_sms=self._num_sms(),
+                window=window,
+                device=q.device,
+            )
+            forward.plans[shape, window] = plan
+        return plan
+
+    def _attend(
+        self,
+        forward: PodForward,
+        plan: PodPlan,
+        q: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is None:
+            out = torch.empty_like(q)
+        k_scale, v_scale = self._kv_scales(layer)
+        shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+        pod_attention(
+            q.view(shape),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            out.view(shape),
+            forward.indptr,
+            forward.sliding if self.window_of(layer) >= 0 else forward.slots,
+            plan,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        self.statistics.layers += 1
+        self.statistics.fused += plan.fuse and q.is_cuda  # a CPU has no launches to fuse
+        return out
+
+    def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
+        """Gather the slots of every row. Called once per forward that is taken, after the parent's
+        metadata."""
+        raise NotImplementedError
+
+    def _save_kv(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """Write the new tokens' keys and values as the parent does."""
+        raise NotImplementedError
+
+    def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
+        """What stored keys and values are multiplied by, as the parent reads them."""
+        raise NotImplementedError
+
+    def _has_window_pool(self) -> bool:
+        """Whether layers with a window read a pool of their own."""
+        raise NotImplementedError
+
+    def _num_sms(self) -> int:
+        """Multiprocessors of the device."""
+        raise NotImplementedError

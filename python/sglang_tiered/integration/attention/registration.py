@@ -1,0 +1,89 @@
+"""Makes ``--attention-backend pod`` known to SGLang, and the backend of a runner's device."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.attention.pod import NAME, STATISTICS
+from sglang_tiered.integration.attention.pod_flags import HINT, startup_line
+from sglang_tiered.integration.attention.reference import always_absorb
+from sglang_tiered.integration.compat import check_signatures
+from sglang_tiered_kernels.pod_attention import PodShape, supports
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+__all__ = ["register"]
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make ``--attention-backend pod`` known to SGLang in this process. Idempotent."""
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_create)
+
+
+def _create(runner: ModelRunner) -> Any:
+    """The backend for this runner's device. Raises ``ConfigError`` for a model with cross
+    attention, which SGLang's Triton backend refuses with an assertion."""
+    from sglang.srt.runtime_context import get_schedule
+
+    STATISTICS.serving = True
+    on_cpu = torch.device(runner.device).type == "cpu"
+    logger.info(_startup_line(runner, on_cpu))
+    if not get_schedule().enable_mixed_chunk:
+        logger.warning(HINT)
+    if on_cpu:
+        from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
+
+        if runner.use_mla_backend:
+            always_absorb(NAME)
+        return ReferencePodAttnBackend(runner)
+    from sglang_tiered.integration.attention.pod_triton import SIGNATURES, TritonPodAttnBackend
+    from sglang_tiered.integration.attention.pod_warm_up import compile_kernels
+
+    check_signatures(SIGNATURES)
+    if runner.model_config.is_encoder_decoder:
+        raise ConfigError(
+            "--attention-backend pod has no cross attention, since SGLang's Triton backend below "
+            "it has none; pass --attention-backend flashinfer."
+        )
+    backend = TritonPodAttnBackend(runner)
+    if backend.serves:
+        kinds = compile_kernels(backend, runner.model, runner.dtype)
+        logger.info("attention backend pod: kernels for %d kinds of layers are compiled.", kinds)
+    return backend
+
+
+def _startup_line(runner: ModelRunner, on_cpu: bool) -> str:
+    from sglang.srt.runtime_context import get_parallel
+
+    model, ranks = runner.model_config, get_parallel().attn_tp_size
+    shape = PodShape(
+        num_q_heads=model.get_num_attention_heads(ranks),
+        num_kv_heads=model.get_num_kv_heads(ranks),
+        head_dim=model.head_dim,
+        page_size=runner.page_size,
+        q_dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype,
+    )
+    reason = supports(shape, runner.device)
+    if runner.use_mla_backend:
+        reason = "latent attention has kernels of its own"
+    words = (
+        f"{shape.num_q_heads} query heads on {shape.num_kv_heads}, head size {shape.head_dim}, "
+        f"{shape.q_dtype} on {shape.kv_dtype}, pages of {shape.page_size}"
+    )
+    return startup_line(reason=reason, shape=words.replace("torch.", ""), on_cpu=on_cpu)

@@ -1,0 +1,301 @@
+"""``LoadPlanner``: what the cost model needs to know of one scheduler, and its plans' ends.
+
+The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
+request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
+three come from the same learnt costs: of computing, and of loads from each tier. Loads finish on
+storage threads and are only noted there; everything else runs on the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from sglang_tiered.integration.cache.tier_timing import Reading, TierMeter
+from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
+from sglang_tiered.policy.cost_model import (
+    TYPICAL_TRANSFER_BYTES,
+    LoadDecision,
+    LoadPlan,
+    farthest_first,
+)
+from sglang_tiered.storage.stack.tiers import FAR_TIERS, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.policy.cost_model import CostModel
+
+__all__ = ["LoadPlanner"]
+
+Request = TypeVar("Request")
+
+STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
+"""A tier that no load has measured for this long is measured by a probe before it is declined for
+ever: disks recover. A probe of another server takes of its time; one of a bucket is paid for."""
+
+MIN_FAR_DEADLINE_S = 0.05
+
+TIERS = tuple(Tier)
+"""By the number that the cost model knows them by."""
+
+YIELD_SHARE = 0.05
+"""Of its own prefill, what a request gives up so that a load that is nearly there gets into the
+same batch: without it, one that arrives a moment too late waits for a whole prefill of others."""
+
+MAX_WAITING = 100_000
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. Times are of the planner's clock."""
+
+    plan: LoadPlan
+    queued_at: float | None = None
+    begun_at: float | None = None  # when its reads were first seen under way
+    left_to_begin_s: float = 0.0
+
+
+class LoadPlanner(Generic[Request]):
+    """One per scheduler; scheduler thread only, ``begin_read`` and ``end_read`` excepted."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        always: bool = False,
+        always_deadline_s: float = 10.0,
+        follows: bool = False,
+    ) -> None:
+        self.costs = costs
+        self._always = always  # load everything, what it costs aside
+        self.follows = follows  # plan to load everything: another rank knows what there is
+        self.tokens = dict.fromkeys(LoadDecision, 0)
+        self.meters = {
+            tier: TierMeter(cost, clock, stale_after_s=STALE_AFTER_S[tier])
+            for tier, cost in zip(TIERS, costs.transfers, strict=True)
+        }
+        self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
+        self._clock = clock
+        self._loads: dict[Request, _Load] = {}
+        self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
+        self._waiting: dict[Request, float] = {}
+        self._waiting_s = 0.0
+        self._yielding: dict[Request, float] = {}  # since when
+
+    # ---- What things take ----
+
+    def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> Reading:
+        """A load (or a probe) begins to read. Any thread; give the result to ``end_read``."""
+        return self.meters[tier].begin(num_bytes)
+
+    def end_read(self, reading: Reading, *, is_complete: bool) -> None:
+        """Its last byte arrived, or some never will. Any thread."""
+        reading.meter.end(reading, is_complete=is_complete)
+
+    def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
+        self.costs.prefill.observe(spans, seconds)
+
+    def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
+        """Whether nothing has measured the tier for long; asked when a load was declined."""
+        self._learn()
+        return self.meters[tier].wants_probe()
+
+    def far_order(self) -> list[Tier]:
+        """The tiers beyond NVMe, the one first that takes less for a typical load. Any thread."""
+        far = FAR_TIERS
+        return sorted(far, key=lambda tier: self.meters[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
+
+    def stats(self) -> PlannerStats:
+        """A snapshot. Any thread."""
+        prefill = self.costs.prefill
+        return PlannerStats(
+            load_decisions={} if self.follows else dict(self.tokens),
+            prefill_tokens_per_s=prefill.tokens_per_s if prefill.num_observed else None,
+            reads={
+                tier: TierReads(meter.num_loads, meter.load_s, meter.bytes_per_s)
+                for tier, meter in self.meters.items()
+            },
+        )
+
+    def _learn(self) -> None:
+        for meter in self.meters.values():
+            meter.learn()
+
+    # ---- A request's way ----
+
+    def knows(self, request: Request) -> bool:
+        """Whether it has come and has not left."""
+        return request in self._waiting
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Prefill that the requests waiting now are expected to take."""
+        return self._waiting_s
+
+    def arrives(
+        self,
+        request: Request,
+        *,
+        num_held: int,
+        num_new: int,
+        num_before: int,
+        num_ahead: int,
+        spans: Sequence[tuple[Tier, int]] = (),
+        ends: Sequence[int] | None = None,
+    ) -> int:
+        """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
+        the tiers hold the first ``num_held`` of them, in ``spans`` of so many tokens (none: NVMe
+        holds all). A load may end after any page, or where ``ends`` says. Returns how many to
+        load."""
+        self._learn()
+        is_new = not self.knows(request)
+        self.leaves(request)
+        plan = LoadPlan((num_held,), 0.0, 0.0)
+        if not self._always and not self.follows:
+            plan = self.costs.plan(
+                num_held=num_held,
+                num_new=num_new,
+                num_before=num_before,
+                ahead=farthest_first(num_ahead, self._loading),
+                queue_wait_s=self._waiting_s,
+                spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
+                ends=ends,
+            )
+        if plan.num_tokens:
+            self._loads[request] = _Load(plan)
+        if is_new:
+            self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
+            self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
+        if len(self._waiting) < MAX_WAITING:
+            rest, before = num_new - plan.num_tokens, num_before + plan.num_tokens
+            self._waiting[request] = self.costs.prefill.seconds(rest, before)
+            self._waiting_s += self._waiting[request]
+        return plan.num_tokens
+
+    def leaves(self, request: Request) -> None:
+        """The request was admitted or has gone. Unknown ones are fine."""
+        load = self._loads.pop(request, None)
+        if load is not None and load.queued_at is not None:
+            self._count(load, -1)
+        self._yielding.pop(request, None)
+        self._waiting_s -= self._waiting.pop(request, 0.0)
+        if not self._waiting:
+            self._waiting_s = 0.0  # no rounding is left over
+
+    def begins(self, request: Request) -> None:
+        """Its load was queued."""
+        load = self._loads.get(request)
+        if load is not None:
+            self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+            if load.queued_at is None:
+                self._count(load, 1)
+            load.queued_at = self._clock()
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        """A read of a far tier, of whichever request, is of no use any more once the longest
+        prefill that a load replaces would have been computed."""
+        if not self._always:
+            begun = (load for load in self._loads.values() if load.queued_at is not None)
+            saved = [load.plan.saved_s for load in begun if load.plan.num_far]
+            longest_s = max(saved, default=0.0) + self._waiting_s
+            self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
+
+    def _count(self, load: _Load, sign: int) -> None:
+        for tier, num_tokens in enumerate(load.plan.parts):
+            self._loading[tier] += sign * num_tokens
+
+    def _loading_but(self, load: _Load | None) -> list[int]:
+        """Tokens of other loads under way, by tier."""
+        others = self._loading[:]
+        if load is not None and load.queued_at is not None:
+            for tier, num_tokens in enumerate(load.plan.parts):
+                others[tier] -= num_tokens
+        return others
+
+    def left_s(self, request: Request) -> float:
+        """Until its load is expected to have arrived; infinite if it is far too late, or none."""
+        load = self._loads.get(request)
+        if load is None or load.queued_at is None:
+            return math.inf
+        left_s = load.plan.load_s - (self._clock() - load.queued_at)
+        return max(left_s, 0.0) if left_s > -load.plan.load_s else math.inf
+
+    def yields(self, request: Request, left_s: float) -> bool:
+        """Whether a request that could start now lets a load of another, expected in ``left_s``,
+        arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
+        patience_s = YIELD_SHARE * self._waiting.get(request, 0.0)
+        if left_s > patience_s:
+            return False
+        now = self._clock()
+        return now - self._yielding.setdefault(request, now) < patience_s
+
+    def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
+        """Whether a request whose load was put off, and which could start now, should go on
+        waiting for it, behind ``num_ahead`` tokens of other loads."""
+        load = self._loads.get(request)
+        if load is None or self._always or self.follows:
+            return load is not None
+        self._learn()
+        plan = load.plan
+        ahead = farthest_first(num_ahead, self._loading)
+        return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
+
+    def patience_s(self, request: Request) -> float:
+        """How long its load may be kept waiting for host memory and still gain."""
+        load = self._loads.get(request)
+        if load is None:
+            return 0.0
+        gain_s = load.plan.saved_s - load.plan.load_s
+        return self.far_deadline_s if self._always else max(0.0, gain_s)
+
+    def should_wait(
+        self,
+        request: Request,
+        *,
+        num_missing: int,
+        num_before: int,
+        num_ahead: int,
+        is_read: bool,
+        num_lost: int = 0,
+    ) -> bool:
+        """Whether a request that could start now waits for the ``num_missing`` tokens that its load
+        lacks, behind ``num_before`` that are there; of these ``num_lost`` would be lost without.
+
+        ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
+        others. A load that is late is expected to take as long again as it is late already, so a
+        disk that hangs is given up after what computing costs. Of ranks that share pages the one
+        that keeps them says so: the speed of the others says nothing of where it finds them.
+        """
+        self._learn()
+        if self._always or self.follows:
+            return True
+        now = self._clock()
+        load = self._loads.get(request)
+        missing = farthest_first(num_missing, (0,) if load is None else load.plan.parts)
+        ahead = farthest_first(num_ahead, self._loading_but(load))
+        left_s = self.costs.load_seconds(missing, ahead)
+        if load is not None and is_read:
+            if load.begun_at is None:
+                load.begun_at, load.left_to_begin_s = now, left_s
+            left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
+        num_saved = num_missing + num_lost
+        wait = self.costs.should_wait(
+            num_saved=num_saved, num_before=num_before - num_lost, left_s=left_s
+        )
+        if not wait:
+            self.tokens[LoadDecision.GAVE_UP] += num_saved
+        return wait
+
+    def clear(self) -> None:
+        """No request is left."""
+        self._loads.clear()
+        self._loading = [0] * len(TIERS)
+        self._waiting.clear()
+        self._yielding.clear()
+        self._waiting_s = 0.0

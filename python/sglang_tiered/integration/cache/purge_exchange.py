@@ -1,0 +1,73 @@
+"""``PurgeExchange``: purges of other servers, put out of reach on all ranks in the same step.
+
+Each rank hears of a purge by itself, but requests must go by the same keys on all. What the first
+rank was told rides in the exchange of a scheduler step, and all act on it in that step. The others'
+own news only clear their tiers: a prefix is found only where every rank holds its part, and the
+first rank's part is not while its gate is closed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_tiered.integration.cache.rank_consensus import Rule
+from sglang_tiered.storage.base import TENANT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+    from sglang_tiered.integration.storage.remote_purges import RemotePurges
+
+__all__ = ["INITIAL", "RULES", "PurgeExchange"]
+
+_PART_BYTES = 6  # what a float carries exactly
+_NUM_PARTS = -(-TENANT_BYTES // _PART_BYTES)
+RULES = (Rule.FIRST,) * (2 + _NUM_PARTS)
+INITIAL = (0.0,) * len(RULES)
+"""What ranks exchange: the number of the purge, whether it is of everything, its tenant."""
+
+
+class PurgeExchange:
+    """Of one storage. Scheduler thread."""
+
+    def __init__(self, purges: RemotePurges, agreement: RankAgreement) -> None:
+        self.purges = purges
+        self._agreement = agreement
+        # The number goes on from that of a storage before this one.
+        self._num_applied = int(agreement.agreed[0])
+        self._is_shared = False  # the one that waits longest, with the other ranks
+        if not agreement.is_first:
+            purges.leave_to_the_first_rank()
+
+    def next(self) -> list[bytes | None]:
+        """Tenants that every rank puts out of reach in this step: one at most."""
+        agreement = self._agreement
+        if not self._is_shared:
+            for tenant in self.purges.waiting():
+                self._is_shared = True
+                agreement.share((agreement.agreed[0] + 1, *_as_floats(tenant)))
+        number, *parts = agreement.agreed
+        if int(number) == self._num_applied:
+            return []
+        self._num_applied = int(number)
+        return [_from_floats(parts)]
+
+    def applied(self, tenant: bytes | None) -> None:
+        """See ``RemotePurges.applied``."""
+        self._is_shared = False
+        self.purges.applied(tenant)
+
+
+def _as_floats(tenant: bytes | None) -> list[float]:
+    data = tenant or bytes(TENANT_BYTES)
+    parts = [data[at : at + _PART_BYTES] for at in range(0, TENANT_BYTES, _PART_BYTES)]
+    return [float(tenant is None), *(float(int.from_bytes(part, "little")) for part in parts)]
+
+
+def _from_floats(values: Sequence[float]) -> bytes | None:
+    is_all, *parts = values
+    if is_all:
+        return None
+    data = b"".join(int(part).to_bytes(_PART_BYTES, "little") for part in parts)
+    return data[:TENANT_BYTES]

@@ -1,0 +1,168 @@
+"""What ranks agree on about measurements that differ between them, at no collective of its own.
+
+Ranks of tensor parallelism must decide alike, but a rank's clock, its disk and what its shard
+holds are its own. SGLang reduces a small tensor of queue lengths over all ranks in every scheduler
+step, idle or not (``UnifiedRadixCache._sync_hicache_ready_counts``, by minimum). Our values ride
+in that tensor as a few more numbers. A float64 travels as an int64 of the same order, so a minimum
+over ranks is exact to the bit; a rank that has nothing to say sends the largest int64.
+
+Used on the scheduler thread only. Every rank makes the same calls in the same order between two
+exchanges, as SGLang demands of everything there, so all tensors have the same length.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+__all__ = ["RankAgreement", "Rule", "least_on_every_rank"]
+
+SILENT = torch.iinfo(torch.int64).max
+
+MAX_ANSWERS = 4096
+"""Answers nobody came back for are forgotten beyond this number, oldest first."""
+
+
+class Rule(enum.Enum):
+    """Which rank's value counts."""
+
+    FIRST = "the first rank's"  # values that belong together, such as the terms of one estimate
+    LARGEST = "the largest"  # what is as bad as on the worst rank: a cost, a delay, a failure
+
+
+class RankAgreement:
+    """The standing values and the questions of one rank.
+
+    ``initial`` are the standing values until ranks first agreed, the same on every rank; ``rules``
+    say how each is agreed on. ``is_first``: whether this is the first rank. ``is_alone``: there is
+    no other rank; then nothing is exchanged and every value is agreed on at once.
+    """
+
+    def __init__(
+        self,
+        initial: Sequence[float],
+        rules: Sequence[Rule],
+        *,
+        is_first: bool,
+        is_alone: bool,
+    ) -> None:
+        if len(initial) != len(rules):
+            raise ValueError(f"{len(initial)} values under {len(rules)} rules")
+        self._agreed = tuple(float(value) for value in initial)
+        self._rules = tuple(rules)
+        self._is_first = is_first
+        self._is_alone = is_alone
+        self._own: Sequence[float] = (math.nan,) * len(rules)
+        self._questions: OrderedDict[Hashable, int] = OrderedDict()
+        self._answers: OrderedDict[Hashable, int] = OrderedDict()
+
+    @property
+    def is_alone(self) -> bool:
+        return self._is_alone
+
+    @property
+    def is_first(self) -> bool:
+        return self._is_first
+
+    @property
+    def agreed(self) -> tuple[float, ...]:
+        """The standing values as of the last exchange: the same on every rank."""
+        return self._agreed
+
+    def share(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Say what this rank measures now; return what all ranks agreed on last.
+
+        NaN is nothing to say: while every rank that counts says so, the agreed value stays.
+        """
+        if len(values) != len(self._rules):
+            raise ValueError(f"{len(values)} values under {len(self._rules)} rules")
+        self._own = tuple(values)
+        if self._is_alone:
+            self._agreed = tuple(
+                old if math.isnan(new) else float(new)
+                for old, new in zip(self._agreed, values, strict=True)
+            )
+        return self._agreed
+
+    def ask(self, question: Hashable, value: int) -> int | None:
+        """The smallest value that any rank gave for a question; None until the next exchange.
+
+        Ask again after a None; ``value`` counts only when the question is new, and the answer
+        stays until ``forget``.
+        """
+        if self._is_alone:
+            return value
+        answer = self._answers.get(question)
+        if answer is None:
+            self._questions.setdefault(question, value)
+        return answer
+
+    def forget(self, question: Hashable) -> None:
+        """The answer was used, or nobody will come back for it. Unknown questions are fine."""
+        self._questions.pop(question, None)
+        self._answers.pop(question, None)
+
+    def forget_all(self) -> None:
+        self._questions.clear()
+        self._answers.clear()
+
+    def offer(self) -> torch.Tensor:
+        """What this rank sends. [values + questions] int64, to be reduced by minimum."""
+        sent = [
+            self._encode(value, rule) for value, rule in zip(self._own, self._rules, strict=True)
+        ]
+        return torch.tensor([*sent, *self._questions.values()], dtype=torch.int64)
+
+    def accept(self, reduced: torch.Tensor) -> None:
+        """What all ranks sent, reduced. [values + questions] int64."""
+        received = reduced.tolist()
+        num_values = len(self._rules)
+        self._agreed = tuple(
+            old if number == SILENT else self._decode(number, rule)
+            for old, number, rule in zip(
+                self._agreed, received[:num_values], self._rules, strict=True
+            )
+        )
+        self._answers.update(zip(self._questions, received[num_values:], strict=True))
+        self._questions.clear()
+        while len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def _encode(self, value: float, rule: Rule) -> int:
+        if math.isnan(value) or (rule is Rule.FIRST and not self._is_first):
+            return SILENT
+        return -_ordered(value) if rule is Rule.LARGEST else _ordered(value)
+
+    def _decode(self, number: int, rule: Rule) -> float:
+        return _unordered(-number if rule is Rule.LARGEST else number)
+
+
+def _ordered(value: float) -> int:
+    """An integer that is smaller for a smaller float."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits) if bits >= 0 else -(int(bits) & SILENT)
+
+
+def _unordered(number: int) -> float:
+    bits = number if number >= 0 else -number - SILENT - 1
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)
+
+
+def least_on_every_rank(cache: UnifiedRadixCache, values: list[int]) -> list[int]:
+    """The smallest of each value over all ranks that hold parts of the same pages."""
+    if cache.tp_world_size == 1:
+        return values
+    reduced = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=cache.tp_group)
+    return [int(value) for value in reduced]

@@ -1,0 +1,243 @@
+"""``--tier-warm-host``: after a restart, the prefixes that came back last are in host memory again.
+
+While the server runs, prompts that were loaded back are noted on the scheduler thread, and written
+every half minute, and at an ordinary stop, by a thread of their own. At the next start they are
+loaded from NVMe one after the other, through the same verified prefetch as any request's, in steps
+in which nothing waits: a request that comes finds at most one such load ahead of it.
+
+The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
+keys. A purge is durable once the file does not name the tenant any more.
+
+Only for a scheduler that decides alone: ranks would have to note and load the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+from sglang_tiered.errors import StoreError
+from sglang_tiered.integration.identity.tenants import tenant_digest
+from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
+from sglang_tiered.storage.forgetting import Forgetting
+from sglang_tiered.storage.region.files import WARM_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+    from sglang_tiered.storage.region.notes import Notes
+
+__all__ = ["WarmHost", "remove_list"]
+
+SAVE_INTERVAL_S = 30.0
+RID_PREFIX = "sglang-tiered-warm-"
+
+logger = logging.getLogger(__name__)
+
+
+def remove_list(notes: Notes) -> None:
+    """Of an earlier run, where nobody would rewrite it after a purge. Waits for the disk."""
+    try:
+        notes.remove(WARM_NAME)
+    except OSError as error:
+        raise StoreError(
+            f"{WARM_NAME}, which --tier-warm-host keeps in a shard of --tier-dir, cannot be "
+            f"removed ({error.strerror}); delete it."
+        ) from error
+
+
+class _Named(NamedTuple):
+    """A chain whose keys are known again."""
+
+    chain: WarmChain
+    extra_key: str | None
+    cache_salt: str | None
+
+
+@dataclass(eq=False, slots=True)
+class _Rewrite:
+    """Have the file say nothing of a tenant that was purged."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
+
+
+class WarmHost:
+    """One per scheduler; scheduler thread, but for the thread that writes."""
+
+    def __init__(self, cache: LoadingRadixCache, notes: Notes, capacity: int) -> None:
+        self._cache = cache
+        self._list = WarmList(capacity)
+        self._capacity = capacity
+        self._waiting: deque[_Named] = deque()
+        self._unnamed: dict[bytes, list[WarmChain]] = {}  # by the digest of their keys
+        chains = decode(notes.read(WARM_NAME))
+        if not chains:
+            remove_list(notes)  # damaged, or of another format
+        for chain in chains:
+            self._unnamed.setdefault(chain.keys, []).append(chain)
+        self.named(None, None)
+        self._loading: CacheRequestHandle | None = None
+        self._num_begun = 0
+        self.num_tokens_loaded = 0
+        self._saver = _Saver(notes)
+        self._num_offered = self._list.num_changes
+
+    # ---- Noting ----
+
+    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None:
+        """``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were loaded
+        back; ``prefixes`` are the last pages of the nodes before."""
+        tokens = req.full_untruncated_fill_ids[:num_tokens]
+        content = WarmChain(
+            tokens.tobytes(),
+            self._cache.fence.tenant_of(req.extra_key, req.cache_salt),
+            tenant_digest(req.extra_key, req.cache_salt),
+        )
+        self._list.used(chain, content, prefixes=prefixes)
+
+    def purge(self, tenant: bytes | None) -> Forgetting:
+        """A tenant, or None for all: neither loaded nor kept from now on. Returns what tells when
+        the file says nothing of it."""
+
+        def belongs(chain: WarmChain) -> bool:
+            return tenant in (None, chain.tenant)
+
+        self._list.forget(belongs)
+        self._waiting = deque(named for named in self._waiting if not belongs(named.chain))
+        self._unnamed = {
+            keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
+        }
+        order = _Rewrite()
+        self._offer(order)
+        return Forgetting(order)
+
+    # ---- Loading ----
+
+    def named(self, extra_key: str | None, cache_salt: str | None) -> None:
+        """A request goes by these keys, so the chains that are kept under them can be loaded."""
+        if self._unnamed:
+            chains = self._unnamed.pop(tenant_digest(extra_key, cache_salt), ())
+            self._waiting += [_Named(chain, extra_key, cache_salt) for chain in chains]
+
+    def tick(self) -> None:
+        """Once per scheduling step; next to nothing unless a load is to begin or has ended."""
+        if self._list.num_changes != self._num_offered and self._saver.is_due():
+            self._offer()
+        if self._loading is None and not self._waiting:
+            return
+        cache = self._cache
+        if self._loading is not None:
+            if cache.has_ongoing_prefetch(self._loading):
+                return
+            num_loaded, _ = cache.pop_prefetch_loaded_span(self._loading)
+            cache.storage_prefetch_retries.cancel(self._loading.rid)
+            self.num_tokens_loaded += num_loaded
+            self._loading = None
+            if not self._waiting:
+                logger.info("host tier warmed with %d tokens", self.num_tokens_loaded)
+        if self._waiting and not cache.is_loading_or_waiting():
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, named: _Named) -> None:
+        if self.num_tokens_loaded + named.chain.num_tokens > self._capacity:
+            self._waiting.clear()
+            self._unnamed.clear()
+            return
+        handle = CacheRequestHandle(f"{RID_PREFIX}{self._num_begun}", 0)
+        self._num_begun += 1
+        self._cache.prefetch_from_storage(
+            handle,
+            self._cache.root_node_handle(named.extra_key),
+            named.chain.token_ids(),
+            extra_key=named.extra_key,
+            cache_salt=named.cache_salt,
+        )
+        self._cache.forget_plan(handle)
+        self._loading = handle
+
+    # ---- Writing ----
+
+    def _offer(self, order: _Rewrite | None = None) -> None:
+        self._num_offered = self._list.num_changes
+        self._saver.save(self._list.snapshot(), order)
+
+    def close(self) -> None:
+        """Write what was noted last; waits for the disk, so not while requests run."""
+        self._offer()
+        self._saver.close()
+
+    def tree_was_reset(self) -> None:
+        """No load is under way any more; what was to be loaded stays so."""
+        self._loading = None
+
+
+class _Saver:
+    """Writes the last list it was given, at most once per interval; at once after a purge."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._lock = threading.Condition()
+        self._pending: list[WarmChain] | None = None
+        self._orders: list[_Rewrite] = []
+        self._is_owed = False  # the file may name a tenant that was purged
+        self._due, self._closed = True, False
+        self._thread = threading.Thread(target=self._run, name="tier-warm", daemon=True)
+        self._thread.start()
+
+    def is_due(self) -> bool:
+        return self._due
+
+    def save(self, chains: list[WarmChain], order: _Rewrite | None = None) -> None:
+        with self._lock:
+            self._pending = chains
+            if order is not None:
+                self._orders.append(order)
+            self._due = False
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._pending is not None or self._closed)
+                chains, self._pending = self._pending, None
+                orders, self._orders = self._orders, []
+            if chains is not None:
+                self._is_owed = self._is_owed or bool(orders)
+                is_written = self._write(chains)
+                for order in orders:
+                    order.durable = is_written
+                    order.done.set()
+            with self._lock:
+                if self._closed and self._pending is None:
+                    return
+                if self._is_owed and self._pending is None:
+                    self._pending = chains  # tried again
+                self._lock.wait_for(lambda: self._closed or self._orders, SAVE_INTERVAL_S)
+                self._due = True
+
+    def _write(self, chains: list[WarmChain]) -> bool:
+        """Whether the file holds this list now, or nothing of an older one that it must not."""
+        try:
+            self._notes.write(WARM_NAME, encode(chains))
+        except OSError:  # a full disk: the next one may fit
+            if not self._is_owed:
+                return False
+            try:
+                self._notes.remove(WARM_NAME)
+            except OSError:
+                return False
+        self._is_owed = False
+        return True

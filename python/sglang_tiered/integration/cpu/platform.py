@@ -1,0 +1,232 @@
+"""The reference CPU platform: SGLang and its host tier without CUDA or ``sgl_kernel``.
+
+Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CPU engine
+(``SGLANG_USE_CPU_ENGINE``) needs the compiled ``sgl_kernel`` and stays unset; this one runs the
+"native" PyTorch forwards of every layer and our ``reference`` attention backend.
+
+``patch_host_pools`` changes SGLang in four places, because 0.5.23 builds its host pools for a GPU:
+
+1. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
+2. ``HostKVCache.__init__``: ``pin_memory`` is always false.
+3. ``transfer_kv_*direct*`` in four modules of ``pool_host``: copies in PyTorch, since the names are
+   imported from ``sgl_kernel`` only under CUDA.
+4. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
+   machine has less in all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cpu.memory import HOST_MEMORY_RESERVE_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    Rows = npt.NDArray[np.uint8]
+
+__all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
+
+# Below it, picking rows one by one costs more than the rows; above, less than a gathered copy.
+LARGE_ROW_BYTES = 4096
+THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """An out-of-tree platform whose device is the CPU."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        # SGLang splits the name of the default device; every rank shares the one CPU.
+        return "cpu"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.speculative_algorithm is not None:
+            # SGLang checks this for some algorithms only; others would fail at the first request.
+            raise ConfigError(
+                f"--speculative-algorithm {server_args.speculative_algorithm} needs a GPU, since "
+                "SGLang has no kernels for its draft trees without one; drop it."
+            )
+        if server_args.lora_paths or server_args.enable_lora:
+            raise ConfigError(
+                "--enable-lora and --lora-paths need a GPU, since SGLang's adapter layers pin "
+                "memory; drop them."
+            )
+        # An idle scheduler polls without pause, which on a GPU server costs one core of many and
+        # on a small machine half of the compute.
+        server_args.sleep_on_idle = True
+        # For the device "cpu" SGLang fills in ``intel_amx``, which needs sgl_kernel, before it asks
+        # the platform for its default.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
+            # SGLang's default copies pages by sgl_kernel, and ends the scheduler without it.
+            # Of the default layout SGLang makes the one that fits.
+            server_args.hicache_io_backend = "direct"
+        num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        if num_ranks > 1:
+            os.environ.setdefault(THREADS_BIND, cores_per_rank(num_ranks, os.sched_getaffinity(0)))
+
+    def get_default_attention_backend(self) -> str:
+        return "reference"
+
+
+def cores_per_rank(num_ranks: int, cores: set[int]) -> str:
+    """The cores dealt out in turn, as ``SGLANG_CPU_OMP_THREADS_BIND`` takes them: ``0,2|1,3``.
+
+    SGLang deals by NUMA node and refuses more ranks than nodes. With fewer cores than ranks some
+    ranks share one.
+    """
+    ordered = sorted(cores)
+    dealt = [
+        ordered[rank::num_ranks] or [ordered[rank % len(ordered)]] for rank in range(num_ranks)
+    ]
+    return "|".join(",".join(map(str, own)) for own in dealt)
+
+
+def patch_host_pools() -> None:
+    """Apply the four patches. Idempotent; only schedulers need it, every process may do it."""
+    from sglang.srt.mem_cache.pool_host import base, common, dsa, mamba, mha, mla
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unregistered
+    for module in (mha, mla, mamba, dsa):
+        for function in (
+            transfer_kv_direct,
+            transfer_kv_all_layer_direct_lf_pf,
+            transfer_kv_per_layer_direct_pf_lf,
+        ):
+            setattr(module, function.__name__, function)
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_MEMORY_RESERVE_BYTES
+    _never_pin(base.HostKVCache)
+
+
+def _allocate_unregistered(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    buffer: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return buffer
+
+
+def _never_pin(host_pool_class: Any) -> None:
+    original = host_pool_class.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def without_pinning(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["pin_memory"] = False
+        original(*bound.args, **bound.kwargs)
+
+    host_pool_class.__init__ = without_pinning
+
+
+def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
+    """Page numbers of token indices. token_indices: [pages * page_size] int64.
+
+    Raises ``ValueError`` where they are no whole pages: other rows would be copied.
+    """
+    slots = token_indices.numpy()
+    first = slots[::page_size]
+    whole = (first[:, None] + range(page_size)).reshape(-1)
+    if len(slots) % page_size or (first % page_size).any() or (slots != whole).any():
+        raise ValueError(
+            f"the CPU platform copies whole pages of {page_size} slots that begin at a multiple of "
+            f"it, and was given {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
+            "(PagedTokenToKVPoolAllocator)."
+        )
+    ids: list[int] = (first // page_size).tolist()
+    return ids
+
+
+def _bytes(tensor: torch.Tensor, *shape: int) -> Rows:
+    """The memory of a tensor as [*shape, bytes]. Raises where that would need a copy."""
+    import torch
+
+    rows: Rows = tensor.view(*shape, -1).view(torch.uint8).numpy()
+    return rows
+
+
+def _copy_rows(target: Rows, to: list[int], source: Rows, of: list[int]) -> None:
+    """``target[to] = source[of]`` on the calling thread.
+
+    PyTorch shares such a copy out among the threads of a forward pass, and waiting for them takes
+    several times as long as the copy: 10 ms for 12 MB in a server on two cores, where one thread
+    alone takes 1.4 to 2.7 ms.
+    """
+    if source.shape[1] >= LARGE_ROW_BYTES:
+        for to_row, of_row in zip(to, of, strict=True):
+            target[to_row] = source[of_row]
+    else:
+        target[to] = source[of]
+
+
+def transfer_kv_direct(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy tokens between two layer-first pools, layer by layer. Each layer: [tokens, ...]."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Device (layer first) to host (page first), every layer.
+
+    ``src_ptrs``: the layers of each half in turn (MHA: K layers, then V layers; MLA: the layers),
+    each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
+    """
+    num_layers = len(src_ptrs) // len(dst_ptrs)
+    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    for half, target in enumerate(dst_ptrs):
+        pages = _bytes(target, target.shape[0], num_layers)  # [pages, layers, bytes]
+        for layer in range(num_layers):
+            source = src_ptrs[half * num_layers + layer]
+            rows = _bytes(source, source.shape[0] // page_size)
+            _copy_rows(pages[:, layer], dst_pages, rows, src_pages)
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Host (page first) to device (layer first), one layer; the halves as above."""
+    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        pages = _bytes(source, source.shape[0], source.shape[1])  # [pages, layers, bytes]
+        rows = _bytes(target, target.shape[0] // page_size)
+        _copy_rows(rows, dst_pages, pages[:, layer_id], src_pages)

@@ -1,0 +1,108 @@
+"""SGLang's KV pools, as ``transfer`` wants them described: buffers, layers, heads, states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sglang.srt.arg_groups.model_override_base import model_config_of
+
+from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
+from sglang_tiered.errors import TransferError
+from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, PagedMemory
+from sglang_tiered.transfer.messages import KVLayout, StateLayout
+
+__all__ = ["at_rank", "host_memory_of", "layout_of", "memories_of"]
+
+DRAFT_LAYERS = 1 << 20
+"""Where the layer numbers of a draft model's KV begin: it numbers them from 0, as the target."""
+
+
+def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> KVLayout:
+    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``)."""
+    heads = 0 if is_mla else int(getattr(args, "total_kv_head_num", 0) or 0)
+    return KVLayout(
+        args.page_size,
+        args.kv_cache_dtype_str,
+        list(args.kv_item_lens),
+        _layer_ids(args, is_mla=bool(is_mla)),
+        0,
+        1,
+        heads,
+        [
+            StateLayout(str(getattr(kind, "value", kind)), list(row_bytes))
+            for kind, row_bytes in zip(args.state_types, args.state_item_lens, strict=True)
+        ],
+        list(args.aux_item_lens),
+        "" if codec == "none" else _element(args, server_args),
+        codec,
+    )
+
+
+def _element(args: Any, server_args: Any) -> str:
+    """What a page holds, as ``KVLayout`` names it; empty for formats that no lossy codec takes, and
+    beside a draft model, whose part of the pool may be of another one."""
+    name = str(args.kv_cache_dtype_str)
+    if name == "auto":
+        name = str(model_config_of(server_args).dtype).removeprefix("torch.")
+    name = {"bf16": "bfloat16"}.get(name, name)
+    return name if name in FLOAT_DTYPES and not args.num_draft_entries else ""
+
+
+def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
+    return msgspec.structs.replace(layout, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def memories_of(args: Any, device: str) -> Memories:
+    """The pools themselves, by address, on ``device`` (``cpu`` or one of CUDA). SGLang keeps them
+    for the life of the process. Metadata is in host memory always."""
+
+    def memory(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> PagedMemory:
+        buffers = _buffers(addresses, sizes, page_bytes)
+        return HostMemory(buffers) if device == "cpu" else DeviceMemory(buffers, device)
+
+    return Memories(
+        memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
+        [
+            memory(*parts)
+            for parts in zip(
+                args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
+            )
+        ],
+        HostMemory(_buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)),
+    )
+
+
+def host_memory_of(args: Any) -> PagedMemory | None:
+    """The host tier's pool, where SGLang lets decode receive into it."""
+    if not args.host_kv_data_ptrs:
+        return None
+    return HostMemory(
+        _buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+    )
+
+
+def _buffers(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> list[Buffer]:
+    return [
+        Buffer(int(address), int(size), int(page))
+        for address, size, page in zip(addresses, sizes, page_bytes, strict=True)
+    ]
+
+
+def _layer_ids(args: Any, *, is_mla: bool) -> list[int]:
+    """A layer number per buffer: SGLang's own where it gives them, else by its order (all K, then
+    all V; one buffer per layer for latent attention), from the rank's first layer on."""
+    num_buffers, num_draft = len(args.kv_data_ptrs), int(args.num_draft_entries or 0)
+    if args.kv_layer_ids:
+        return list(args.kv_layer_ids)
+    num_target = num_buffers - num_draft
+    first = int(getattr(args, "prefill_start_layer", 0) or 0)
+    per_layer = 1 if is_mla or args.mla_compression_ratios is not None else 2
+    if num_target % per_layer:
+        raise TransferError(
+            f"this model's pool has {num_target} KV buffers, which is no K and V per layer; its "
+            "disaggregation over zmq is not supported."
+        )
+    layers = range(first, first + num_target // per_layer)
+    return [*layers] * per_layer + [DRAFT_LAYERS + index for index in range(num_draft)]

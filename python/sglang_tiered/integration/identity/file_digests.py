@@ -1,0 +1,220 @@
+"""Digests of whole files: every byte is read once, and the result is remembered.
+
+A digest is remembered under what no edit leaves as it was: device, inode, size, and the times at
+which content and status changed, in nanoseconds. (The first time can be set back, the second
+cannot.) Samples all over the file must agree too. Images of a file system may be built with equal
+times and inodes: a file that may lie in one is read at every start. The memory is one small sealed
+file in the tier directory. Processes that share the directory, such as the ranks of a server, take
+turns: the first reads, the others find what it remembered.
+
+A file that is not remembered may still look like one that was read before, as when a container
+fetches its weights anew at every start. What its digest probably is can be told at once, what it
+is only by reading it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import xxhash
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.storage.region.files import WEIGHTS_NAME
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["FileDigests", "SeenFile", "Stamp", "see"]
+
+VERSION = 1
+MAX_REMEMBERED = 4096
+"""Files; about 100 bytes each. The ones read first are forgotten first."""
+
+CHUNK_BYTES = 1 << 20
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
+
+SETTLED_NS = 2 * 10**9
+"""A file that changed so lately could change again within one tick of the clock of its file system,
+which its times would not show."""
+
+TURN_LOOK_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """What shows that a file is still the one it was."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+class SeenFile(NamedTuple):
+    """A file as it was at one moment."""
+
+    path: Path
+    stamp: Stamp
+    sample: int  # a digest of blocks all over it
+    times_tell: bool  # an edit would show in the stamp
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    stamp: Stamp
+    sample: int
+    digest: bytes
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    version: int
+    entries: list[_Entry]
+
+
+def see(path: Path) -> SeenFile:
+    """A file as it is now; reads a few blocks of it. Raises ``OSError``."""
+    with path.open("rb", buffering=0) as stream:
+        stamp = Stamp.of(os.fstat(stream.fileno()))
+        last = max(0, stamp.num_bytes - SAMPLE_BYTES)
+        sample = xxhash.xxh3_64()
+        for number in range(NUM_SAMPLES + 1):
+            sample.update(os.pread(stream.fileno(), SAMPLE_BYTES, last * number // NUM_SAMPLES))
+        # SquashFS, EROFS and ISO 9660 keep one time, chosen by whoever built the image, and give it
+        # out for both.
+        is_read_only = os.fstatvfs(stream.fileno()).f_flag & os.ST_RDONLY
+        times_tell = not is_read_only or stamp.modified_ns != stamp.changed_ns
+    return SeenFile(path, stamp, sample.intdigest(), times_tell)
+
+
+class FileDigests:
+    """What is remembered in one directory. For one thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._entries: dict[Stamp, _Entry] = {}
+        self.num_bytes_read = 0
+
+    def recall(self) -> None:
+        """Learn what any process has remembered here. What is damaged or not ours is ignored."""
+        path = self._directory / WEIGHTS_NAME
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "rb") as stream:  # which closes it
+                data = stream.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): weights are read again", path, error.strerror)
+            return
+        memory = unseal(data, _Memory)
+        if memory is None or memory.version != VERSION:
+            logger.warning("%s is damaged or of another version: weights are read again", path)
+            return
+        self._entries = {entry.stamp: entry for entry in memory.entries}
+
+    def known(self, file: SeenFile) -> bytes | None:
+        """The digest of a file, if it was read before and not touched since."""
+        if not file.times_tell:
+            return None
+        entry = self._entries.get(file.stamp)
+        return entry.digest if entry is not None and entry.sample == file.sample else None
+
+    def likely(self, file: SeenFile) -> bytes | None:
+        """The digest of a file that looked the same, whatever its inode and times."""
+        for entry in reversed(self._entries.values()):
+            if (entry.stamp.num_bytes, entry.sample) == (file.stamp.num_bytes, file.sample):
+                return entry.digest
+        return None
+
+    def read(self, files: list[SeenFile], stopped: threading.Event) -> dict[SeenFile, bytes]:
+        """Every file's digest, read now unless some process did so before. Files that are no longer
+        as they were seen are left out, and all of the rest once ``stopped``. Waits while another
+        process reads."""
+        found: dict[SeenFile, bytes] = {}
+        with self._turn(stopped):
+            self.recall()
+            for file in files:
+                if stopped.is_set():
+                    break
+                digest = self.known(file) or self._digest(file, stopped)
+                if digest is not None:
+                    found[file] = digest
+        return found
+
+    def _digest(self, file: SeenFile, stopped: threading.Event) -> bytes | None:
+        state = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        try:
+            with file.path.open("rb", buffering=0) as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while num_bytes := stream.readinto(buffer):
+                    if stopped.is_set():
+                        return None
+                    state.update(buffer[:num_bytes])
+                    self.num_bytes_read += num_bytes
+                if Stamp.of(os.fstat(stream.fileno())) != file.stamp:
+                    return None
+        except OSError as error:
+            logger.warning("%s cannot be read (%s)", file.path, error.strerror)
+            return None
+        digest: bytes = state.digest()
+        if abs(time.time_ns() - file.stamp.changed_ns) > SETTLED_NS:
+            self._entries.pop(file.stamp, None)  # to its end: the latest
+            self._entries[file.stamp] = _Entry(file.stamp, file.sample, digest)
+            self._save()
+        return digest
+
+    def _save(self) -> None:
+        """Written whole or not at all; not synced, as losing it costs no more than reading."""
+        path = self._directory / WEIGHTS_NAME
+        temporary = self._directory / f"{WEIGHTS_NAME}.tmp-{os.getpid()}"
+        entries = list(self._entries.values())[-MAX_REMEMBERED:]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(temporary, flags, 0o600), "wb") as stream:
+                stream.write(seal(_Memory(VERSION, entries)))
+            temporary.replace(path)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): these weights are read again at the next start",
+                path,
+                error.strerror,
+            )
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    @contextlib.contextmanager
+    def _turn(self, stopped: threading.Event) -> Iterator[None]:
+        """Alone among the processes of this directory, where its file system has locks."""
+        try:
+            fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # it does not exist yet, for example
+            yield
+            return
+        try:
+            while not stopped.is_set():
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    stopped.wait(TURN_LOOK_S)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(fd)

@@ -1,0 +1,243 @@
+"""Which files a model is made of: the bytes that tell one set of weights from another.
+
+KV computed by one set of weights must never be read by another (DESIGN promise 1), and a path or a
+served name does not tell weights apart: people retrain in place and reuse names. So a model is the
+names and all bytes of its files, wherever they lie and whenever they were written. Which files a
+loader takes depends on its format and on the model's own code, so all of the folder count, with its
+subfolders, but for what no loader reads. ``file_digests`` reads them, ``namespace_search`` says
+when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.integration.identity.file_digests import SeenFile, see
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "Contents",
+    "contents_of",
+    "find_weight_files",
+    "identify_files",
+    "identify_model",
+    "is_nameless",
+    "spell_out",
+    "unresolved",
+]
+
+# Loaders whose weights are files of the model path. The others fetch them from elsewhere.
+_FILE_FORMATS = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "flash_rl",
+        "gguf",
+        "instanttensor",
+        "layered",
+        "mistral",
+        "npcache",
+        "presharded",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
+_CONFIGURATION_SUFFIXES = {".json", ".txt", ".model", ".yaml", ".py"}
+_MEANINGLESS_SUFFIXES = {".gif", ".incomplete", ".jpeg", ".jpg", ".lock", ".log", ".md", ".pdf"}
+_MEANINGLESS_SUFFIXES |= {".png", ".pyc", ".svg", ".tmp"}
+# SGLang never loads them (``filter_files_not_needed_for_inference``).
+_TRAINERS_FILES = {"optimizer.bin", "optimizer.pt", "scaler.pt", "scheduler.pt"}
+_TRAINERS_FILES |= {"training_args.bin"}
+
+_UNRESOLVED = "unresolved-"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Files whose names and bytes belong to an identity, as they were when the model was loaded.
+    ``what`` is for messages."""
+
+    what: str
+    files: tuple[tuple[str, SeenFile], ...]
+
+    def digest(self, digests: Mapping[SeenFile, bytes]) -> str:
+        """One digest of all, as hexadecimal, from those of the files. Where one of them is missing,
+        the identity is unique."""
+        digest = hashlib.sha256(b"sglang-tiered model v2")
+        for name, file in self.files:
+            content = digests.get(file)
+            if content is None:
+                return unresolved(self.what, f"{file.path} changed since it was loaded")
+            digest.update(_field(name.encode()) + _field(content))
+        return digest.hexdigest()
+
+
+def identify_model(
+    path: str, revision: str | None, load_format: str, download_dir: str | None = None
+) -> Contents | str:
+    """The files of the weights that ``path`` names; call it once they are loaded.
+
+    A hub name is resolved to its snapshot on this machine, as SGLang does: first in
+    ``download_dir``, then in the hub's own cache. Where the weights cannot be told, because no file
+    of them is found, they are random (``--load-format dummy``) or come from elsewhere, the identity
+    is unique to this process: nothing is shared across restarts, rather than shared wrongly.
+    """
+    if load_format not in _FILE_FORMATS:
+        return unresolved(path, f"--load-format {load_format} takes them from no file")
+    for root in _roots(path, revision, download_dir):
+        files = _find_files(root)
+        if any(_is_weight(file) for file in files.values()):
+            break
+    else:
+        return unresolved(path, "no file of them is found")
+    if download_dir is not None:
+        # SGLang puts the weights there, but leaves the configuration to the hub's own cache.
+        files = {**_configuration(path, revision), **files}
+    return _see(path, files)
+
+
+def identify_files(path: str | None) -> Contents | str | None:
+    """All bytes of a file or a folder that a setting names; None where it names none."""
+    if not path:
+        return None
+    root = next(iter(_roots(path, None, None)), None)
+    if root is None:
+        return unresolved(path, "it is not found")
+    return _see(path, _find_files(root))
+
+
+def unresolved(what: str, why: str) -> str:
+    """An identity that no other process has."""
+    logger.warning(
+        "%s cannot be told from other weights (%s), so the tiers start anew: nothing stored before "
+        "is found, and nothing that is stored now will be",
+        what,
+        why,
+    )
+    return f"{_UNRESOLVED}{uuid.uuid4().hex}"
+
+
+def is_nameless(identity: Any) -> bool:
+    """Whether no other process can have an identity that is spelled out."""
+    if isinstance(identity, Mapping):
+        return any(map(is_nameless, identity.values()))
+    return isinstance(identity, str) and identity.startswith(_UNRESOLVED)
+
+
+def find_weight_files(
+    path: str, revision: str | None, download_dir: str | None = None
+) -> list[Path]:
+    """The weight files that a model path names; empty where there are none on this machine."""
+    for root in _roots(path, revision, download_dir):
+        files = [root] if root.is_file() else sorted(root.iterdir())
+        if weights := [file for file in files if _is_weight(file)]:
+            return weights
+    return []
+
+
+def contents_of(identity: Any) -> Iterator[Contents]:
+    """Everything in an identity that must be read."""
+    if isinstance(identity, Contents):
+        yield identity
+    elif isinstance(identity, Mapping):
+        for value in identity.values():
+            yield from contents_of(value)
+
+
+def spell_out(identity: Any, digests: Mapping[SeenFile, bytes]) -> Any:
+    """The identity with digests for contents."""
+    if isinstance(identity, Contents):
+        return identity.digest(digests)
+    if isinstance(identity, Mapping):
+        return {name: spell_out(value, digests) for name, value in identity.items()}
+    return identity
+
+
+def _roots(path: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:
+    """Where the files of a path or a hub name may lie, the likeliest first."""
+    local = Path(os.path.expanduser(path))
+    if local.exists():
+        yield local
+        return
+    from huggingface_hub import snapshot_download
+
+    for cache in dict.fromkeys((download_dir, None)):
+        try:
+            folder = snapshot_download(
+                path, revision=revision, cache_dir=cache, local_files_only=True
+            )
+        except Exception:  # noqa: S112
+            # Whatever the hub client raises, the answer is the same: they are not there.
+            continue
+        yield Path(folder)
+
+
+def _configuration(path: str, revision: str | None) -> dict[str, Path]:
+    return {
+        name: file
+        for root in _roots(path, revision, None)
+        for name, file in _find_files(root).items()
+        if file.suffix in _CONFIGURATION_SUFFIXES
+    }
+
+
+def _find_files(root: Path) -> dict[str, Path]:
+    """Files that may be part of a model, by their names below its folder, in order."""
+    if root.is_file():
+        beside = [root.with_name("config.json")] if root.suffix == ".gguf" else []
+        return {file.name: file for file in (*beside, root) if file.is_file()}
+    found: dict[str, Path] = {}
+    visited = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        is_top = Path(folder) == root
+        if (real := os.path.realpath(folder)) in visited:  # links may lead in circles
+            subfolders.clear()
+            continue
+        visited.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not _is_foreign(name, is_top=is_top))
+        for name in names:
+            file = Path(folder, name)
+            if name.startswith(".") or name in _TRAINERS_FILES:
+                continue
+            if file.suffix.lower() not in _MEANINGLESS_SUFFIXES and file.is_file():
+                found[file.relative_to(root).as_posix()] = file
+    return dict(sorted(found.items()))
+
+
+def _is_foreign(subfolder: str, *, is_top: bool) -> bool:
+    """Caches, what SGLang does not download (a second copy of some models), and the states that a
+    trainer left beside its result."""
+    if subfolder.startswith((".", "__pycache__")):
+        return True
+    return is_top and (subfolder == "original" or subfolder.startswith("checkpoint-"))
+
+
+def _is_weight(file: Path) -> bool:
+    return file.suffix in _WEIGHT_SUFFIXES and file.is_file() and file.stat().st_size > 0
+
+
+def _see(what: str, files: Mapping[str, Path]) -> Contents | str:
+    try:
+        return Contents(what, tuple((name, see(file)) for name, file in sorted(files.items())))
+    except OSError as error:
+        return unresolved(what, f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _field(content: bytes) -> bytes:
+    """Length-prefixed, so that joined fields cannot be confused."""
+    return len(content).to_bytes(8, "little") + content

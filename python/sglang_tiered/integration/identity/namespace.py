@@ -1,0 +1,230 @@
+"""The namespace: a digest of everything that gives stored KV bytes their meaning.
+
+Pages of one namespace are never read under another. Tokens and tenants (``extra_key``,
+``cache_salt``) are not in it: SGLang's page keys, a SHA-256 chain seeded by both, already tell
+those apart.
+
+Of SGLang's settings of the model all count but those that are known not to: a setting that a new
+version brings is in the identity from its first day. What a setting refers to counts by its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.integration.identity.model import identify_files, identify_model, unresolved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from sglang_tiered.integration.identity.model import Contents
+
+__all__ = [
+    "NAMESPACE_VERSION",
+    "describe_pool",
+    "digest",
+    "forget_files",
+    "has_draft",
+    "server_identity",
+    "successor",
+]
+
+NAMESPACE_VERSION = 2
+"""Raised when the meaning of a page changes without any field below changing."""
+
+# Attributes of SGLang's host pools that decide the byte layout of a page; absent ones are None.
+_POOL_ATTRIBUTES = (
+    "layout",
+    "page_size",
+    "size_per_token",
+    "layer_num",
+    "target_layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "start_layer",
+    "end_layer",
+    "storage_format_tag",
+)
+
+# Settings of SGLang's that say where a model is found: what is there counts.
+_PLACES = {"model_path", "revision", "download_dir"}
+_FILES = {
+    "decrypted_config_file",
+    "decrypted_draft_config_file",
+    "modelopt_checkpoint_restore_path",
+    "quantization_param_path",
+    "rl_quant_profile",
+}
+# And those that change how it is loaded, checked or written, but not what is computed.
+_WITHOUT_MEANING = {
+    "checkpoint_engine_wait_weights_before_ready",
+    "delete_ckpt_after_loading",
+    "engine_info_bootstrap_port",
+    "model_checksum",
+    "modelexpress_config",
+    "modelopt_checkpoint_save_path",
+    "modelopt_export_path",
+    "remote_instance_weight_loader_backend",
+    "remote_instance_weight_loader_seed_instance_ip",
+    "remote_instance_weight_loader_seed_instance_service_port",
+    "remote_instance_weight_loader_send_weights_group_ports",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine",
+    "startup_weight_load_mode",
+    "weight_cache_mode",
+    "weight_cache_socket",
+    "weight_cache_timeout",
+    "weight_loader_disable_mmap",
+    "weight_loader_drop_cache_after_load",
+    "weight_loader_prefetch_checkpoints",
+    "weight_loader_prefetch_num_threads",
+}
+
+# Settings beyond the model's own that change number formats, by SGLang's groups of them.
+_NUMBER_FORMATS = {
+    "comm": ("enable_quant_communications",),
+    "dllm": ("dllm_algorithm",),
+    "kernel": ("enable_deepseek_v4_fp4_indexer", "prefill_kv_cache_dequant_dtype"),
+    "mamba": (
+        "enable_int8_mamba_checkpoint",
+        "enable_mamba_cache_stochastic_rounding",
+        "mamba_ssm_dtype",
+    ),
+    "moe": (
+        "deepep_dispatcher_output_dtype",
+        "enable_w4a4_mxfp4_megamoe",
+        "enforce_shared_experts_fusion",
+        "flashinfer_mxfp4_moe_precision",
+        "kt_cpuinfer",
+        "kt_max_deferred_experts_per_token",
+        "kt_method",
+        "kt_num_gpu_experts",
+        "kt_threadpool_count",
+    ),
+}
+
+_files_are_old = False
+
+
+def has_draft() -> bool:
+    """Whether a draft model's KV is kept beside the model's own."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
+
+
+def forget_files() -> None:
+    """The weights of this process were replaced: what lies in its files says no more what they
+    are."""
+    global _files_are_old  # noqa: PLW0603
+    _files_are_old = True
+
+
+def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
+    """Model, weights, number formats and rank geometry of this scheduler process. ``Contents`` in
+    it stand for files that are still to be read.
+
+    Reads SGLang's published configuration; call it after the model is loaded.
+    """
+    import importlib.metadata
+
+    from sglang.srt.arg_groups.fields.model import Model
+    from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_serving, get_spec
+
+    # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
+    # identity with a hole in it would let pages of another meaning be read.
+    model, spec = get_model(), get_spec()
+    groups = {group: getattr(get_exec(), group) for group in _NUMBER_FORMATS}
+    apart = _PLACES | _FILES | _WITHOUT_MEANING
+    draft_path = spec.speculative_draft_model_path
+    return {
+        "sglang": importlib.metadata.version("sglang"),
+        "model": _model(model),
+        "settings": {
+            name: getattr(model, name) for name in Model.__struct_fields__ if name not in apart
+        },
+        "number_formats": {
+            name: getattr(groups[group], name)
+            for group, names in _NUMBER_FORMATS.items()
+            for name in names
+        },
+        "files": {
+            **{name: identify_files(getattr(model, name)) for name in sorted(_FILES)},
+            "kt_weight_path": identify_files(groups["moe"].kt_weight_path),
+            "uno_lora_path": identify_files(spec.uno_lora_path),
+            **_loader_files(model.model_loader_extra_config),
+        },
+        "draft": draft_path
+        and identify_model(
+            draft_path,
+            spec.speculative_draft_model_revision,
+            str(spec.speculative_draft_load_format or model.load_format),
+            model.download_dir,
+        ),
+        # SGLang registers a draft model's pool too late to be in the digest.
+        "draft_kv_cache_dtype": spec.speculative_draft_kv_cache_dtype,
+        "draft_quantization": spec.speculative_draft_model_quantization,
+        "draft_window": [spec.speculative_draft_window_size, spec.speculative_draft_sink_size],
+        "speculative_algorithm": spec.speculative_algorithm,
+        # SGLang's page keys know the adapters of --lora-paths by name and path, not by weights.
+        "adapters": {
+            adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
+            for adapter in get_lora().lora_paths or ()
+        },
+        "weight_version": get_serving().weight_version,
+        "tp": [storage_config.tp_rank, storage_config.tp_size],
+        "pp": [storage_config.pp_rank, storage_config.pp_size],
+        "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
+        "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
+    }
+
+
+def _model(model: Any) -> Contents | str:
+    if _files_are_old:
+        return unresolved(model.model_path, "they were replaced while the server ran")
+    if model.weight_cache_mode != "off":
+        return unresolved(model.model_path, "they come from a weight cache")
+    return identify_model(
+        model.model_path, model.revision, str(model.load_format), model.download_dir
+    )
+
+
+def _loader_files(extra_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Whatever ``--model-loader-extra-config`` names that has bytes of its own."""
+    config = json.loads(extra_config) if isinstance(extra_config, str) else extra_config or {}
+    return {
+        f"loader {name}": identify_files(value)
+        for name, value in config.items()
+        if isinstance(value, str) and ("path" in name or os.path.exists(value))
+    }
+
+
+def describe_pool(pool: Any) -> dict[str, Any]:
+    """The geometry of one host pool, as plain values."""
+    described: dict[str, Any] = {"class": type(pool).__name__, "dtype": str(pool.dtype)}
+    for name in _POOL_ATTRIBUTES:
+        value = getattr(pool, name, None)
+        described[name] = value if isinstance(value, (int, str, type(None))) else str(value)
+    return described
+
+
+def digest(identity: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """32 bytes over the identity, contents spelled out, and every pool, by name."""
+    document = {"version": NAMESPACE_VERSION, "identity": identity, "pools": pools}
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def successor(namespace: bytes) -> bytes:
+    """A namespace no process has had before: for weights changed in a running server, whose
+    identity nobody can name."""
+    return hashlib.sha256(namespace + uuid.uuid4().bytes).digest()

@@ -1,0 +1,3 @@
+"""Flags to configuration, before a server starts."""
+
+from __future__ import annotations

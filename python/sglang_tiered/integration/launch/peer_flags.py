@@ -1,0 +1,134 @@
+"""The flags of sharing between servers as a configuration, and that as settings of the tier."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sglang_tiered.config import IndexConfig
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
+from sglang_tiered.integration.launch.flags import PEER_FLAGS
+from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.wire.keys import PEER, load_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+__all__ = ["URL_VARIABLE", "exposure", "resolve_index"]
+
+URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
+"""Takes the place of ``--tier-index``: a command line can be read by everybody on a machine."""
+
+DEFAULT_HOST = "127.0.0.1"  # of SGLang
+MAX_PORT = 65535
+
+
+def resolve_index(
+    explicit: Mapping[str, Any], num_ranks: int, environment: Mapping[str, str] = os.environ
+) -> IndexConfig | None:
+    """Judge the given flags; None without a URL. Raises ``ConfigError``, which never names a
+    password; reads keys, and tries the ports, but keeps nothing."""
+    given = {
+        flag: value
+        for flag in PEER_FLAGS
+        if (value := explicit.get(flag.lstrip("-").replace("-", "_"))) is not None
+    }
+    url = given.pop("--tier-index", None) or environment.get(URL_VARIABLE)
+    if not url:
+        for flag, value in given.items():
+            raise ConfigError(f"{flag} {value} needs --tier-index; pass it, or drop this.")
+        return None
+    require("--tier-index", "redis")
+    pp_size = explicit.get("pp_size") or 1
+    if pp_size > 1:
+        raise ConfigError(
+            f"--tier-index cannot run with --pp-size {pp_size}, whose stages cannot purge what "
+            "another server purged in the same step; drop one of them."
+        )
+    keys = given.get("--tier-peer-keys")
+    host = _address(given.get("--tier-peer-host") or explicit.get("host") or DEFAULT_HOST)
+    port = _port(given.get("--tier-peer-port"), host, num_ranks)
+    config = IndexConfig(
+        url=url,
+        host=host,
+        port=port,
+        keys_directory=None if keys is None else str(Path(keys).expanduser().absolute()),
+    )
+    peer_settings(config, 0)
+    if config.keys_directory is not None:
+        load_keys(Path(config.keys_directory), PEER)
+    return config
+
+
+def exposure(config: IndexConfig | None) -> str | None:
+    """A sentence for the operator where machines beyond this one share without keys."""
+    if config is None or config.keys_directory is not None:
+        return None
+    if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):
+        return None
+    return (
+        f"--tier-index without --tier-peer-keys: whoever reaches {config.host} and knows a page's "
+        "key can read the page, and whoever writes to the Redis can make this server use pages of "
+        "his own making; pass --tier-peer-keys, or let only these servers reach both."
+    )
+
+
+def _is_local(url: str) -> bool:
+    """Whether only processes of this machine reach that Redis, as far as its address says."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _address(host: str) -> str:
+    """A name as an address: ZeroMQ binds no names."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
+    try:
+        found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"--tier-peer-host {host} is no host that this machine knows ({error.strerror}); pass "
+            "an address of it."
+        ) from error
+    return str(found[0][4][0])
+
+
+def _port(text: str | None, host: str, num_ranks: int) -> int | None:
+    if text is None:
+        _try(host, 0)
+        return None
+    last = MAX_PORT - num_ranks + 1
+    if not text.isdecimal() or not 1 <= int(text) <= last:
+        raise ConfigError(f"--tier-peer-port {text} must be from 1 to {last}; drop it for any.")
+    for port in range(int(text), int(text) + num_ranks):
+        _try(host, port)
+    return int(text)
+
+
+def _try(host: str, port: int) -> None:
+    """Whether this machine can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--tier-peer-port {port} is in use on {host}; pass another, or drop it for "
+                    "any free one."
+                ) from error
+            raise ConfigError(
+                f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an "
+                "address of this machine."
+            ) from error

@@ -1,0 +1,404 @@
+"""Our flags beside SGLang's, and what they make of SGLang's.
+
+``resolve`` is pure but for reading the machine's free memory and disk: it refuses every bad
+combination with one sentence before anything is touched, and returns the configuration and the
+argument list for SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import (
+    MIN_REGION_BYTES,
+    MIN_REGIONS,
+    GiB,
+    NvmeConfig,
+    TieredConfig,
+    TierMode,
+    default_region_bytes,
+    default_tier_directory,
+    format_bytes,
+    parse_bytes,
+    parse_flush,
+    parse_mode,
+    parse_share,
+)
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.attention import pod_flags
+from sglang_tiered.integration.cpu.memory import allocatable_bytes
+from sglang_tiered.integration.launch.flags import (
+    OBJECT_FLAGS,
+    PEER_FLAGS,
+    TIER_FLAGS,
+    without_our_flags,
+)
+from sglang_tiered.integration.launch.object_flags import resolve_object
+from sglang_tiered.integration.launch.peer_flags import exposure, resolve_index
+from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
+from sglang_tiered.integration.names import CACHE_BACKEND
+from sglang_tiered.storage.region.directory import max_regions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "Resolved",
+    "explicit_arguments",
+    "resolve",
+    "resolve_without_nvme",
+]
+
+DEFAULT_PAGE_SIZE = 64
+DEFAULT_DISK_FRACTION = 0.25
+DEFAULT_DISK_MAX_BYTES = 256 * GiB
+
+# How long a request may wait for its load before it is prefilled instead. A backstop for a disk
+# that hangs: a tier that reports itself unhealthy ends the wait at once.
+LOAD_DEADLINE_S = 10.0
+LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
+
+# SGLang admits a request without its stored prefix once it has re-issued the load this often.
+# A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
+MAX_LOAD_REISSUES = 1_000_000
+
+_NVME_FLAGS = (
+    "--tier-dir",
+    "--tier-nvme-bytes",
+    "--tier-nvme-region-bytes",
+    "--tier-nvme-writes-per-day",
+    "--tier-load",
+    "--tier-warm-host",
+    "--tier-tenant-share",
+    "--tier-flush",
+    "--tier-trust-mm-hashes",
+    *OBJECT_FLAGS,
+    *PEER_FLAGS,
+)
+
+# SGLang flags that select another cache below, beside or instead of the radix cache, or that change
+# a request's key behind our back, where no purge would find it.
+_EXCLUSIVE_FLAGS = {
+    "disable_radix_cache": "--disable-radix-cache",
+    "enable_lmcache": "--enable-lmcache",
+    "enable_flexkv": "--enable-flexkv",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+    "radix_cache_backend": "--radix-cache-backend",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "elastic_ep_backend": "--elastic-ep-backend",
+    "disaggregation_decode_enable_offload_kvcache": (
+        "--disaggregation-decode-enable-offload-kvcache"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a command line comes to. ``notes`` are sentences for the operator."""
+
+    config: TieredConfig
+    sglang_arguments: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the user gave, without defaults, parsed and checked by ``parser``.
+
+    Unknown flags end the process with argparse's own sentence and exit code 2.
+    """
+    defaults = {id(action): action.default for action in parser._actions}  # noqa: SLF001
+    parser_defaults = dict(parser._defaults)  # noqa: SLF001
+    for action in parser._actions:  # noqa: SLF001
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()  # noqa: SLF001
+    try:
+        return vars(parser.parse_args(list(arguments)))
+    finally:
+        for action in parser._actions:  # noqa: SLF001
+            action.default = defaults[id(action)]
+        parser._defaults.update(parser_defaults)  # noqa: SLF001
+
+
+def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
+    """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
+    rest = without_our_flags(arguments)
+    mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
+    default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
+    pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
+    transfer = resolve_transfer(explicit)
+    added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
+    if on_cpu:
+        # An idle scheduler polls without a pause: a core that other servers could compute on.
+        added["--sleep-on-idle"] = None
+    notes: list[str] = []
+    if on_cpu and "mem_fraction_static" in explicit:
+        notes.append(
+            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
+            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
+        )
+    if mode is TierMode.OFF:
+        ours = (*TIER_FLAGS, *OBJECT_FLAGS, *PEER_FLAGS)
+        _refuse_given(explicit, ours, except_for="--tier-mode", reason="--tier-mode off")
+        rest = _completed(rest, added, explicit)
+        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
+
+    for name, flag in _EXCLUSIVE_FLAGS.items():
+        if explicit.get(name):
+            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
+    if explicit.get("hicache_host_memory_mode", "cache") != "cache":
+        raise ConfigError(
+            "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
+            "--tier-mode off."
+        )
+    page_size = explicit.get("page_size", DEFAULT_PAGE_SIZE)
+    if page_size < 1:
+        raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
+
+    added |= {
+        "--radix-cache-backend": CACHE_BACKEND,
+        "--enable-hierarchical-cache": None,
+        "--page-size": str(DEFAULT_PAGE_SIZE),
+    }
+
+    num_ranks = _num_ranks(explicit)
+    host_bytes = _resolve_host(explicit)
+    if host_bytes is not None:
+        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
+        added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
+
+    nvme = None
+    if mode is TierMode.NVME:
+        dcp_size = explicit.get("dcp_size") or 1
+        if dcp_size > 1:
+            raise ConfigError(
+                f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
+                "does not describe; drop it, or pass --tier-mode host."
+            )
+        nvme = _resolve_nvme(explicit, num_ranks, notes)
+        added |= _storage_arguments(page_size)
+    else:
+        _refuse_given(explicit, _NVME_FLAGS, reason="--tier-mode host")
+    index = resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None
+    if (warning := exposure(index)) is not None:
+        notes.append(warning)
+    config = TieredConfig(
+        mode=mode,
+        host_bytes=host_bytes,
+        nvme=nvme,
+        num_ranks=num_ranks,
+        tp_size=_attention_tp_size(explicit),
+        pp_size=explicit.get("pp_size") or 1,
+        dp_size=(explicit.get("dp_size") or 1) if explicit.get("enable_dp_attention") else 1,
+        transfer=transfer,
+        object=resolve_object(explicit) if mode is TierMode.NVME else None,
+        index=index,
+    )
+    return Resolved(config, _completed(rest, added, explicit), tuple(notes))
+
+
+def resolve_without_nvme(
+    explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
+) -> Resolved:
+    """The same command line with host memory only, where pages cannot be named for storage."""
+    nvme_only = {_argument_name(flag) for flag in _NVME_FLAGS}
+    kept = {name: value for name, value in explicit.items() if name not in nvme_only}
+    resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
+    note = (
+        f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
+        "NVMe and object tiers; install a C++ compiler and the headers of OpenSSL and "
+        "Python (Debian: apt-get install g++ libssl-dev python3-dev)."
+    )
+    return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
+
+
+def _storage_arguments(page_size: int) -> dict[str, str | None]:
+    extra = {
+        "backend_name": "sglang-tiered",
+        "module_path": "sglang_tiered.integration.storage.backend",
+        "class_name": "TieredStorage",
+        "interface_v1": 1,
+        # SGLang's default of 256 tokens leaves shorter tails to be computed again.
+        "prefetch_threshold": page_size,
+        "prefetch_timeout_base": LOAD_DEADLINE_S,
+        "prefetch_timeout_per_ki_token": LOAD_DEADLINE_S_PER_1024_TOKENS,
+    }
+    return {
+        "--hicache-storage-backend": "dynamic",
+        "--hicache-storage-backend-extra-config": json.dumps(extra),
+        "--hicache-storage-prefetch-policy": "timeout",
+        "--hicache-storage-prefetch-retry-max-attempts": str(MAX_LOAD_REISSUES),
+    }
+
+
+def _resolve_host(explicit: Mapping[str, Any]) -> int | None:
+    text = explicit.get("tier_host_bytes")
+    given = [
+        flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
+    ]
+    if text is None:
+        return None  # SGLang decides, once it knows the device pool
+    if given:
+        raise ConfigError(
+            f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
+        )
+    host_bytes = parse_bytes("--tier-host-bytes", text)
+    available = allocatable_bytes()
+    if host_bytes > available:
+        raise ConfigError(
+            f"--tier-host-bytes {text} is more than the {format_bytes(available)} of memory that "
+            "can be allocated here (free memory less SGLang's reserve); lower it."
+        )
+    return host_bytes
+
+
+def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str]) -> NvmeConfig:
+    for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
+        if explicit.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} names a storage backend of its own, but the NVMe tier is one already; "
+                "drop it, or pass --tier-mode off."
+            )
+    directory = Path(explicit.get("tier_dir") or default_tier_directory()).expanduser().absolute()
+    disk = shutil.disk_usage(_existing_parent(directory))
+    held = _held_bytes(directory)
+    text = explicit.get("tier_nvme_bytes")
+    if text is None:
+        quarter = int((disk.free + held) * DEFAULT_DISK_FRACTION)
+        capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
+        if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
+            raise ConfigError(
+                f"--tier-dir {directory} has only {format_bytes(disk.free)} of free disk space; "
+                "pass another --tier-dir, or --tier-mode host."
+            )
+    else:
+        capacity = parse_bytes("--tier-nvme-bytes", text)
+        if capacity > disk.free + held:
+            notes.append(
+                f"--tier-nvme-bytes {text} is more than the {format_bytes(disk.free + held)} that "
+                f"{directory} can take now; the tier stops growing when the disk is full."
+            )
+    share_text = explicit.get("tier_tenant_share")
+    share = None if share_text is None else parse_share(share_text)
+    region_text = explicit.get("tier_nvme_region_bytes")
+    # A region must also fit a disk that is smaller than the cap.
+    room = min(capacity, disk.free + held) / num_ranks * (share or 1)
+    per_rank, most = capacity // num_ranks, max_regions()
+    if region_text is None:
+        region = default_region_bytes(int(room), capacity_bytes=per_rank, max_regions=most)
+    else:
+        region = parse_bytes("--tier-nvme-region-bytes", region_text)
+        if region >= MIN_REGION_BYTES and per_rank // region > most:
+            raise ConfigError(
+                f"--tier-nvme-region-bytes {region_text} makes {per_rank // region} files of each "
+                f"rank's {format_bytes(per_rank)}, all of them open, but the hard limit of open "
+                f"files (ulimit -Hn) leaves room for {max(most, 0)}; raise either, or lower "
+                "--tier-nvme-bytes."
+            )
+    writes_text = explicit.get("tier_nvme_writes_per_day")
+    writes = None
+    if writes_text is not None:
+        writes = parse_bytes(
+            "--tier-nvme-writes-per-day", writes_text, otherwise="drop it to write without a limit"
+        )
+    return NvmeConfig(
+        directory=str(directory),
+        capacity_bytes=capacity,
+        region_bytes=region,
+        writes_per_day=writes,
+        warm_host=_resolve_warm_host(explicit, num_ranks),
+        always_load=_resolve_load(explicit),
+        tenant_share=share,
+        flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
+        trust_mm_hashes=_is_on(explicit, "--tier-trust-mm-hashes"),
+    )
+
+
+def _resolve_load(explicit: Mapping[str, Any]) -> bool:
+    value = explicit.get("tier_load")
+    if value not in (None, "measured", "always"):
+        raise ConfigError(f"--tier-load {value} must be measured or always.")
+    return value == "always"
+
+
+def _resolve_warm_host(explicit: Mapping[str, Any], num_ranks: int) -> bool:
+    is_on = _is_on(explicit, "--tier-warm-host")
+    if is_on and num_ranks > 1:
+        raise ConfigError(
+            f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
+        )
+    return is_on
+
+
+def _is_on(explicit: Mapping[str, Any], flag: str) -> bool:
+    value = explicit.get(_argument_name(flag))
+    if value not in (None, "on", "off"):
+        raise ConfigError(f"{flag} {value} must be on or off.")
+    return value == "on"
+
+
+def _num_ranks(explicit: Mapping[str, Any]) -> int:
+    """Scheduler processes of this server on this machine."""
+    ranks = 1
+    for name in ("tp_size", "pp_size"):
+        ranks *= explicit.get(name) or 1
+    if not explicit.get("enable_dp_attention"):
+        ranks *= explicit.get("dp_size") or 1
+    return max(1, ranks // (explicit.get("nnodes") or 1))
+
+
+def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
+    """Ranks that share one request's heads: with DP attention, those of one DP group that hold the
+    same tokens."""
+    tp_size: int = explicit.get("tp_size") or 1
+    if explicit.get("enable_dp_attention"):
+        others = (explicit.get("dp_size") or 1) * (explicit.get("attn_cp_size") or 1)
+        return max(1, tp_size // others)
+    return tp_size
+
+
+def _argument_name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _held_bytes(directory: Path) -> int:
+    """Bytes that an earlier run's regions already take; they count against the same cap."""
+    try:
+        return sum(file.stat().st_blocks * 512 for file in directory.glob("shard-*/region-*.kv"))
+    except OSError:
+        return 0
+
+
+def _completed(
+    arguments: list[str], added: Mapping[str, str | None], explicit: Mapping[str, Any]
+) -> list[str]:
+    """The arguments with ours, but for what the user said."""
+    for flag, value in added.items():
+        if _argument_name(flag) not in explicit:
+            arguments += [flag] if value is None else [flag, value]
+    return arguments
+
+
+def _refuse_given(
+    explicit: Mapping[str, Any],
+    flags: Mapping[str, Any] | Sequence[str],
+    *,
+    reason: str,
+    except_for: str | None = None,
+) -> None:
+    for flag in flags:
+        value = explicit.get(_argument_name(flag))
+        if flag != except_for and value is not None:
+            value = "URL" if flag == "--tier-index" else value  # with a password, perhaps
+            raise ConfigError(f"{flag} {value} has no meaning with {reason}; drop one of them.")

@@ -1,0 +1,3 @@
+"""What the tiers report: counters, metrics, KV events."""
+
+from __future__ import annotations

@@ -1,0 +1,352 @@
+"""KV events of the tiers below host memory, in SGLang's own format.
+
+SGLang publishes what enters and leaves device memory (medium ``GPU``) and host memory
+(``CPU_PINNED``) with ``--kv-events-config``, for whoever routes prompts by it. This adds
+``DISK`` for the NVMe tier and ``EXTERNAL`` for the object tier, in the same stream: a
+``BlockStored`` when a page can be read from the tier, a ``BlockRemoved`` when it no longer can. The
+blocks, hashes and fields are made by SGLang's own recorder from the tokens and hashes of the radix
+nodes, so they are those of the events for device and host memory. The nodes themselves are out of
+reach: SGLang's tree is in Rust by default.
+
+A page is announced when a node that holds it is stored, or is matched and loaded: only then are its
+tokens known, which the event must carry. Pages that earlier processes or other servers left in a
+tier are therefore announced when they are first used here. What was announced is remembered, up to
+a bound: then the oldest is announced as removed, which costs a router a chance and never misleads
+it. A thread looks the remembered pages up again and again, so every way for a page to go (reclaim,
+purge, damage, a sick disk) is noticed within seconds, and none of it needs the tiers' help.
+
+With several ranks, rank 0 of each KV cache publishes, as upstream; its own shard decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_tiered.integration import compat
+from sglang_tiered.storage.base import Health, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.stack.tiers import LowerTier
+
+    # Which keys a tier could serve now; None while it serves none. Any thread, memory only.
+    Holds = Callable[[Sequence[bytes]], list[bool] | None]
+
+__all__ = ["TierEvents", "engine_holds", "tiers_of"]
+
+MAX_PAGES = 1 << 16
+"""Remembered; about 1 kB each with pages of 64 tokens."""
+MAX_PAGES_PER_TAKE = 512
+"""A few microseconds each, on the scheduler thread."""
+SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
+WINDOW_PAGES = 16
+
+_EVENTS = "sglang.srt.mem_cache.events:KVCacheEventRecorder"
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
+_FORMAT = "sglang.srt.disaggregation.kv_events"
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    f"{_EVENTS}.__init__": ("self", "enabled", "page_size", "dynamo_format", "lora_names"),
+    f"{_EVENTS}.record_store": ("self", "node"),
+    f"{_EVENTS}.enqueue": ("self", "event"),
+    f"{_EVENTS}.take": ("self",),
+    f"{_FORMAT}:BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "medium"),
+    f"{_FORMAT}:BlockRemoved": ("block_hashes", "medium"),
+    "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.take_events": ("self",),
+    f"{_CORE}.get_hash_values": ("self", "node_id"),
+    f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
+    f"{_CORE}.build_storage_backup_spec": ("self", "node_id", "pass_prefix_keys"),
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Page:
+    """One block, and the tiers that hold it and were announced, as bits."""
+
+    event: BlockStored  # of this page alone, without a medium
+    held: int = 0
+    announced: int = 0
+    is_forgotten: bool = False  # beyond the bound: to be announced as removed, whatever holds it
+    may_return: bool = False  # not held because a tier serves no loads now
+
+
+@dataclass(slots=True)
+class _Node:
+    """A radix node as SGLang's recorder reads one."""
+
+    key: RadixKey
+    parent: _Node | None
+    hash_value: list[str]
+    event_hash_value: list[str] | None = None
+
+
+class TierEvents:
+    """Of one cache. ``note``, ``take`` and ``tree_was_reset`` on the scheduler thread, where none
+    waits for more than a short lock; the sweep on a thread of its own, from ``start`` to ``close``.
+
+    ``core``: SGLang's tree core. ``tiers``: who holds pages, by medium. ``params``: of the cache.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        tiers: Mapping[StorageMedium, Holds],
+        params: CacheInitParams,
+        *,
+        max_pages: int = MAX_PAGES,
+    ) -> None:
+        compat.check_signatures(_SIGNATURES)
+        self._core = core
+        self._is_bigram = bool(core.is_eagle)
+        self._recorder = KVCacheEventRecorder(
+            enabled=True,
+            page_size=params.page_size,
+            dynamo_format=params.dynamo_kv_event_format,
+            lora_names=params.kv_event_lora_names,
+        )
+        self.use_tiers(tiers)
+        self._max_pages = max_pages
+        self._root = _Node(RadixKey([]), None, [])
+        # Event hashes of the last pages of nodes, where they differ from the keys of the pages.
+        self._ends: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()  # of the two below
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
+        self._changed: OrderedDict[bytes, None] = OrderedDict()  # held is not announced
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of_cache(
+        cls, core: Any, storage: TieredStorage, params: CacheInitParams
+    ) -> TierEvents | None:
+        """Started; None unless this process publishes events."""
+        if not params.enable_kv_cache_events:
+            return None
+        events = cls(core, tiers_of(storage), params)
+        events.start()
+        return events
+
+    def use_tiers(self, tiers: Mapping[StorageMedium, Holds]) -> None:
+        """Ask these from now on: the same media, opened again. The next sweep looks."""
+        self._tiers = [(medium, 1 << at, holds) for at, (medium, holds) in enumerate(tiers.items())]
+
+    # ---- Scheduler thread ----
+
+    def note(self, node_id: int) -> None:
+        """A node was stored, or matched and loaded: announce what tiers hold of its path."""
+        core = self._core
+        try:
+            path = core.collect_path_info([node_id])[0]
+            extra_key, cache_salt = core.prefetch_anchor_info(node_id)
+        except KeyError:  # evicted meanwhile
+            return
+        has_own_hashes = extra_key is not None or cache_salt is not None
+        parent = self._root
+        for node in path:
+            hashes = core.get_hash_values(node.node_id)
+            if not hashes:
+                return
+            last = bytes.fromhex(hashes[-1])
+            is_known = self._is_known(last)
+            end = self._ends.get(last)
+            if is_known and (end is not None or not has_own_hashes):
+                tokens: Sequence[int] = (0, 0)  # of a node that is not asked for them
+            elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
+                tokens, end = spec.token_ids, None
+            else:
+                return
+            key = RadixKey(
+                tokens, extra_key=extra_key, cache_salt=cache_salt, is_bigram=self._is_bigram
+            )
+            parent = _Node(key, parent, hashes, None if end is None else [end])
+            if not is_known:
+                self._add(parent, [bytes.fromhex(text) for text in hashes])
+
+    def take(self) -> list[Any]:
+        """The events since the last call, at most of ``MAX_PAGES_PER_TAKE`` pages."""
+        if not self._changed:
+            return []
+        with self._lock:
+            keys = [
+                self._changed.popitem(last=False)[0]
+                for _ in range(min(len(self._changed), MAX_PAGES_PER_TAKE))
+            ]
+            pages = [self._pages[key] for key in keys]
+            # One medium after the other, so that the blocks of a chain become one event.
+            for medium, bit, _ in self._tiers:
+                for page in pages:
+                    self._announce(page, medium, bit)
+            for key, page in zip(keys, pages, strict=True):
+                if not page.held and not page.may_return:
+                    del self._pages[key]
+        events: list[Any] = self._recorder.take()
+        return events
+
+    def tree_was_reset(self) -> None:
+        """SGLang announces that every block is gone, of any medium; the tiers kept theirs."""
+        with self._lock:
+            for key, page in self._pages.items():
+                page.announced = 0
+                self._changed[key] = None
+
+    def _is_known(self, key: bytes) -> bool:
+        page = self._pages.get(key)
+        return page is not None and bool(page.held)
+
+    def _add(self, node: _Node, keys: list[bytes]) -> None:
+        found = [(bit, holds(keys)) for _, bit, holds in self._tiers]
+        held = [
+            sum(bit for bit, answer in found if answer is not None and answer[index])
+            for index in range(len(keys))
+        ]
+        if not any(held):
+            return
+        self._recorder.record_store(node)
+        if node.event_hash_value is not None:
+            self._ends[keys[-1]] = node.event_hash_value[-1]
+            if len(self._ends) > self._max_pages:
+                self._ends.popitem(last=False)
+        blocks = [page for event in self._recorder.take() for page in _single_blocks(event)]
+        assert len(blocks) == len(keys), (len(blocks), len(keys))
+        with self._lock:
+            for key, block, bits in zip(keys, blocks, held, strict=True):
+                if bits:
+                    page = self._pages.setdefault(key, _Page(block))
+                    page.is_forgotten = False
+                    self._set_held(key, page, bits)
+            for key in list(islice(self._pages, max(0, len(self._pages) - self._max_pages))):
+                page = self._pages[key]
+                page.is_forgotten = True
+                self._set_held(key, page, 0)
+
+    def _set_held(self, key: bytes, page: _Page, held: int, *, may_return: bool = False) -> None:
+        page.held = held
+        page.may_return = may_return
+        if held != page.announced or not (held or may_return):
+            self._changed[key] = None
+
+    def _announce(self, page: _Page, medium: StorageMedium, bit: int) -> None:
+        if page.held & bit and not page.announced & bit:
+            self._recorder.enqueue(_copy(page.event, medium))
+            page.announced |= bit
+        elif page.announced & bit and not page.held & bit:
+            removed = BlockRemoved(block_hashes=list(page.event.block_hashes), medium=medium)
+            self._recorder.enqueue(removed)
+            page.announced &= ~bit
+
+    # ---- The sweep ----
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="tier-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the sweep. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(SWEEP_PAUSE_S):
+            try:
+                self.sweep(lambda: self._stop.wait(CHUNK_PAUSE_S))
+            except Exception:
+                logger.exception("KV events of lower tiers: a sweep failed; trying again")
+
+    def sweep(self, pause: Callable[[], object] = lambda: None) -> None:
+        """Look every remembered page up in every tier, ``CHUNK_PAGES`` at a time."""
+        with self._lock:
+            keys = list(self._pages)
+        for start in range(0, len(keys), CHUNK_PAGES):
+            if start:
+                pause()
+            chunk = keys[start : start + CHUNK_PAGES]
+            found = [(bit, holds(chunk)) for _, bit, holds in self._tiers]
+            may_return = any(held is None for _, held in found)
+            with self._lock:
+                for index, key in enumerate(chunk):
+                    page = self._pages.get(key)
+                    if page is None or page.is_forgotten:
+                        continue
+                    bits = sum(bit for bit, held in found if held is not None and held[index])
+                    self._set_held(key, page, bits, may_return=may_return)
+
+
+def engine_holds(engine: TierEngine) -> Holds:
+    """Single keys, from an engine that counts leading ones."""
+
+    def holds(keys: Sequence[bytes]) -> list[bool] | None:
+        held = [False] * len(keys)
+        at = 0
+        while at < len(keys):
+            # Behind a miss there are often more: no long lookups for those.
+            window = keys[at:] if at == 0 or held[at - 1] else keys[at : at + WINDOW_PAGES]
+            num_hits, stop = engine.lookup(window)
+            if stop is Stop.UNHEALTHY:
+                return None
+            held[at : at + num_hits] = [True] * num_hits
+            at += num_hits if stop is Stop.END else num_hits + 1
+        return held
+
+    return holds
+
+
+def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
+    """The tiers that the storage has open."""
+    tiers = {StorageMedium.DISK: engine_holds(storage.region_engine)}
+    layered = getattr(storage, "layered_engine", None)
+    if layered is not None and layered.lower is not None:
+        # Not those of other servers: each announces its own.
+        tiers[StorageMedium.EXTERNAL] = _bucket_holds(layered.lower)
+    return tiers
+
+
+def _bucket_holds(bucket: LowerTier) -> Holds:
+    def holds(keys: Sequence[bytes]) -> list[bool] | None:
+        held = bucket.contains(keys)
+        # Asked afterwards: a bucket that answers no more holds what it held, and may come back.
+        return held if bucket.stats().health is Health.RUNNING else None
+
+    return holds
+
+
+def _single_blocks(event: BlockStored) -> list[BlockStored]:
+    """One event per block, of one that the recorder put together."""
+    size = event.block_size
+    parents = [event.parent_block_hash, *event.block_hashes[:-1]]
+    return [
+        msgspec.structs.replace(
+            event,
+            block_hashes=[block],
+            parent_block_hash=parent,
+            token_ids=event.token_ids[at * size : (at + 1) * size],
+            medium=None,
+        )
+        for at, (block, parent) in enumerate(zip(event.block_hashes, parents, strict=True))
+    ]
+
+
+def _copy(event: BlockStored, medium: StorageMedium) -> BlockStored:
+    """The recorder extends the lists of an event when it adds a block to it."""
+    return msgspec.structs.replace(
+        event,
+        block_hashes=list(event.block_hashes),
+        token_ids=list(event.token_ids),
+        medium=medium,
+    )

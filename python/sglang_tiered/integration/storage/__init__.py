@@ -1,0 +1,3 @@
+"""SGLang's storage seam (``HiCacheStorage``) over the tiers."""
+
+from __future__ import annotations

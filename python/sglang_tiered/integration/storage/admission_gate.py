@@ -1,0 +1,196 @@
+"""``StoreGate``: asks admission once per operation, however many calls SGLang makes of it.
+
+One operation stores the pages of one radix node. It reaches the storage class as calls for the
+other pools first (of the whole node, or of its last pages), then as calls for up to 128 KV pages
+each. A page of another pool is useless without its KV, and a KV page is useless behind a missing
+one, so the first call decides for all: a number of leading pages.
+
+With several ranks each decides by its own disk. Where they differ, a page that some lack is a miss
+for all, as SGLang takes the minimum over the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
+from sglang_tiered.policy.admission import Admission, Level, WriteBudget, backlog_pressure
+from sglang_tiered.policy.pending_stores import Offers
+from sglang_tiered.storage.base import Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.policy.admission import Outcome
+    from sglang_tiered.storage.base import TierEngine
+
+__all__ = ["StoreGate"]
+
+LOG_INTERVAL_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class StoreGate:
+    """``num_admitted`` and ``dropped_as`` run on the backup thread, the rest on the scheduler
+    thread. Nothing here waits for I/O.
+
+    ``waited_s`` is how long the operation that began last had waited; any thread may read it.
+    ``lock`` is held by the backup thread from asking until what it stores is submitted, so that a
+    purge comes before or behind both."""
+
+    def __init__(
+        self,
+        engine: TierEngine,
+        *,
+        host_tokens: int,
+        page_bytes: int,
+        writes_per_day: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._host_tokens = host_tokens
+        self._page_bytes = page_bytes
+        self._clock = clock
+        self._offers = Offers(clock)
+        budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock)
+        self._admission = Admission(budget=budget)
+        self._charging = threading.Lock()
+        self._bytes_written = engine.stats().bytes_written
+        self.waited_s = 0.0
+        self._positions: dict[str, int] = {}  # of the pages of the operation under way
+        self._num_admitted = 0
+        self._next_kv = -1  # position of the next KV call of that operation
+        self.lock = threading.RLock()
+        # Tenants of which nothing is stored now, all under None. Whoever sets it purges them after.
+        self.blocked: frozenset[bytes | None] = frozenset()
+        self.tenant = UNKNOWN_TENANT  # of the operation under way
+        self._logged_level, self._next_log = Level.OPEN, clock()
+
+    @property
+    def outcomes(self) -> dict[Outcome, int]:
+        return self._admission.outcomes
+
+    @property
+    def budget_bytes(self) -> float | None:
+        """What the write budget leaves for now; None without one."""
+        return self._admission.budget_bytes
+
+    def announce(
+        self,
+        hashes: Sequence[str],
+        *,
+        num_tokens: int,
+        prefix_tokens: int,
+        tenant: bytes = UNKNOWN_TENANT,
+    ) -> None:
+        """The store of a node's KV pages is about to be queued (scheduler thread)."""
+        self._offers.announce(
+            hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
+        )
+
+    def purge(self, tenant: bytes | None) -> None:
+        """What a tenant (None: every one) has queued, or has not stored yet of the operation under
+        way, is dropped. The caller holds ``lock``."""
+        self._offers.purge(tenant)
+        if tenant is None or tenant == self.tenant:
+            self._num_admitted = 0
+
+    @property
+    def dropped_as(self) -> Outcome:
+        """Why the operation decided last was not admitted whole, if it was not."""
+        return self._admission.dropped_as
+
+    @property
+    def takes_everything(self) -> bool:
+        """Whether an operation that does not wait would be admitted, whatever it is."""
+        self._charge()
+        return self._admission.would_open
+
+    def wants_ancestors(self, chain_tokens: int) -> bool:
+        """Whether a chain of this length is worth offering again what was dropped of it."""
+        is_selective = self._admission.level is Level.SELECTIVE
+        return is_selective and self._admission.is_long(chain_tokens)
+
+    def offer_again(self, hashes: Sequence[str], *, prefix_tokens: int) -> bool:
+        """Whether to queue the pages of a node once more, as part of a chain that became long.
+
+        Pages that still wait are not queued twice: from now on they count as part of it.
+        """
+        if not hashes or self._offers.lengthen(hashes[0], prefix_tokens):
+            return False
+        return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
+
+    def tree_was_reset(self) -> None:
+        """SGLang emptied its queue."""
+        self._offers.clear()
+
+    def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
+        """How many leading pages of one call to store."""
+        if not hashes:
+            return 0
+        if not self._continues(hashes, is_kv=is_kv):
+            offer = self._offers.take(hashes)
+            self.tenant = UNKNOWN_TENANT if offer is None else offer.tenant or UNKNOWN_TENANT
+            if offer is not None and offer.tenant is None:
+                self._begin(offer.hashes, 0)
+            elif offer is not None:
+                self.waited_s = offer.waited_s
+                pinned_share = offer.tokens_behind / self._host_tokens
+                backlog = backlog_pressure(offer.waited_s, pinned_share)
+                self._decide(offer.hashes, offer.prefix_tokens, backlog)
+            elif is_kv:
+                self._decide(tuple(hashes), 0, None)
+            else:  # nobody knows what will become of its KV
+                return len(hashes) if self._admission.level is Level.OPEN else 0
+        if self.blocked and (
+            self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
+        ):
+            self._num_admitted = 0
+        num_left = max(0, self._num_admitted - self._positions[hashes[0]])
+        if is_kv:
+            # SGLang goes on with an operation only while all of it is stored.
+            self._next_kv = self._next_kv + len(hashes) if num_left >= len(hashes) else -1
+        return min(len(hashes), num_left)
+
+    def _continues(self, hashes: Sequence[str], *, is_kv: bool) -> bool:
+        """Whether a call belongs to the operation that was decided last."""
+        if hashes[0] not in self._positions or hashes[-1] not in self._positions:
+            return False
+        return self._next_kv == (self._positions[hashes[0]] if is_kv else 0)
+
+    def _decide(self, hashes: tuple[str, ...], prefix_tokens: int, backlog: float | None) -> None:
+        keys = [bytes.fromhex(text) for text in hashes]
+        self._charge()
+        num_admitted = self._admission.decide(
+            keys,
+            prefix_tokens=prefix_tokens,
+            page_bytes=self._page_bytes,
+            num_held=lambda: self._engine.lookup(keys).num_hits,
+            backlog=backlog,
+        )
+        self._begin(hashes, num_admitted)
+        self._log_level()
+
+    def _begin(self, hashes: Sequence[str], num_admitted: int) -> None:
+        self._num_admitted = num_admitted
+        self._positions = {text: position for position, text in enumerate(hashes)}
+        self._next_kv = 0
+
+    def _charge(self) -> None:
+        """Spend what the device was given since the last call, from whichever thread."""
+        if self._admission.budget_bytes is None:
+            return
+        with self._charging:
+            written = self._engine.stats().bytes_written
+            self._admission.spend(written - self._bytes_written)
+            self._bytes_written = written
+
+    def _log_level(self) -> None:
+        level, now = self._admission.level, self._clock()
+        if level is not self._logged_level and now >= self._next_log:
+            self._logged_level, self._next_log = level, now + LOG_INTERVAL_S
+            logger.info("NVMe tier admission is %s now", level.value)

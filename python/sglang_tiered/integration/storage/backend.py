@@ -1,0 +1,593 @@
+"""``TieredStorage``: SGLang's storage interface over a tier engine.
+
+SGLang calls it from its own storage threads (query, prefetch I/O, backup), never from the
+scheduler thread, except ``get_stats``, which is memory only. One instance per scheduler process.
+
+Ownership of host pages: SGLang keeps the pages of a call allocated until the call returns, so a
+call returns only after the engine has let go of them (engine contract, rule 5). A late write into
+a page that was freed and given to another request would be silent corruption.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from sglang_tiered.config import TieredConfig
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.namespace_search import NamespaceSearch, remember_namespace
+from sglang_tiered.integration.storage import host_pages, shared_pages
+from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
+from sglang_tiered.integration.storage.page_accounting import HostLedger
+from sglang_tiered.integration.storage.page_layout import check_codec
+from sglang_tiered.integration.storage.remote_purges import RemotePurges
+from sglang_tiered.integration.storage.tiers import lossy_codec, open_far_tiers, open_shard
+from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
+from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
+from sglang_tiered.storage.base import Health, Run, Stop
+from sglang_tiered.storage.lending import BorrowedEngine, PageLender
+from sglang_tiered.storage.stack.forgetting import LateForgetting, LayeredForgetting
+from sglang_tiered.storage.stack.tiers import FAR_TIERS, Span, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.integration.storage.shared_pages import SharingRanks
+    from sglang_tiered.integration.storage.tiers import FarTiers
+    from sglang_tiered.storage.base import Job, TierEngine
+    from sglang_tiered.storage.region.notes import Notes
+    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.stack import LayeredEngine
+    from sglang_tiered.storage.stack.tiers import Unfinished
+
+__all__ = ["TieredStorage"]
+
+logger = logging.getLogger(__name__)
+
+NOTE_JOIN_S = 10.0
+
+_NO_POOL = "no pool has this name"
+"""Of its pages no tier holds any."""
+
+
+class _LatePurge(NamedTuple):
+    tenant: bytes | None
+    was_told: bool
+    tells_peers: bool
+    forgetting: LateForgetting
+
+
+class TieredStorage(ZeroCopyStorage):
+    """Pages of every registered host pool, in one engine, under one namespace.
+
+    As long as the namespace is not known (``namespace_search``), every page is a miss and none is
+    stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
+    ``_search``, ``_stores_suspended``, ``_dropping_stores`` and ``_namespace``."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        config = TieredConfig.from_environment()
+        if config is None or config.nvme is None:
+            raise ConfigError(
+                "the tiered storage backend has no tier configuration; start the server with "
+                "python -m sglang_tiered.launch_server."
+            )
+        self._config = config
+        self._storage_config = storage_config
+        # SGLang lets only rank 0 write the replicated KV of an MLA model. Which ranks do is for us
+        # to say (``shared_pages``), and those that do not keep books of it all the same.
+        self._is_replicated = bool(storage_config.is_mla_model)
+        storage_config.is_mla_model = False
+        self._sharing: SharingRanks | None = None  # with whom this rank shares pages, if with any
+        self._lender: PageLender | None = None
+        self._engine: TierEngine | None = None  # the whole: one of the next two
+        self._region: RegionEngine | BorrowedEngine | None = None
+        self._layered: LayeredEngine | None = None
+        self._far_tiers: FarTiers | None = None
+        self.remote_purges: RemotePurges | None = None  # of other servers, where there are any
+        self._gate: StoreGate | None = None
+        self._namespace = b""
+        self._search: NamespaceSearch | None = None  # while the namespace is not known
+        self._noting: threading.Thread | None = None
+        self._late_purges: list[_LatePurge] = []  # to begin when it is
+        self._stores_suspended = False  # the tree holds KV of other weights
+        self._dropping_stores = False  # memory is about to be emptied
+        self._storing: Job | None = None  # on the backup thread
+        self._planner: ReadPlanner | None = None
+        self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
+        self.ledger: HostLedger  # from when the host pools are registered
+        self._num_updates = 0  # of the weights, in this process
+        self._is_nameless = False  # nobody will have this namespace again
+
+    # ---- Life cycle (scheduler thread, no requests running) ----
+
+    def on_host_pools_registered(self) -> None:
+        """Open the shard: the identity of the bytes is complete once the pools are known."""
+        pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        max_page_bytes = host_pages.check(pools)
+        where, pages = self._storage_config, pools.values()
+        if not shared_pages.are_pages_same(where, pages, is_replicated=self._is_replicated):
+            self._open(pools, max_page_bytes)
+            return
+        # Alike on all ranks up to here; from here on every one of them comes to the meeting.
+        assert self._config.nvme is not None
+        directory = Path(self._config.nvme.directory)
+        self._sharing = shared_pages.SharingRanks(where.tp_rank, directory)
+        try:
+            shard = self._sharing.meet(lambda: self._open(pools, max_page_bytes))
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(self._region, BorrowedEngine):
+            self._region.lender = shard
+            logger.info("NVMe tier: shares the pages of %s", shard)
+
+    def _open(self, pools: dict[PoolName, Any], max_page_bytes: int) -> Path | None:
+        """Returns the shard whose pages are lent to other ranks, if they are."""
+        config, where, sharing = self._config, self._storage_config, self._sharing
+        if sharing is not None:
+            config, where = sharing.settings(config, where)
+        nvme = config.nvme
+        assert nvme is not None
+        identity = namespace.server_identity(where)
+        codec = lossy_codec(config)
+        if codec is not None:
+            check_codec(codec, pools)
+            identity["lossy_codec"] = codec
+        search = self._search = NamespaceSearch(  # which ``close`` stops if the tiers do not open
+            identity,
+            {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},
+            Path(nvme.directory),
+        )
+        if sharing is not None and not sharing.is_lender:
+            self._use_borrowed(search)
+            return None
+        region, replica = open_shard(
+            config, where, search.namespace, max_page_bytes, tp_size=self._storage_config.tp_size
+        )
+        self._region = self._engine = region
+        self._namespace = region.namespace
+        # An answer may have come since; where it is another, the next step takes it.
+        self._search = None if search.answer == self._namespace else search
+        self._is_nameless = search.is_nameless
+        self._keep_books(writes_per_day=config.nvme_writes_per_day_per_rank)
+        gate = self.gate
+        self._far_tiers = open_far_tiers(
+            config,
+            region,
+            self._namespace,
+            self.mem_pool_host,
+            rank=(where.dp_rank + replica) * where.tp_size + where.tp_rank,
+            page_bytes=max_page_bytes,
+            may_promote=lambda: gate.takes_everything,
+            order=lambda: FAR_TIERS if self._planner is None else self._planner.far_order(),
+            purge=self.remote_purges,
+        )
+        if self._far_tiers is not None:
+            self._engine = self._layered = self._far_tiers.engine
+            if self.knows_namespace:
+                if search.is_nameless:
+                    self._layered.set_namespace(self._namespace)  # of which nothing goes down
+                self._far_tiers.collect()
+        if self.knows_namespace and not search.is_nameless:
+            self._remember_namespace()
+        self.transfers = TierTransfers(region, self._layered, self.page_bytes())
+        stats = region.stats()
+        logger.info(
+            "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
+            self._namespace.hex()[:16],
+            stats.num_pages,
+            stats.physical_bytes,
+            stats.capacity_bytes,
+        )
+        if sharing is None:
+            return None
+        self._lender = PageLender(region.directory, self.transfers.begin_for_others)
+        self._set_claim()
+        return region.directory
+
+    def _use_borrowed(self, search: NamespaceSearch) -> None:
+        """What this rank would keep another one keeps."""
+        self._region = self._engine = engine = BorrowedEngine()
+        answer = search.answer  # which may come at any moment
+        self._namespace = answer or b""
+        self._search = search if answer is None else None
+        self._is_nameless = search.is_nameless
+        self._keep_books(writes_per_day=None)
+        self.transfers = TierTransfers(engine, None, self.page_bytes())
+        self._set_claim()
+
+    def _keep_books(self, *, writes_per_day: int | None) -> None:
+        self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
+        self._gate = StoreGate(
+            self.region_engine,
+            host_tokens=self.mem_pool_host.logical_size,
+            page_bytes=self.page_bytes(),
+            writes_per_day=writes_per_day,
+        )
+        if self._config.index is not None:
+            self.remote_purges = RemotePurges(self._gate, self.begin_purge)
+
+    def _set_claim(self, *, changing: bool = False) -> None:
+        """``changing``: what the tiers find is about to be of something else."""
+        claim = None
+        if self.knows_namespace and not changing:
+            claim = shared_pages.claim_of(
+                self._namespace, is_nameless=self._is_nameless, num_updates=self._num_updates
+            )
+        if self._lender is not None:
+            self._lender.claim = claim
+        elif isinstance(self._region, BorrowedEngine):
+            self._region.claim = claim
+
+    @property
+    def borrows(self) -> bool:
+        """Whether another rank keeps the pages of this one, and knows which there are."""
+        return isinstance(self._region, BorrowedEngine)
+
+    def page_bytes(self) -> int:
+        """Payload of one KV page of this rank."""
+        pages = page_segments(self.mem_pool_host, torch.arange(self._page_size()), 1)
+        return sum(segment.nbytes for segment in pages[0])
+
+    def _page_size(self) -> int:
+        return self._storage_config.logical_page_size or int(self.mem_pool_host.page_size)
+
+    def use_planner(self, planner: ReadPlanner) -> None:
+        """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
+        self._planner = planner
+        self.transfers.use_planner(planner)
+
+    @property
+    def notes(self) -> Notes:
+        """Small files beside the pages."""
+        return self.region_engine.notes
+
+    @property
+    def knows_namespace(self) -> bool:
+        """Whether pages can be loaded and stored: the weights were read."""
+        return self._search is None
+
+    def settle_namespace(self) -> None:
+        """Use the tiers from now on if the weights have been read. Memory only.
+
+        Ranks need not do so in the same step: what one of them does not find none loads, as plans
+        and hits are reduced over ranks, and what one of them stores is its own.
+        """
+        search = self._search
+        if search is None or search.answer is None:
+            return
+        with self.gate.lock:
+            if search.is_nameless or search.answer != self._namespace:
+                self._namespace = search.answer
+                if self._layered is None:
+                    self.region_engine.set_namespace(self._namespace)
+                else:
+                    self._layered.set_namespace(self._namespace, is_nameless=search.is_nameless)
+            self._search = None  # from now on pages are found
+            self._is_nameless = search.is_nameless
+            self._set_claim()
+            self._begin_late_purges()
+        if self._far_tiers is not None:
+            self._far_tiers.collect()
+        if not search.is_nameless and not self.borrows:
+            self._remember_namespace()
+        logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
+
+    def _remember_namespace(self) -> None:
+        self._noting = threading.Thread(
+            target=remember_namespace,
+            args=(self.notes, self._namespace),
+            name="tier-namespace",
+            daemon=True,
+        )
+        self._noting.start()
+
+    def close(self) -> None:
+        """Finish running I/O and release the shard. Idempotent."""
+        if self._search is not None:
+            self._search.close()
+        if self._noting is not None:
+            self._noting.join(NOTE_JOIN_S)
+        if self._lender is not None:
+            self._lender.close()
+        owner = self._far_tiers or self._engine
+        if owner is not None:
+            owner.close()
+
+    def clear(self) -> None:
+        """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
+        concern device and host memory. What is stored stays right; ``/tier/purge`` forgets it."""
+
+    def change_weights(self, *, tree_is_empty: bool) -> None:
+        """Start a namespace of its own for weights that were replaced in this process.
+
+        If the tree still holds KV of the old weights, stores are refused until it is reset, since
+        nothing tells those pages from new ones.
+        """
+        if self._search is not None:
+            self._search.stop()
+        with self.gate.lock:
+            # What the backup thread decides before this is stored under the old namespace, and what
+            # it decides after sees the flag.
+            self._stores_suspended = not tree_is_empty
+            self._set_claim(changing=True)
+            self._namespace = namespace.successor(self._namespace)
+            # Nobody can name the namespace of an update again: its space is the first to be reused.
+            engine = self._layered or self.region_engine
+            engine.set_namespace(self._namespace, keep=not self._num_updates)
+            self._search = None
+            self._num_updates += 1
+            self._set_claim()
+            self._begin_late_purges()
+        waits = (
+            "" if tree_is_empty else "; it takes nothing until memory, full of old KV, is flushed"
+        )
+        logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
+
+    @property
+    def region_engine(self) -> RegionEngine | BorrowedEngine:
+        assert self._region is not None, "SGLang has not registered its host pools"
+        return self._region
+
+    @property
+    def layered_engine(self) -> LayeredEngine | None:
+        """NVMe with other servers and the object tier; None where there is nothing but NVMe."""
+        return self._layered
+
+    @property
+    def has_object_tier(self) -> bool:
+        return self._config.object is not None
+
+    def begin_purge(
+        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+    ) -> Unfinished:
+        """Hide the pages of a tenant, or all, and let none on its way land; ``was_told``: another
+        server did so first. Memory only, any thread."""
+        with self.gate.lock:
+            self.gate.purge(tenant)
+            if self._layered is None:
+                return self.region_engine.begin_purge(tenant)
+            if self._search is None:
+                return self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            # In the bucket and the index a purge is of a namespace.
+            late = _LatePurge(tenant, was_told, tells_peers, LateForgetting())
+            self._late_purges.append(late)
+            return LayeredForgetting(self.region_engine.begin_purge(tenant), late.forgetting)
+
+    def _begin_late_purges(self) -> None:
+        """Those that came before the namespace. The caller holds the gate's lock."""
+        for tenant, was_told, tells_peers, forgetting in self._late_purges:
+            assert self._layered is not None
+            forgetting.begin(
+                self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            )
+        self._late_purges.clear()
+
+    def tree_was_reset(self) -> None:
+        """No page of an earlier state is left in the tree: stores are safe again."""
+        if self._gate is None:  # and nothing was stored yet
+            return
+        with self._gate.lock:
+            self._stores_suspended = False
+        self._gate.tree_was_reset()
+
+    def drop_stores(self, dropping: bool) -> None:
+        """Whether stores that SGLang has queued end at once, as does what has not begun of the one
+        under way. Memory only."""
+        with self.gate.lock:
+            self._dropping_stores = dropping
+            if dropping and self._storing is not None:
+                self._storing.cancel()
+
+    @property
+    def gate(self) -> StoreGate:
+        """Admission, for the scheduler thread to announce what it queues."""
+        assert self._gate is not None, "SGLang registers the host pools before it queues a store"
+        return self._gate
+
+    # ---- Queries (any thread, memory only) ----
+
+    def _keys(self, pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
+        """What pages go by in the tiers: by nothing that is there before the namespace is known."""
+        return engine_keys(pool if self._search is None else _NO_POOL, hashes)
+
+    def holds(self, page_hash: str) -> bool:
+        """Whether a KV page is stored, or about to be. What other servers hold is theirs."""
+        keys = self._keys(PoolName.KV, [page_hash])
+        if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
+            return True
+        return self._layered is not None and self._layered.contains_below(keys)[0]
+
+    def num_kept(self, hashes: Sequence[str]) -> int:
+        """Leading KV pages that are stored; for the scheduler thread."""
+        keys = self._keys(PoolName.KV, hashes)
+        num_hits = self.region_engine.lookup(keys).num_hits
+        if self._layered is not None and num_hits < len(keys):
+            above = self.region_engine.view.contains(keys)
+            below = self._layered.contains_below(keys)
+            kept = [up or down for up, down in zip(above, below, strict=True)]
+            num_hits = [*kept, False].index(False)
+        return num_hits
+
+    def lookup_leading(self, hashes: Sequence[str]) -> int:
+        """Leading KV pages a load could serve now; for the scheduler thread."""
+        return self._require_engine().lookup(self._keys(PoolName.KV, hashes)).num_hits
+
+    def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
+        """The leading KV pages a load could serve now, by tier; for the scheduler thread."""
+        if self._layered is not None:
+            return self._layered.lookup_spans(self._keys(PoolName.KV, hashes))
+        num_pages = self.lookup_leading(hashes)
+        return [Span(Tier.NVME, num_pages)] if num_pages else []
+
+    def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
+        """Leading KV pages in each tier that there is. Memory only."""
+        keys = self._keys(PoolName.KV, hashes)
+        shard = self.region_engine
+        found = {Tier.NVME: shard.lookup(keys).num_hits}
+        has = {Tier.PEER: self._config.index, Tier.OBJECT: self._config.object}
+        for tier in [tier for tier in FAR_TIERS if has[tier] is not None]:
+            source = shard if self._layered is None else self._layered.far[tier]
+            found[tier] = source.lookup(keys).num_hits
+        return found
+
+    def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
+        """Engine keys of pages in every pool, those of KV first."""
+        pools = [PoolName.KV, *getattr(self, "registered_pools", {})]
+        names = dict.fromkeys(pools)  # KV may be registered by name too
+        return [key for name in names for key in self._keys(name, hashes)]
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether NVMe is well enough to be given pages, and knows whose they are."""
+        return self.knows_namespace and self.region_engine.stats().health is Health.RUNNING
+
+    @property
+    def serves_loads(self) -> bool:
+        """Whether waiting for a load can still pay off."""
+        return self._require_engine().stats().health is Health.RUNNING
+
+    def get_stats(self) -> None:
+        """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
+        return
+
+    def exists(self, key: str) -> bool:
+        return self.lookup_leading([key]) == 1
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return self.lookup_leading(keys)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The longest prefix that KV and every other pool can restore together.
+
+        ALL_PAGES pools must hold every page of the prefix, TRAILING_PAGES pools (SWA windows,
+        Mamba states) its last ``len(transfer.keys)`` pages.
+        """
+        kv_pages = self.lookup_leading(keys)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            held = self._held(transfer.name, keys[:kv_pages])
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                window = kv_pages
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+            else:
+                raise ValueError(
+                    f"pool {transfer.name} has hit policy {transfer.hit_policy}, which the tiered "
+                    "storage does not serve; start with --tier-mode host."
+                )
+            covered, num_held = set(), 0
+            for end, is_held in enumerate(held, 1):
+                num_held = num_held + 1 if is_held else 0
+                if num_held >= min(window, end):
+                    covered.add(end)
+            if covered:
+                hits[transfer.name] = max(covered)
+            restorable = [end for end in restorable if end in covered]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
+        keys = self._keys(pool, hashes)
+        held, layered = self.region_engine.view.contains(keys), self._layered
+        if layered is not None:
+            pairs = zip(held, keys, strict=True)
+            held = [up or layered.lookup([key]).num_hits == 1 for up, key in pairs]
+        return held
+
+    # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,  # [pages * page_size] int64
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._load(PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,  # [pages * page_size] int64
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._store(PoolName.KV, keys, host_indices)
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._load(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._store(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    def _load(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        if not hashes or host_indices is None:
+            return [False] * len(hashes)
+        pages = page_segments(self._pool(pool), host_indices, len(hashes))
+        return self.transfers.load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
+
+    def _store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        """A page that admission drops is a False like any other: SGLang leaves out the rest of the
+        operation, which would be of no use without it, and goes on."""
+        if not hashes or host_indices is None:
+            return [False] * len(hashes)
+        is_kv = pool == PoolName.KV
+        job, stored = None, []
+        with self.gate.lock:
+            suspended = self._stores_suspended or self._search is not None
+            dropping = self._dropping_stores
+            takes = not suspended and not dropping
+            admitted = self.gate.num_admitted(hashes, is_kv=is_kv) if takes else 0
+            if admitted:
+                pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+                run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
+                self._storing = job = self._require_engine().submit_store(run)
+        if job is not None:
+            stored = self.transfers.finish(job)
+            self._storing = None
+        stored += [False] * (len(hashes) - admitted)
+        if is_kv and not dropping:  # or the flush counts them
+            why = None if suspended else self.gate.dropped_as
+            self.ledger.stored(host_indices, stored, admitted, why)
+        return stored
+
+    def _pool(self, name: PoolName) -> Any:
+        return self.mem_pool_host if name == PoolName.KV else self.registered_pools[name]
+
+    def _require_engine(self) -> TierEngine:
+        assert self._engine is not None, "SGLang registers the host pools before it transfers"
+        return self._engine

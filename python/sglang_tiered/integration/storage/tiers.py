@@ -1,0 +1,276 @@
+"""Opens the tiers of one scheduler process: its shard on NVMe, its namespace in the bucket, and
+what it has to do with other servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
+
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES
+from sglang_tiered.config import (
+    MIN_REGIONS,
+    MIN_REGIONS_PER_DAY,
+    IndexConfig,
+    ObjectConfig,
+    format_bytes,
+)
+from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration.identity.namespace_search import recall_namespace
+from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
+from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
+from sglang_tiered.storage.region.directory import remove_shards, shard_path
+from sglang_tiered.storage.region.format import min_region_bytes
+from sglang_tiered.storage.region.store import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
+from sglang_tiered.storage.stack import LayeredEngine
+from sglang_tiered.storage.stack.tiers import LayeredSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.storage.bucket_collector import BucketCollector
+    from sglang_tiered.integration.storage.remote_purges import RemotePurges
+    from sglang_tiered.sharing.peer_tier import PeerTier
+    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.storage.object import ObjectEngine
+    from sglang_tiered.storage.stack.tiers import Tier
+
+__all__ = [
+    "FarTiers",
+    "lossy_codec",
+    "object_settings",
+    "open_far_tiers",
+    "open_shard",
+    "peer_settings",
+]
+
+logger = logging.getLogger(__name__)
+
+QUEUED_PAGES = 2 * STORAGE_BATCH_SIZE
+"""What SGLang stores in one call fits the queue beside as much of others, however large a page."""
+
+PROMOTED_PAGES = 8
+"""So many pages from far tiers may wait in memory for NVMe, however large one is."""
+
+
+@dataclass(slots=True)
+class FarTiers:
+    """The whole with the far tiers in it, and what keeps the bucket in bounds."""
+
+    engine: LayeredEngine
+    lower: ObjectEngine | None
+    settings: ObjectSettings | None
+    collector: BucketCollector | None = None
+
+    def collect(self) -> None:
+        """Keep the bucket in bounds from now on: the namespace is known."""
+        if self.lower is not None and self.settings is not None:
+            from sglang_tiered.integration.storage.bucket_collector import BucketCollector
+
+            self.collector = BucketCollector(self.settings, self.lower.namespace)
+
+    def close(self) -> None:
+        if self.collector is not None:
+            self.collector.close()
+        self.engine.close()
+
+
+def open_shard(
+    config: TieredConfig,
+    where: HiCacheStorageConfig,
+    namespace: bytes | None,
+    page_bytes: int,
+    *,
+    tp_size: int,
+) -> tuple[RegionEngine, int]:
+    """The first free shard of this rank's geometry, and its number among them; without a namespace
+    under the last one that was found for it. ``page_bytes`` is the largest page of any pool; raises
+    ``ConfigError`` where the tier is too small for it. ``tp_size`` is the server's, also where
+    ``where`` stands for all of its ranks.
+
+    Plain data parallelism gives every replica the same ranks, so a locked shard is some other
+    replica's and the next one is tried; which replica gets which does not matter, because all
+    hold KV of the same namespace.
+    """
+    nvme = config.nvme
+    assert nvme is not None
+    region_bytes = _region_bytes(config, nvme.region_bytes, page_bytes)
+    replicas = num_replicas(
+        config.num_ranks, tp_size=where.tp_size, pp_size=where.pp_size, dp_size=config.dp_size
+    )
+    for replica in range(replicas):
+        name = shard_name(
+            tp_rank=where.tp_rank,
+            tp_size=where.tp_size,
+            pp_rank=where.pp_rank,
+            pp_size=where.pp_size,
+            dp_rank=where.dp_rank,
+            replica=replica,
+        )
+        path = shard_path(Path(nvme.directory), name)
+        try:
+            engine = RegionEngine(
+                path,
+                namespace=namespace or recall_namespace(path),
+                capacity_bytes=config.nvme_bytes_per_rank,
+                region_bytes=region_bytes,
+                max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),
+                max_tenant_bytes=config.max_tenant_bytes_per_rank,
+            )
+            if where.tp_rank == 0 and tp_size > 1:
+                _remove_other_sharing(Path(nvme.directory), name, tp_size)
+            return engine, replica
+        except StoreLockedError:
+            if replica + 1 == replicas:
+                raise
+    raise AssertionError("a server has at least one scheduler with these ranks")
+
+
+def _remove_other_sharing(directory: Path, opened: str, tp_size: int) -> None:
+    """Remove what a model whose ranks share pages left where those of this one do not, or the other
+    way round: the launcher cannot tell, and no cap counts it. The launcher holds the directory."""
+
+    def keep(name: str) -> bool:
+        return not is_of_other_sharing(name, opened=opened, tp_size=tp_size)
+
+    for name in remove_shards(directory, keep=keep):
+        logger.info("removed shard %s of %s, which this model does not read", name, directory)
+
+
+def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int:
+    """As configured, or what a page needs. Raises ``ConfigError`` where the bounds then hold too
+    few regions: the tier would take no page and say nothing."""
+    region_bytes = min_region_bytes(page_bytes)
+    if region_bytes <= configured:
+        return configured
+    bounds = {
+        "--tier-nvme-bytes": (config.nvme_bytes_per_rank, MIN_REGIONS),
+        "--tier-tenant-share": (config.max_tenant_bytes_per_rank, MIN_REGIONS),
+        "--tier-nvme-writes-per-day": (config.nvme_writes_per_day_per_rank, MIN_REGIONS_PER_DAY),
+    }
+    for flag, (nbytes, num_regions) in bounds.items():
+        if nbytes is not None and nbytes < num_regions * region_bytes:
+            raise ConfigError(
+                f"{flag} leaves a rank {format_bytes(nbytes)}, which is too small for pages of "
+                f"{format_bytes(page_bytes)}: it must hold {num_regions} regions of "
+                f"{format_bytes(region_bytes)}; raise it, lower --page-size, or pass --tier-mode "
+                "host."
+            )
+    return region_bytes
+
+
+def open_far_tiers(
+    config: TieredConfig,
+    shard: RegionEngine,
+    namespace: bytes,
+    host_pool: Any,
+    *,
+    rank: int,
+    page_bytes: int,
+    may_promote: Callable[[], bool],
+    order: Callable[[], Sequence[Tier]],
+    purge: RemotePurges | None,
+) -> FarTiers | None:
+    """The shard with the tiers beyond it; None where none was asked for. Returns at once: they are
+    looked at in the background, and until they answer they only miss. ``rank`` is this process's
+    among those of the server, ``page_bytes`` the largest page of any pool."""
+    lower = _open_object_tier(config, namespace, host_pool)
+    peers = None
+    if config.index is not None:
+        assert purge is not None
+        peers = _open_peers(config, rank, shard, namespace, purge)
+    if lower is None and peers is None:
+        return None
+    bounds = LayeredSettings()
+    promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
+    bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
+    engine = LayeredEngine(shard, lower, bounds, peers=peers, order=order, may_promote=may_promote)
+    return FarTiers(engine, lower, object_settings(config))
+
+
+def _open_object_tier(
+    config: TieredConfig, namespace: bytes, host_pool: Any
+) -> ObjectEngine | None:
+    settings = object_settings(config)
+    if settings is None or config.object is None:
+        return None
+    # Only here: who has no object tier needs none of its libraries.
+    from sglang_tiered.codecs import NO_CODEC, make_codec
+    from sglang_tiered.integration.storage.page_layout import page_layout
+    from sglang_tiered.storage.object import ObjectEngine
+
+    codec = None
+    if settings.codec != NO_CODEC:
+        codec = make_codec(settings.codec, page_layout(host_pool))
+    engine = ObjectEngine(settings, namespace=namespace, page_codec=codec)
+    logger.info("object tier at %s, namespace %s", config.object.shown_url, namespace.hex()[:16])
+    return engine
+
+
+def _open_peers(
+    config: TieredConfig, rank: int, shard: RegionEngine, namespace: bytes, purge: RemotePurges
+) -> PeerTier:
+    # Only here: who shares with nobody needs no Redis client.
+    from sglang_tiered.sharing.peer_tier import PeerTier
+
+    assert config.index is not None
+    return PeerTier(
+        peer_settings(config.index, rank), namespace=namespace, region=shard, purge=purge
+    )
+
+
+_OBJECTS_PER_CAP = 8  # at least
+
+
+def lossy_codec(config: TieredConfig) -> str | None:
+    """The codec that changes KV on its way through the bucket; None where none does. Its name
+    belongs into the namespace of every tier: what comes back is kept on NVMe, and more is computed
+    behind it."""
+    if config.object is None or config.object.codec not in LOSSY_CODEC_NAMES:
+        return None
+    return config.object.codec
+
+
+def object_settings(config: TieredConfig) -> ObjectSettings | None:
+    """Of one rank, which has its own namespace in the bucket and its share of all limits."""
+    return None if config.object is None else _settings(config.object, config.num_ranks)
+
+
+def _settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
+    def share(value: int | None) -> int | None:
+        return None if value is None else max(1, value // num_ranks)
+
+    capacity_bytes = max(1, config.capacity_bytes // num_ranks)
+    return ObjectSettings(
+        url=config.url,
+        # The cap goes by whole objects: one that holds few of them would keep next to nothing.
+        object_bytes=max(1, min(OBJECT_BYTES, capacity_bytes // _OBJECTS_PER_CAP)),
+        capacity_bytes=capacity_bytes,
+        ttl_s=config.ttl_s,
+        writes_per_day=share(config.writes_per_day),
+        requests_per_day=share(config.requests_per_day),
+        codec=config.codec,
+        sse=config.sse,
+        sse_kms_key=config.sse_kms_key,
+    )
+
+
+def peer_settings(config: IndexConfig, rank: int) -> PeerSettings:
+    """Of one rank, which is a peer of its own."""
+    # Only here: who shares with nobody needs no Redis client.
+    from sglang_tiered.sharing.settings import PeerSettings
+
+    return PeerSettings(
+        index_url=config.url,
+        listen_host=config.host,
+        listen_port=0 if config.port is None else config.port + rank,
+        keys_directory=config.keys_directory,
+    )

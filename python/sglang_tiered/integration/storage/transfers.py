@@ -1,0 +1,159 @@
+"""``TierTransfers``: jobs of the tiers as SGLang's storage threads want them, begun and waited for.
+
+Tells the planner of every read, and measures a tier on order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from sglang_tiered.integration.storage.host_pages import engine_keys
+from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.stack.tiers import ReadObserver, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.lending import BorrowedEngine
+    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.stack import LayeredEngine
+
+__all__ = ["ReadPlanner", "TierTransfers", "read_in_steps"]
+
+MAX_EXPECTED_PAGES = 1 << 16
+MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
+MAX_FAR_PROBE_BYTES, MAX_FAR_PROBE_S = 4 << 20, 10.0
+MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
+
+
+class ReadPlanner(ReadObserver, Protocol):
+    """Learns from every read, and says how long those of far tiers may take. Any thread."""
+
+    far_deadline_s: float
+
+    def far_order(self) -> Sequence[Tier]:
+        """The tiers beyond NVMe, the one first that takes less for a typical load."""
+        ...
+
+
+class TierTransfers:
+    """One per storage."""
+
+    def __init__(
+        self, shard: RegionEngine | BorrowedEngine, layered: LayeredEngine | None, page_bytes: int
+    ) -> None:
+        self._shard = shard
+        self._layered = layered
+        self._page_bytes = page_bytes
+        self._planner: ReadPlanner | None = None
+        self._tenants: OrderedDict[str, bytes] = OrderedDict()  # by page hash
+        self._lock = threading.Lock()
+
+    def use_planner(self, planner: ReadPlanner) -> None:
+        """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
+        self._planner = planner
+        if self._layered is not None:
+            self._layered.observe(planner)
+        self.probe([key.hex() for key in self._shard.some_keys(MAX_PROBE_PAGES)])
+
+    def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
+        """Loads of these pages come next, and they are a tenant's: what a far tier serves of them
+        is kept on NVMe under its name. Scheduler thread."""
+        if self._layered is None:
+            return
+        with self._lock:
+            self._tenants.update(dict.fromkeys(hashes, tenant))
+            while len(self._tenants) > MAX_EXPECTED_PAGES:
+                self._tenants.popitem(last=False)
+
+    def finish(self, job: Job) -> list[bool]:
+        """Wait; which pages succeeded."""
+        job.wait()
+        # Every caller waits for its own job: no reports needed.
+        (self._layered or self._shard).poll()
+        return job.ok
+
+    def load(self, run: Run, first_hash: str) -> list[bool]:
+        """Read pages for a request; the planner learns from it."""
+        if self._layered is None:
+            return self._read(self._shard.submit_load, run, Tier.NVME)
+        return self.finish(self._begin_layered(self._layered, run, first_hash))
+
+    def begin_for_others(self, run: Run) -> Job:
+        """Begin to read pages for a rank that shares ours. Any thread."""
+        if self._layered is None:
+            return self._shard.submit_load(run)
+        return self._begin_layered(self._layered, run, run.keys[0].hex())
+
+    def _begin_layered(self, layered: LayeredEngine, run: Run, first_hash: str) -> Job:
+        """Which tells the planner of each tier."""
+        planner = self._planner
+        deadline_s = None if planner is None else planner.far_deadline_s
+        with self._lock:
+            tenant = self._tenants.get(first_hash)
+        return layered.submit_load(run, deadline_s=deadline_s, tenant=tenant)
+
+    def _read(
+        self, submit: Callable[[Run], Job], run: Run, tier: Tier, taught_after_s: float = 0.0
+    ) -> list[bool]:
+        """Read from one tier; the planner learns from it if it takes so long or longer."""
+        begun = time.monotonic()
+        reading = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
+        served = self.finish(submit(run))
+        if self._planner is not None and reading is not None:
+            is_lesson = time.monotonic() - begun >= taught_after_s
+            self._planner.end_read(reading, is_complete=all(served) and is_lesson)
+        return served
+
+    def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
+        """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
+        max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_FAR_PROBE_BYTES
+        hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]
+        if hashes:
+            threading.Thread(
+                target=self._probe, args=(hashes, tier), name="tier-probe", daemon=True
+            ).start()
+
+    def _probe(self, hashes: Sequence[str], tier: Tier) -> None:
+        pages = tuple((memoryview(bytearray(self._page_bytes)),) for _ in hashes)
+        keys = tuple(engine_keys(PoolName.KV, hashes))
+        submit: Callable[[Run], Job] = self._shard.submit_load
+        if tier is not Tier.NVME:
+            assert self._layered is not None
+            submit = partial(self._layered.far[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
+
+        def read(num_pages: int, taught_after_s: float) -> None:
+            run = Run(keys[:num_pages], pages[:num_pages])
+            self._read(submit, run, tier, taught_after_s)
+
+        if tier is Tier.NVME:
+            read_in_steps(read, len(hashes))
+        else:
+            read(len(hashes), 0.0)  # once: somebody pays for it
+
+
+def read_in_steps(
+    read: Callable[[int, float], None],
+    num_pages: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Call ``read(pages, taught_after_s)`` for one page, then for all, more than once while that
+    is quick. What takes less than its ``taught_after_s`` is not to be learnt from.
+
+    A disk that is limited (a cloud volume, a throttled container) lets a little pass at full speed
+    after a rest. So a quick single page proves nothing, and believing it cost the next request up
+    to its own prefill in waiting for a load; one that is slow by itself does, and spares the larger
+    reads."""
+    begun = clock()
+    read(1, MAX_PROBE_S)
+    for _ in range(MAX_PROBE_READS):
+        if clock() - begun > MAX_PROBE_S:
+            return
+        read(num_pages, 0.0)

@@ -1,0 +1,365 @@
+"""``PageClient``: asks page servers for pages, straight into the caller's buffers.
+
+One thread owns every connection, copies what arrives and ends every fetch, so a fetch that has
+ended is one for which nothing lands any more. What is asked for is bounded in bytes, over all
+servers and for each: that is the flow control.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.landing import Fetch, Outcome, Request, cut_requests
+from sglang_tiered.sharing.pages.link import PageLink
+from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.wire.framing import printable, received
+from sglang_tiered.wire.loop import EndpointLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.sharing.pages.landing import Page
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["ClientStats", "PageClient"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 4  # of one server in one go: others wait no longer than their copies
+_MANY_DEADLINES = 256
+_MIN_WAIT_S = 0.0005
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """Counters since the start. Written by the client's thread only."""
+
+    num_requests: int = 0
+    num_bytes: int = 0  # of pages that were verified
+    outcomes: Counter[Outcome] = field(default_factory=Counter)  # pages
+    num_breaches: int = 0  # links ended for what no honest server sends
+    num_unasked: int = 0  # answers to nothing that was asked, or to what was answered
+    num_overdue: int = 0  # answers to requests that had ended
+    num_links_lost: int = 0
+
+
+class PageClient:
+    """``fetch`` and ``cancel`` may be called from any thread and never block; ``clock`` times
+    everything."""
+
+    def __init__(
+        self,
+        settings: PageSettings | None = None,
+        *,
+        keys: Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings or PageSettings()
+        self._keys = keys
+        self._clock = clock
+        self.stats = ClientStats()
+        self._lock = threading.Lock()  # around ``_closed`` and what must not be queued behind it
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[str, PageLink] = {}
+        self._turns: list[PageLink] = []
+        self._fetches: dict[Fetch, list[Request]] = {}
+        self._deadlines: list[tuple[float, int, Fetch]] = []  # heap
+        self._numbers = itertools.count(1)
+        self._open_bytes = 0  # asked for and still wanted
+        self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
+        self._loop.start()
+
+    def fetch(
+        self,
+        address: str,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        pages: Sequence[Page],
+        *,
+        deadline_s: float | None,
+        done: Callable[[Fetch], None],
+    ) -> Fetch:
+        """Fill ``pages`` with what the server at ``address`` holds under ``keys``, each once.
+        ``done`` is called when that has ended, at the latest ``deadline_s`` from now; it must not
+        block."""
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+        fetch = Fetch(address, namespace, keys, pages, deadline, done)
+        with self._lock:
+            if not self._closed:
+                self._loop.call(self._begin, fetch)
+                return fetch
+        fetch.outcomes = [Outcome.CANCELLED] * len(keys)
+        fetch.end()
+        return fetch
+
+    def cancel(self, fetch: Fetch) -> None:
+        """End it soon; what has arrived stays."""
+        self._loop.call(self._give_up, fetch, Outcome.CANCELLED)
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    @property
+    def num_fetches(self) -> int:
+        return len(self._fetches)
+
+    def close(self) -> None:
+        """End every fetch, then the thread. Idempotent; from any thread but the client's."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.call(self._end_all)
+        self._loop.stop()
+        self._context.destroy(linger=0)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books do not balance. While nothing is fetched."""
+        assert not self._fetches, f"{len(self._fetches)} fetches under way"
+        assert self._open_bytes == 0, f"{self._open_bytes} bytes asked for by nobody"
+        left = sum(len(link.waiting) for link in self._links.values())
+        assert not left, f"{left} requests wait for nobody"
+
+    # ---- The client's thread ----
+
+    def _begin(self, fetch: Fetch) -> None:
+        self._fetches[fetch] = []
+        try:
+            requests = cut_requests(fetch, self._settings.request_bytes, self._numbers)
+            self._fetches[fetch] = requests
+            if fetch.deadline is not None and fetch.deadline <= self._clock():
+                self._give_up(fetch, Outcome.LATE)
+                return
+            if not requests:
+                self._end(fetch)
+                return
+            link = self._link_to(fetch.address)
+            if link is None:
+                self._give_up(fetch, Outcome.BUSY)
+                return
+            link.waiting.extend(requests)
+        except TransferError as error:
+            logger.warning("%s", error)
+            self._give_up(fetch, Outcome.LOST)
+        except Exception:
+            logger.exception("asking for pages failed by our own fault")
+            self._give_up(fetch, Outcome.LOST)
+        else:
+            if fetch.deadline is not None:
+                self._note_deadline(fetch.deadline, fetch)
+
+    def _note_deadline(self, deadline: float, fetch: Fetch) -> None:
+        if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those that ended
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, next(self._numbers), fetch))
+
+    def _link_to(self, address: str) -> PageLink | None:
+        """The connection to a server, made if need be; None where there may be no more."""
+        link = self._links.get(address)
+        if link is not None:
+            return link
+        if len(self._links) >= self._settings.max_links:
+            idle = [link for link in self._links.values() if link.is_idle]
+            if not idle:
+                return None
+            self._close(min(idle, key=lambda link: link.last_heard))
+        link = PageLink.connect(self._context, address, self._settings, self._keys, self._clock())
+        self._links[address] = link
+        self._turns.append(link)
+        self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
+        self._loop.add_socket(link.socket, partial(self._on_message, link))
+        return link
+
+    def _step(self) -> float | None:
+        now = self._clock()
+        self._expire(now)
+        self._send_some(now)
+        return max(self._deadlines[0][0] - now, _MIN_WAIT_S) if self._deadlines else None
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (
+            self._deadlines[0][0] <= now or not self._deadlines[0][2].is_open
+        ):
+            self._give_up(heapq.heappop(self._deadlines)[2], Outcome.LATE)
+
+    def _send_some(self, now: float) -> None:
+        """A request of each server in turn, while there is room."""
+        sent = True
+        while sent:
+            sent = False
+            for link in list(self._turns):
+                if self._may_send(link) and self._send_next(link, now):
+                    sent = True
+        if len(self._turns) > 1:
+            self._turns.append(self._turns.pop(0))
+
+    def _may_send(self, link: PageLink) -> bool:
+        """Whether its first request fits. Whatever its size, one fits where there is none."""
+        while link.waiting and link.waiting[0].is_settled:
+            link.waiting.popleft()
+        if not link.waiting or len(link.open_requests) >= self._settings.max_requests:
+            return False
+        size, window = link.waiting[0].num_bytes, self._settings.window_bytes
+        return (not self._open_bytes or self._open_bytes + size <= window) and (
+            not link.open_bytes or link.open_bytes + size <= window // 4
+        )
+
+    def _send_next(self, link: PageLink, now: float) -> bool:
+        request = link.waiting[0]
+        fetch = request.fetch
+        patience_s = 60.0 if fetch.deadline is None else max(fetch.deadline - now, 0.001)
+        message = messages.Fetch(
+            request.number,
+            fetch.namespace,
+            request.joined_keys(),
+            request.lengths(),
+            min(3_600_000, max(1, int(patience_s * 1000))),
+        )
+        if not link.tell(message):
+            return False
+        link.waiting.popleft()
+        if not link.open_requests:
+            link.last_heard = now  # it owes an answer from now on
+        request.sent_at = now
+        link.open_requests[request.number] = request
+        link.open_bytes += request.num_bytes
+        self._open_bytes += request.num_bytes
+        self.stats.num_requests += 1
+        return True
+
+    def _on_message(self, link: PageLink) -> None:
+        for frames in received(link.socket, _MAX_MESSAGES):
+            if link.is_gone:
+                return
+            link.last_heard = self._clock()
+            try:
+                self._take(link, [frame.buffer for frame in frames])
+            except TransferError as error:
+                self.stats.num_breaches += 1
+                self._lose(link, str(error))
+                return
+            self._expire(self._clock())  # however much arrives, from however many servers
+
+    def _take(self, link: PageLink, frames: list[memoryview]) -> None:
+        message = messages.decode_from_server(frames)
+        if isinstance(message, messages.Refuse):
+            raise TransferError(printable(message.reason))
+        request = link.open_requests.pop(message.number, None)
+        if request is None:
+            self.stats.num_unasked += 1
+            return
+        link.open_bytes -= request.num_bytes
+        if request.is_settled:
+            self.stats.num_overdue += 1
+            return
+        if isinstance(message, messages.Busy):
+            self._settle(request, Outcome.BUSY)
+            return
+        try:
+            request.land(message, frames[2:])
+        except TransferError:
+            self._settle(request, Outcome.LOST)
+            raise
+        except Exception:
+            logger.exception("taking pages in failed by our own fault")
+            self._settle(request, Outcome.LOST)
+        else:
+            self._settle(request, None)
+
+    def _on_monitor(self, link: PageLink) -> None:
+        reason = link.lost_because()
+        if reason is not None and not link.is_gone:
+            self._on_message(link)  # what it sent before
+            if not link.is_gone:
+                self._lose(link, f"{link.address} {reason}")
+
+    def _tick(self, now: float) -> None:
+        now = self._clock()
+        settings = self._settings
+        for link in list(self._links.values()):
+            if not link.is_open and now - link.opened_at > settings.connect_timeout_s:
+                self._lose(link, f"{link.address} does not answer")
+            elif link.open_requests and now - link.last_heard > settings.answer_timeout_s:
+                self._lose(link, f"{link.address} owes answers and is silent")
+            elif link.is_idle and now - link.last_heard > settings.idle_s:
+                self._close(link)
+
+    def _settle(self, request: Request, outcome: Outcome | None) -> None:
+        """No more of it lands. ``outcome`` of all its pages, unless they have theirs."""
+        if request.is_settled:
+            return
+        request.is_settled = True
+        if request.sent_at is not None:
+            self._open_bytes -= request.num_bytes
+        fetch = request.fetch
+        if outcome is not None:
+            fetch.settle(request, outcome)
+        fetch.num_left -= 1
+        if not fetch.num_left:
+            self._end(fetch)
+
+    def _give_up(self, fetch: Fetch, outcome: Outcome) -> None:
+        """End a fetch whatever is still open of it."""
+        requests = self._fetches.get(fetch)
+        if requests is None or not fetch.is_open:
+            return
+        link = self._links.get(fetch.address)
+        for request in requests:
+            if not request.is_settled and request.sent_at is not None and link is not None:
+                link.tell(messages.Cancel(request.number))
+            self._settle(request, outcome)
+        if fetch.is_open:  # it had none
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        del self._fetches[fetch]
+        self.stats.outcomes.update(fetch.outcomes)
+        self.stats.num_bytes += sum(
+            length
+            for length, outcome in zip(fetch.lengths, fetch.outcomes, strict=True)
+            if outcome is Outcome.OK
+        )
+        try:
+            fetch.end()
+        except Exception:
+            logger.exception("what was to be called at the end of a fetch failed")
+
+    def _lose(self, link: PageLink, reason: str) -> None:
+        self.stats.num_links_lost += 1
+        had = bool(link.open_requests or link.waiting)
+        logger.log(logging.WARNING if had else logging.DEBUG, "page server lost: %s", reason)
+        self._close(link)
+
+    def _close(self, link: PageLink) -> None:
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+            self._turns.remove(link)
+        left = [*link.open_requests.values(), *link.waiting]
+        link.open_requests.clear()
+        link.waiting.clear()
+        link.close()
+        self._loop.remove_socket(link.monitor)
+        self._loop.remove_socket(link.socket)
+        for request in left:
+            self._settle(request, Outcome.LOST)
+
+    def _end_all(self) -> None:
+        for fetch in list(self._fetches):
+            self._give_up(fetch, Outcome.CANCELLED)
+        for link in list(self._links.values()):
+            self._close(link)

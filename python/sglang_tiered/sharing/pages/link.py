@@ -1,0 +1,136 @@
+"""One page server as a client sees it: the connection, and what is asked for over it.
+
+    connecting --greeted--> open --disconnect, silence, breach, idle--> gone
+         |                                          ^
+         +-- refused, no answer --------------------+
+
+A link is used once: after a loss the next fetch makes another, so nothing that an earlier process
+behind the address owed is taken for an answer of its successor. The client's thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages.messages import MAX_PAGE_BYTES, VERSION_FRAME, encode
+
+if TYPE_CHECKING:
+    from sglang_tiered.sharing.pages.landing import Request
+    from sglang_tiered.sharing.pages.settings import PageSettings
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["PageLink", "check_address"]
+
+_ADDRESS = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})")
+_LOST_EVENTS = {
+    zmq.EVENT_DISCONNECTED: "closed the connection",
+    zmq.EVENT_CLOSED: "cannot be reached",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refuses our key; is it among its keys?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "expects other keys than ours, or none",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke the connection off while greeting",
+}
+_HEARTBEAT_MS = 1000
+
+
+def check_address(address: str) -> None:
+    """Raises ``TransferError`` for anything but an IP address and a port over TCP: addresses come
+    from others, ZeroMQ would also open files and pipes, and a name may take long to look up."""
+    match = _ADDRESS.fullmatch(address)
+    try:
+        if match is None or not 0 < int(match[3]) < 1 << 16:
+            raise ValueError
+        ipaddress.ip_address(match[1] or match[2])
+    except ValueError:
+        raise TransferError("a page server's address is not of the form tcp://IP:PORT.") from None
+
+
+@dataclass(eq=False, slots=True)
+class PageLink:
+    """``open_requests``: sent and not answered, by number, those whose fetch has ended included."""
+
+    address: str
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    opened_at: float
+    last_heard: float
+    is_open: bool = False
+    is_gone: bool = False
+    waiting: deque[Request] = field(default_factory=deque)
+    open_requests: dict[int, Request] = field(default_factory=dict)
+    open_bytes: int = 0
+
+    @classmethod
+    def connect(
+        cls,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        settings: PageSettings,
+        keys: Keys | None,
+        now: float,
+    ) -> PageLink:
+        """Never blocks. Raises ``TransferError`` for an address that is none."""
+        check_address(address)
+        timeout_ms = max(1, int(settings.connect_timeout_s * 1000))
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.sndhwm = 4 * settings.max_requests
+        socket.rcvhwm = 2 * settings.max_requests
+        socket.maxmsgsize = MAX_PAGE_BYTES
+        socket.ipv6 = "[" in address
+        socket.reconnect_ivl = -1  # a link is used once
+        socket.connect_timeout = socket.handshake_ivl = timeout_ms
+        socket.heartbeat_ivl = _HEARTBEAT_MS
+        socket.heartbeat_timeout = max(_HEARTBEAT_MS, int(settings.answer_timeout_s * 1000))
+        if keys is not None:
+            keys.secure_client(socket)
+        monitor = socket.get_monitor_socket()
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            raise TransferError(f"{address} cannot be connected to ({error}).") from error
+        return cls(address, socket, monitor, now, now)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.open_requests and not self.waiting
+
+    def tell(self, message: Any) -> bool:
+        """False where it did not fit."""
+        try:
+            self.socket.send_multipart([VERSION_FRAME, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def lost_because(self) -> str | None:
+        """What the monitor says of the connection, if it was lost."""
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            kind = zmq.Event(event["event"])
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_open = True
+            reason = _LOST_EVENTS.get(kind)
+            if reason is not None:
+                return reason
+
+    def close(self) -> None:
+        """The sockets; requests are the client's to end."""
+        self.is_gone = True
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disable_monitor()
+        self.socket.close(linger=0)

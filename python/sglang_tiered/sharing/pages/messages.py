@@ -1,0 +1,159 @@
+"""Every message between page servers and their clients. The table stands in ``README.md`` here.
+
+A message is a version frame, one MessagePack frame and, for ``Found``, payload frames. A page is
+asked for by namespace, full key and length, and its checksum binds its bytes to all of these, so
+that neither a holder nor a message can have one page taken for another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import xxhash
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.wire.framing import decode, encode, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "KEY_BYTES",
+    "MAX_CLIENT_FRAME_BYTES",
+    "MAX_PAGE_BYTES",
+    "MAX_REQUEST_PAGES",
+    "NAMESPACE_BYTES",
+    "VERSION_FRAME",
+    "Busy",
+    "Cancel",
+    "Fetch",
+    "Found",
+    "Refuse",
+    "check_version",
+    "decode_from_client",
+    "decode_from_server",
+    "encode",
+    "page_checksum",
+]
+
+MAGIC = b"sgt-pages/"
+VERSION = 1
+VERSION_FRAME = MAGIC + str(VERSION).encode()
+
+NAMESPACE_BYTES = 32
+KEY_BYTES = 32
+MAX_PAGE_BYTES = 64 << 20
+"""Of one page, and of all pages of one request: what a lie can have the other side set aside."""
+
+MAX_REQUEST_PAGES = 4096
+MAX_CLIENT_FRAME_BYTES = 256 << 10
+"""A client that sends a longer frame is hung up on: a request of the most pages is shorter."""
+
+Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_BYTES)]
+Checksum = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Array-like on the wire: fields have no names there, so any change is a new version."""
+
+
+class Fetch(_Message, frozen=True, tag="fetch"):
+    """Please send these pages, within ``patience_ms``: nobody waits for them afterwards."""
+
+    number: Number
+    namespace: Annotated[
+        bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
+    ]
+    keys: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_REQUEST_PAGES)]
+    lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_REQUEST_PAGES)]
+    patience_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
+
+    def split_keys(self) -> list[bytes]:
+        """One key per page. Raises ``TransferError`` for what no honest client asks for."""
+        keys = [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
+        if len(self.keys) != KEY_BYTES * len(self.lengths):
+            raise TransferError(f"a client named {len(self.lengths)} pages by {len(keys)} keys.")
+        if len(set(keys)) != len(keys):
+            raise TransferError("a client asked for the same page twice at once.")
+        if self.num_bytes > MAX_PAGE_BYTES:
+            raise TransferError(f"a client asked for {self.num_bytes} bytes at once.")
+        return keys
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.lengths)
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """Nobody waits for that request any more. It is answered none the less."""
+
+    number: Number
+
+
+class Found(_Message, frozen=True, tag="found"):
+    """The answer to a ``Fetch``: a checksum for each page, or none where it is not held under that
+    length. The payload frames, however they are cut, are the bytes of the others in order."""
+
+    number: Number
+    checksums: Annotated[list[Checksum | None], msgspec.Meta(max_length=MAX_REQUEST_PAGES)]
+
+
+class Busy(_Message, frozen=True, tag="busy"):
+    """The answer to a ``Fetch`` that is beyond what the server will take on now, or that nobody
+    waited for any more before it was read."""
+
+    number: Number
+
+
+class Refuse(_Message, frozen=True, tag="refuse"):
+    """What came is none of the protocol, or of another version of it."""
+
+    reason: str
+
+
+_from_client = msgspec.msgpack.Decoder(Fetch | Cancel)
+_from_server = msgspec.msgpack.Decoder(Found | Busy | Refuse)
+
+
+def decode_from_client(frames: Sequence[Any]) -> Fetch | Cancel:
+    """The message in a version frame and another. Raises ``TransferError`` for anything else."""
+    check_version(frames, "a client")
+    if len(frames) != 2:
+        raise TransferError(f"a client sent a message of {len(frames)} frames.")
+    message: Fetch | Cancel = decode(frames[1], _from_client)
+    return message
+
+
+def decode_from_server(frames: Sequence[Any]) -> Found | Busy | Refuse:
+    """The same for what a server sends; payload frames may follow a ``Found``."""
+    check_version(frames, "a page server")
+    if len(frames) < 2:
+        raise TransferError("a page server sent a message of one frame.")
+    message: Found | Busy | Refuse = decode(frames[1], _from_server)
+    return message
+
+
+def check_version(frames: Sequence[Any], who: str) -> None:
+    """Raises ``TransferError`` when ``who`` speaks another version of the protocol, or none."""
+    frame = bytes(frames[0][:32]) if frames else b""
+    if frame == VERSION_FRAME:
+        return
+    if frame.startswith(MAGIC):
+        theirs = printable(frame[len(MAGIC) :][:8].decode("ascii", "replace"))
+        raise TransferError(
+            f"{who} speaks version {theirs} of the page protocol and this server version "
+            f"{VERSION}; run the same release of sglang-tiered on both."
+        )
+    raise TransferError(f"{who} does not speak the page protocol.")
+
+
+def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Any]) -> int:
+    """XXH3-64 of the namespace, the key and the page's bytes."""
+    state = xxhash.xxh3_64(namespace)
+    state.update(key)
+    for segment in segments:
+        state.update(segment)
+    digest: int = state.intdigest()
+    return digest

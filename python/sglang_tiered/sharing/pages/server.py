@@ -1,0 +1,328 @@
+"""``PageServer``: gives pages to whoever asks for them by namespace and full key.
+
+One thread owns the socket. Pages are read by a ``PageReader``, which never blocks it, into memory
+that goes to the socket as it is and is given back when the last byte has left. Nothing a client
+says makes the server hold more than its bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
+from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.wire.loop import EndpointLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["PageReader", "PageServer", "Place", "ReadPages", "ServerStats"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 64  # in one go
+_SHORT_POLL_S = 0.001  # for memory that the socket has not given back, when requests wait for it
+_LONG_POLL_S = 0.02  # and when none does
+_HEARTBEAT_MS = 1000
+_FRAME_BYTES = 1 << 20  # costs ZeroMQ the least per byte, and no page faults
+_CLIENT_HWM = 256  # answers to one client that it has not taken; those with pages are bounded
+
+
+class Place(NamedTuple):
+    """Where one page lies in what was read, and what it hashes to."""
+
+    offset: int
+    length: int
+    checksum: int
+
+
+class ReadPages(Protocol):
+    """Memory with pages in it. ``release`` is called once, when nobody looks at it any more."""
+
+    data: memoryview
+    places: Sequence[Place | None]  # as they were asked for; None: not held under that length
+
+    def release(self) -> None: ...
+
+
+class PageReader(Protocol):
+    """Where pages come from. The server's thread calls; ``done`` may be called on any, once."""
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether the device has more to do than it can: the server then reads one at a time."""
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        done: Callable[[ReadPages | None], None],
+    ) -> None:
+        """Never blocks. ``done(None)`` where nothing of it is held."""
+
+
+@dataclass(slots=True)
+class ServerStats:
+    """Counters since the start. Written by the server's thread only."""
+
+    num_requests: int = 0
+    num_served: int = 0  # pages
+    bytes_served: int = 0
+    num_missed: int = 0  # pages asked for and not held
+    num_busy: int = 0  # requests
+    num_dropped: int = 0  # requests whose client was gone, or takes nothing
+    num_breaches: int = 0
+
+
+class PageServer:
+    """Answers every request exactly once, as long as its client is there and takes what it asked
+    for: a client counts on that.
+
+    Binds on construction: ``host`` as it is, ``port`` or, for 0, any free one. Raises
+    ``TransferError`` when it cannot be listened on. With ``keys`` only their holders are admitted,
+    and all is encrypted."""
+
+    def __init__(
+        self,
+        reader: PageReader,
+        *,
+        namespace: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        settings: PageSettings | None = None,
+        keys: Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings or PageSettings()
+        self._reader = reader
+        self._namespace = namespace
+        self._clock = clock
+        self.stats = ServerStats()
+        self._queue = ServeQueue(self._settings)
+        self._reading: set[ServeRequest] = set()
+        self._sending: list[tuple[list[zmq.MessageTracker], ServeRequest, ReadPages]] = []
+        self._is_stopped = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = keys.guard_server(self._context) if keys is not None else None
+        try:
+            self._socket = self._bind(host, port, keys)
+        except (zmq.ZMQError, OverflowError) as error:
+            self._destroy()
+            raise TransferError(
+                f"cannot listen for other servers on {host} port {port} ({error}); choose another."
+            ) from error
+        self._loop = EndpointLoop("tier-page-server", self._step, self._tick)
+        self._loop.add_socket(self._socket, self._on_messages)
+        self._loop.start()
+
+    def _bind(self, host: str, port: int, keys: Keys | None) -> zmq.Socket[bytes]:
+        settings = self._settings
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True  # a client that is gone is an error, not silence
+        socket.sndhwm = _CLIENT_HWM
+        socket.rcvhwm = _CLIENT_HWM
+        socket.maxmsgsize = messages.MAX_CLIENT_FRAME_BYTES
+        socket.heartbeat_ivl = _HEARTBEAT_MS
+        socket.heartbeat_timeout = max(_HEARTBEAT_MS, math.ceil(settings.stuck_timeout_s * 1000))
+        socket.tcp_maxrt = math.ceil(settings.stuck_timeout_s * 1000)
+        socket.ipv6 = ":" in host
+        if keys is not None:
+            keys.secure_server(socket)
+        socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+        return socket
+
+    def set_namespace(self, namespace: bytes) -> None:
+        """Everything is a miss under any other from now on. Any thread; never blocks."""
+        self._namespace = namespace
+
+    @property
+    def held_bytes(self) -> int:
+        """Being read for others, or on their way out."""
+        return self._queue.held_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    def stop(self) -> None:
+        """Hang up on everybody. What is being read is waited for by nobody and released when it
+        has ended. Idempotent; from any thread but the server's."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._loop.stop()
+        self._destroy()
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books do not balance. While nobody asks."""
+        self._queue.check_integrity()
+
+    # ---- The server's thread ----
+
+    def _on_messages(self) -> None:
+        for _ in range(_MAX_MESSAGES):
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(client, frames)
+            except TransferError as error:
+                self.stats.num_breaches += 1
+                self._send(client, messages.Refuse(str(error)))
+
+    def _take(self, client: bytes, frames: list[bytes]) -> None:
+        message = messages.decode_from_client(frames)
+        if isinstance(message, messages.Cancel):
+            if self._queue.cancel(client, message.number):
+                self._send(client, messages.Busy(message.number))
+            return
+        self.stats.num_requests += 1
+        keys = message.split_keys()
+        if message.namespace != self._namespace:
+            self._miss(client, message.number, len(keys))
+            return
+        request = ServeRequest(
+            client,
+            message.number,
+            message.namespace,
+            keys,
+            message.lengths,
+            message.num_bytes,
+            self._clock() + message.patience_ms / 1000,
+        )
+        if not self._queue.offer(request):
+            self.stats.num_busy += 1
+            self._send(client, messages.Busy(message.number))
+
+    def _step(self) -> float | None:
+        self._reap()
+        now = self._clock()
+        while len(self._reading) < (1 if self._reader.is_pressed else self._settings.max_reads):
+            request = self._queue.take(now)
+            if request is None:
+                break
+            self._begin(request)
+        for request in self._queue.expired:
+            self._send(request.client, messages.Busy(request.number))
+        self._queue.expired.clear()
+        if not self._sending:
+            return None
+        return _SHORT_POLL_S if self._queue.num_waiting else _LONG_POLL_S
+
+    def _begin(self, request: ServeRequest) -> None:
+        self._reading.add(request)
+        try:
+            self._reader.read(
+                request.keys,
+                request.lengths,
+                lambda pages: self._loop.call(self._answer, request, pages),
+            )
+        except Exception:
+            logger.exception("reading pages for another server failed by our own fault")
+            self._loop.call(self._answer, request, None)
+
+    def _answer(self, request: ServeRequest, pages: ReadPages | None) -> None:
+        if request not in self._reading:  # answered already
+            return
+        self._reading.discard(request)
+        if pages is None or request.namespace != self._namespace:
+            if pages is not None:
+                pages.release()
+            self._queue.release(request)
+            self._miss(request.client, request.number, len(request.keys))
+            return
+        checksums = [None if place is None else place.checksum for place in pages.places]
+        answer = messages.Found(request.number, checksums)
+        trackers = self._send(request.client, answer, _payload(pages))
+        if trackers is None:
+            pages.release()
+            self._queue.release(request)
+            return
+        self.stats.num_served += sum(place is not None for place in pages.places)
+        self.stats.num_missed += sum(place is None for place in pages.places)
+        self.stats.bytes_served += sum(place.length for place in pages.places if place is not None)
+        self._sending.append((trackers, request, pages))
+
+    def _miss(self, client: bytes, number: int, num_pages: int) -> None:
+        self.stats.num_missed += num_pages
+        self._send(client, messages.Found(number, [None] * num_pages))
+
+    def _send(
+        self, client: bytes, message: Any, payload: Sequence[memoryview] = ()
+    ) -> list[zmq.MessageTracker] | None:
+        """Trackers of the payload, which is not copied. None where the message did not go: the
+        client is gone, or takes nothing."""
+        socket = self._socket
+        more = zmq.NOBLOCK | zmq.SNDMORE
+        trackers: list[zmq.MessageTracker] = []
+        try:
+            socket.send(client, more)
+            socket.send(VERSION_FRAME, more)
+            socket.send(encode(message), more if payload else zmq.NOBLOCK)
+            for number, frame in enumerate(payload, 1):
+                flags = more if number < len(payload) else zmq.NOBLOCK
+                sent = socket.send(frame, flags, copy=False, track=True)
+                if sent is not None:
+                    trackers.append(sent)
+        except zmq.ZMQError as error:  # of the first frame: what follows it is taken or dropped
+            self.stats.num_dropped += 1
+            if error.errno == zmq.EHOSTUNREACH:
+                self.stats.num_dropped += self._queue.drop_client(client)
+            return None
+        return trackers
+
+    def _reap(self) -> None:
+        """Give back the memory that has left."""
+        left = []
+        for item in self._sending:
+            trackers, request, pages = item
+            if all(tracker.done for tracker in trackers):
+                pages.release()
+                self._queue.release(request)
+            else:
+                left.append(item)
+        self._sending = left
+
+    def _tick(self, _: float) -> None:
+        """What waits and what has left is looked at in every step."""
+
+    def _destroy(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.destroy(linger=0)
+
+
+def _payload(pages: ReadPages) -> list[memoryview]:
+    """The bytes of the pages that were found, in order, in frames of a mebibyte; pages that follow
+    each other in memory share them."""
+    frames: list[memoryview] = []
+    start = end = 0
+    for place in [*pages.places, Place(-1, 0, 0)]:
+        if place is None:
+            continue
+        if place.offset != end:
+            frames += [
+                pages.data[at : min(at + _FRAME_BYTES, end)]
+                for at in range(start, end, _FRAME_BYTES)
+            ]
+            start = place.offset
+        end = place.offset + place.length
+    return frames

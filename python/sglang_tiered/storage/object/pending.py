@@ -1,0 +1,178 @@
+"""What is under way in an object tier: stores, objects being filled, loads, purges, listings.
+
+The engine's threads hand these records to each other through ``ObjectState``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.storage.object.format import MAX_OBJECT_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.object.index import Place
+    from sglang_tiered.storage.object.names import ObjectId
+
+__all__ = [
+    "DiscoveryCounts",
+    "Filling",
+    "FlushMark",
+    "LoadSpan",
+    "LoadTicket",
+    "PurgeOrder",
+    "RefreshOrder",
+    "StoreTicket",
+]
+
+
+@dataclass(eq=False, slots=True)
+class StoreTicket:
+    """A store on its way: the pages that were neither held nor already coming. Guarded by the
+    state's lock; the run's buffers are read by the packer alone, and by nobody once its pages are
+    copied."""
+
+    job: Job
+    namespace: bytes
+    epoch: int
+    positions: list[int]  # of the pages within the run
+    num_left: int  # pages that are not settled
+    dropped: bool = False  # purged, or the engine was closed
+
+    @property
+    def tenant(self) -> bytes:
+        return self.job.run.tenant
+
+
+@dataclass(eq=False, slots=True)
+class Filling:
+    """An object in staging memory. Its buffer and rows belong to the packer while it is open and
+    to one uploader afterwards; the rest is guarded by the state's lock."""
+
+    object_id: ObjectId
+    namespace: bytes
+    epoch: int
+    tenant: bytes
+    opened_at: float
+    buffer: bytearray = field(default_factory=bytearray)
+    rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)
+    staged_bytes: int = 0  # raw, of its entries
+    dropped: bool = False  # its pages are purged: nobody may see them
+
+    def has_room(self, num_bytes: int, object_bytes: int) -> bool:
+        if not self.rows:
+            return True
+        return len(self.buffer) + num_bytes <= object_bytes and len(self.rows) < MAX_OBJECT_PAGES
+
+
+class FlushMark(NamedTuple):
+    """In the queue of stores: close every object that is being filled."""
+
+
+@dataclass(eq=False, slots=True)
+class LoadSpan:
+    """One ranged read. ``end`` is behind the last page."""
+
+    ticket: LoadTicket
+    name: str  # of the object
+    start: int
+    end: int
+    places: list[Place]
+
+
+class LoadTicket:
+    """A load cut into spans. Its guard decides who may touch the run's pages: threads that copy
+    say so before and after, and once the ticket is closed nobody begins. Whoever is told True
+    finishes the job, which exactly one is."""
+
+    def __init__(
+        self,
+        job: Job,
+        namespace: bytes,
+        num_spans: int,
+        until: float | None,
+        deadline: float | None,
+    ) -> None:
+        self.job = job
+        self.namespace = namespace
+        self.until = until  # time.monotonic, for the client
+        self.deadline = deadline  # of the state's clock
+        self._guard = threading.Condition()
+        self._num_left = num_spans
+        self._num_touching = 0
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[bool]:
+        """Around every touch of the pages or the reasons; false when it must not be."""
+        with self._guard:
+            allowed = self._is_open
+            self._num_touching += 1
+        try:
+            yield allowed
+        finally:
+            with self._guard:
+                self._num_touching -= 1
+                self._guard.notify_all()
+
+    def settle_span(self) -> bool:
+        """A span is done with; true for the last one of an open ticket, which closes it."""
+        with self._guard:
+            self._num_left -= 1
+            if not self._is_open or self._num_left:
+                return False
+            self._is_open = False
+            return True
+
+    def expire(self) -> bool:
+        """Close the ticket before its spans are done; false when it was closed. True once nobody
+        touches the pages any more, which takes no longer than the copy of a span."""
+        with self._guard:
+            if not self._is_open:
+                return False
+            self._is_open = False
+            self._guard.wait_for(lambda: not self._num_touching)
+            return True
+
+
+@dataclass(eq=False, slots=True)
+class PurgeOrder:
+    """Make a purge durable."""
+
+    tenant: bytes | None
+    purge_id: ObjectId  # its time is the bound
+    namespace: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
+
+
+@dataclass(eq=False, slots=True)
+class RefreshOrder:
+    """Look for news now."""
+
+    full: bool
+    done: threading.Event = field(default_factory=threading.Event)
+    succeeded: bool = False  # valid once done
+
+
+@dataclass(slots=True)
+class DiscoveryCounts:
+    """Kept by the discovery, under the engine's lock."""
+
+    num_passes: int = 0
+    num_full_listings: int = 0
+    num_manifests_seen: int = 0  # read and put into the index
+    num_manifests_bad: int = 0  # did not verify
+    num_manifests_foreign: int = 0  # of a newer version, another namespace or codec
+    num_objects_vanished: int = 0  # 404 when read, or gone from a full listing
+    last_pass_s: float = 0.0

@@ -1,0 +1,142 @@
+"""Orders to the store's threads, and the book of running and finished jobs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.base import Job, Page
+    from sglang_tiered.storage.region.format import Extent
+    from sglang_tiered.storage.region.reader import Wanted
+    from sglang_tiered.storage.region.regions import Region
+
+__all__ = [
+    "Batch",
+    "Chunk",
+    "ClearOrder",
+    "ExtentWrite",
+    "LoadSpan",
+    "LoadTicket",
+    "Part",
+    "PurgeOrder",
+    "StoreTicket",
+    "SyncOrder",
+]
+
+
+@dataclass(eq=False, slots=True)
+class StoreTicket:
+    """A store on its way to the log: the pages that are neither held nor already coming.
+
+    Pages are *placed* (given a place in an extent) from the front, then *settled* (published, or
+    given up) in the same order; the job is done when all that is left of it is settled.
+    """
+
+    job: Job
+    namespace: bytes
+    generation: int
+    positions: list[int]  # of the pages within the run; cut short when the rest is dropped
+    num_bytes: int
+    reinserted: bool = False  # pages saved from a region that was reclaimed; nobody's job
+    num_placed: int = 0
+    num_settled: int = 0
+
+    @property
+    def tenant(self) -> bytes:
+        return self.job.run.tenant
+
+    @property
+    def num_left(self) -> int:
+        """Pages that have no place yet."""
+        return len(self.positions) - self.num_placed
+
+    def key(self, index: int) -> bytes:
+        return self.job.run.keys[self.positions[index]]
+
+    def page(self, index: int) -> Page:
+        return self.job.run.pages[self.positions[index]]
+
+
+class Part(NamedTuple):
+    """Consecutive pages of one ticket within one extent."""
+
+    ticket: StoreTicket
+    start: int  # index into the ticket's positions
+    num_pages: int
+
+
+@dataclass(eq=False, slots=True)
+class ExtentWrite:
+    """An extent on its way to the device: hashed in batches, then written in chunks, each by
+    whichever hasher and chunk writer is free. Guarded by the store's lock, but for
+    ``extent.pages``, of which a batch being hashed owns its rows."""
+
+    region: Region
+    extent: Extent
+    ordinal: int
+    parts: list[Part]
+    pages: list[Page]
+    chunks: list[Chunk] = field(default_factory=list)
+    num_left: int = 0  # batches, then chunks, that are not done
+    done: bool = False  # written, or ``error`` says why not; nobody touches its pages any more
+    error: OSError | None = None
+    num_tries: int = 0
+
+
+class Batch(NamedTuple):
+    """Pages of an extent to hash together."""
+
+    write: ExtentWrite
+    start: int  # row in ``extent.pages``
+    stop: int
+
+
+class Chunk(NamedTuple):
+    """One write to the device: whole blocks that follow each other."""
+
+    write: ExtentWrite
+    segments: list[memoryview]
+    offset: int
+
+
+@dataclass(eq=False, slots=True)
+class LoadTicket:
+    """A load cut into spans; done when the last of them is."""
+
+    job: Job
+    namespace: bytes
+    num_spans_left: int
+
+
+@dataclass(eq=False, slots=True)
+class LoadSpan:
+    ticket: LoadTicket
+    wanted: list[Wanted]
+
+
+@dataclass(eq=False, slots=True)
+class ClearOrder:
+    """Remove every region; queued behind the stores it must not let survive."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done: nothing comes back
+
+
+@dataclass(eq=False, slots=True)
+class PurgeOrder:
+    """Make the purge of a tenant durable and give back what it frees; queued ahead of everything,
+    as none of the tenant's pages is in the queue any more."""
+
+    tenant: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done
+
+
+@dataclass(eq=False, slots=True)
+class SyncOrder:
+    """Make all that is published durable."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False  # valid once done

@@ -1,0 +1,348 @@
+"""``Demoter``: copies what the upper tier holds and the lower one lacks, in the background.
+
+One thread. It reads through the upper engine into memory of its own, so no host page waits for the
+network; each batch stays there until the lower engine says that it is durable. It begins a batch
+only while no load is under way and the lower tier serves, unless somebody waits for the chain.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import padded
+from sglang_tiered.storage.stack.demotion_queue import Chain, DemotionQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.view import RegionView, StoredPage
+    from sglang_tiered.storage.stack.tiers import LayeredSettings, LowerTier
+
+__all__ = ["Demoter"]
+
+STEP_PAGES = 1024
+CHAIN_PAGES = 64
+"""Pages of one tenant that follow each other in the log are taken for a chain, cut at this."""
+LOOK_S = 0.25  # how often an idle demoter looks whether the lower tier serves again
+JOIN_S = 10.0
+REFRESH_S = 2.0
+_GOOD = (Reason.OK, Reason.DUPLICATE)
+_FINAL = (Reason.NO_SPACE, Reason.OVER_SHARE)  # trying again would not help
+
+logger = logging.getLogger(__name__)
+
+
+class _Batch(NamedTuple):
+    """Consecutive pages of a chain that are copied together."""
+
+    chain: Chain
+    pages: list[StoredPage]
+    num_bytes: int  # of staging memory
+
+
+class Demoter:
+    """Any thread may call; see the module docstring for its own.
+
+    ``gate`` and ``generation``: a store is submitted under the gate and only if no purge came since
+    its pages were read. ``is_idle``: whether no load of a caller is under way; must not block.
+    """
+
+    def __init__(
+        self,
+        upper: RegionEngine,
+        lower: LowerTier,
+        settings: LayeredSettings,
+        *,
+        gate: threading.Lock,
+        generation: Callable[[], int],
+        is_idle: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._upper = upper
+        self._lower = lower
+        self._settings = settings
+        self._gate = gate
+        self._generation = generation
+        self._is_idle = is_idle
+        self.queue = DemotionQueue(
+            settings.max_queued_keys,
+            max_tries=settings.max_tries,
+            retry_s=settings.retry_s,
+            clock=clock,
+        )
+        self._scan = UpperScan(upper.view, lower, self.queue)
+        self._wake = threading.Condition()
+        self._staged_bytes = 0  # guarded by ``_wake``, like all counts
+        self._num_flying = 0
+        self._closed = False
+        self._suspended = False
+        self._num_changes = 0  # of the lower tier's namespace
+        self._known_change = -1  # the last behind which its listing was seen
+        self.num_demoted = 0
+        self.bytes_demoted = 0
+        self.num_dropped = 0
+        self.num_gone = 0
+        self._thread = threading.Thread(target=self._run, name="tier-demoter", daemon=True)
+        self._thread.start()
+
+    # ---- Any thread, memory only ----
+
+    @property
+    def backlog(self) -> int:
+        """Pages that wait or are on their way."""
+        return self.queue.num_keys + self._num_flying
+
+    def stored(self, keys: Sequence[bytes], tenant: bytes) -> None:
+        """The upper tier holds these consecutive pages now. May run under its lock."""
+        if not self._suspended and keys:
+            self.queue.add(keys, tenant)
+            self.wake()
+
+    def wake(self) -> None:
+        """Something changed that the demoter may wait for."""
+        with self._wake:
+            self._wake.notify_all()
+
+    def urge(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
+        """Copy these next, whatever else goes on; set when all that can be done was begun."""
+        chain = Chain(tuple(keys), tenant, submitted=threading.Event())
+        assert chain.submitted is not None
+        if self._closed:
+            chain.submitted.set()
+        else:
+            self.queue.urge(chain)
+            self.wake()
+        return chain.submitted
+
+    def look_again(self) -> None:
+        """The lower tier has another namespace: what it holds there is to be seen first."""
+        self._num_changes += 1
+
+    def suspend(self) -> None:
+        """Copy nothing any more unless asked to: nobody could name the pages."""
+        self._suspended = True
+        self.queue.clear()
+
+    def close(self) -> None:
+        """Begin nothing more. What is under way ends with its engines."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self.queue.clear()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+    # ---- The thread ----
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                moved = self._step()
+            except Exception:
+                # Our own fault, but the tier serves without us: say so once and go on slowly.
+                logger.exception("copying to the object store failed by our own fault")
+                moved = False
+            self._lower.poll()  # nobody else lets go of its finished jobs, and their memory
+            with self._wake:
+                if not moved and not self._closed:
+                    self._wake.wait(LOOK_S)
+
+    def _step(self) -> bool:
+        """Copy a chain, or look for some; false when there is nothing to do now."""
+        if not self._serves():
+            chain = self.queue.take(urgent_only=True)  # whoever waits must hear of it
+            if chain is not None and chain.submitted is not None:
+                chain.submitted.set()
+            return chain is not None
+        if not self.queue.has_urgent and (not self._is_idle() or not self._has_begun()):
+            return False
+        chain = self.queue.take()
+        if chain is not None:
+            self._demote(chain)
+            return True
+        if self._suspended:
+            return False
+        if self.queue.overflowed:
+            self.queue.overflowed = False
+            self._scan.is_due = True
+        return self._scan.is_due and self._scan.step()
+
+    def _serves(self) -> bool:
+        return self._lower.stats().health is Health.RUNNING
+
+    def _has_begun(self) -> bool:
+        """Whether the lower tier knows what it holds: before, all of it would be copied again."""
+        change = self._num_changes  # another may come while we look
+        if self._known_change != change and self._lower.refresh(REFRESH_S):
+            self._known_change = change
+        return self._known_change == self._num_changes
+
+    def _demote(self, chain: Chain) -> None:
+        generation = self._generation()
+        batches = self._batches(chain)
+        for number, batch in enumerate(batches):
+            may_go = self._has_room(batch) and (
+                chain.submitted is not None or (self._is_idle() and self._serves())
+            )
+            if not may_go:
+                if chain.submitted is None and not self._closed:
+                    self._put_back(chain, batches[number:])
+                break
+            self._copy(batch, generation)
+        if chain.submitted is not None:
+            chain.submitted.set()
+
+    def _batches(self, chain: Chain) -> list[_Batch]:
+        """What the upper tier still holds of a chain and the lower one lacks."""
+        found = self._upper.view.find(chain.keys)
+        held = self._lower.contains(chain.keys)
+        batches: list[_Batch] = []
+        for page, is_held in zip(found, held, strict=True):
+            if is_held:
+                continue
+            if page is None:
+                self.num_gone += chain.submitted is None
+                continue
+            num_bytes = padded(page.length)
+            last = batches[-1] if batches else None
+            if (
+                last is None
+                or last.num_bytes + num_bytes > self._settings.batch_bytes
+                or last.pages[0].tenant != page.tenant
+            ):
+                batches.append(_Batch(chain, [page], num_bytes))
+            else:
+                last.pages.append(page)
+                batches[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
+        return batches
+
+    def _put_back(self, chain: Chain, batches: Sequence[_Batch]) -> None:
+        keys = tuple(page.key for batch in batches for page in batch.pages)
+        self.queue.put_back(Chain(keys, chain.tenant, chain.returned, chain.num_tries))
+
+    def _has_room(self, batch: _Batch) -> bool:
+        """Wait until the batch fits into staging memory; false when closed meanwhile."""
+        limit = max(self._settings.staging_bytes, batch.num_bytes)
+
+        def fits() -> bool:
+            return self._closed or self._staged_bytes + batch.num_bytes <= limit
+
+        while True:
+            with self._wake:
+                if self._wake.wait_for(fits, LOOK_S):
+                    return not self._closed
+            if not self._serves():  # not under our lock: batches land under the lower engine's
+                return False
+
+    def _copy(self, batch: _Batch, generation: int) -> None:
+        """Read a batch and hand it to the lower engine."""
+        num_pages = len(batch.pages)
+        with self._wake:
+            self._staged_bytes += batch.num_bytes
+            self._num_flying += num_pages
+        job: Job | None = None
+        try:
+            run = self._read(batch)
+            if run is not None:
+                with self._gate:
+                    if self._generation() == generation:
+                        job = self._lower.submit_store(run)
+            unread = num_pages - (0 if run is None else run.num_pages)
+        except BaseException:
+            self._landed(batch, num_pages)
+            raise
+        if job is None:
+            self.num_gone += num_pages
+            self._landed(batch, num_pages)
+            return
+        self.num_gone += unread
+        job.call_at_end(lambda finished: self._stored(finished, batch))
+
+    def _read(self, batch: _Batch) -> Run | None:
+        """The pages that verified, in staging memory; None if none did."""
+        memory = aligned_buffer(batch.num_bytes)
+        buffers = []
+        start = 0
+        for page in batch.pages:
+            buffers.append((memory[start : start + page.length],))
+            start += padded(page.length)
+        run = Run(tuple(p.key for p in batch.pages), tuple(buffers))
+        job = self._upper.submit_load(run, is_use=False)  # reclaim would keep all that went down
+        job.wait()  # the upper engine ends every job, whatever its device does
+        self._upper.poll()
+        good = [i for i, is_ok in enumerate(job.ok) if is_ok]
+        if not good:
+            return None
+        keys = tuple(batch.pages[i].key for i in good)
+        return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
+
+    def _stored(self, job: Job, batch: _Batch) -> None:
+        """Under the lower engine's lock, perhaps."""
+        outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
+        stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
+        failed = [key for key, reason, _ in outcomes if reason not in (*_GOOD, *_FINAL)]
+        num_dropped = sum(reason in _FINAL for _, reason, _ in outcomes)
+        if failed and not self._closed and not self._again(failed, batch.chain):
+            num_dropped += len(failed)
+        with self._wake:
+            self.num_demoted += len(stored)
+            self.bytes_demoted += sum(stored)
+            self.num_dropped += num_dropped
+        self._landed(batch, len(batch.pages))
+
+    def _again(self, keys: Sequence[bytes], chain: Chain) -> bool:
+        if chain.submitted is None:
+            return self.queue.failed(keys, chain)
+        return self.queue.add(keys, chain.tenant)  # who waits for it tries again by himself
+
+    def _landed(self, batch: _Batch, num_pages: int) -> None:
+        with self._wake:
+            self._staged_bytes -= batch.num_bytes
+            self._num_flying -= num_pages
+            self._wake.notify_all()
+
+    def take_stock(self) -> tuple[int, int]:
+        """Bytes and pages on their way, for checks of the books."""
+        with self._wake:
+            return self._staged_bytes, self._num_flying
+
+
+class UpperScan:
+    """Walks what the upper tier holds, oldest first, and queues it for demotion: after a start,
+    since what earlier processes stored was perhaps never copied, and whenever the queue was too
+    full to take what was stored. Used on one thread."""
+
+    def __init__(self, view: RegionView, lower: LowerTier, queue: DemotionQueue) -> None:
+        self._view = view
+        self._lower = lower
+        self._queue = queue
+        self._sequence = -1
+        self._pages: deque[StoredPage] = deque()
+        self.is_due = True
+
+    def step(self) -> bool:
+        """Queue some more pages that the lower tier lacks; false when the walk is over."""
+        if not self._pages:
+            region = self._view.pages_behind(self._sequence)
+            if region is None:
+                self.is_due, self._sequence = False, -1
+                return False
+            self._sequence = region[0]
+            self._pages.extend(region[1])
+        num_pages = min(STEP_PAGES, len(self._pages), self._queue.num_free)
+        pages = [self._pages.popleft() for _ in range(num_pages)]
+        held = self._lower.contains([page.key for page in pages])
+        lacking = [page for page, is_held in zip(pages, held, strict=True) if not is_held]
+        for (tenant, used), group in groupby(lacking, lambda page: (page.tenant, page.is_used)):
+            keys = [page.key for page in group]
+            for start in range(0, len(keys), CHAIN_PAGES):
+                self._queue.add(keys[start : start + CHAIN_PAGES], tenant, returned=used)
+        return num_pages > 0 or not self._pages

@@ -1,0 +1,227 @@
+"""``Loader``: one load over several tiers.
+
+Each page is read from the first tier that holds it: NVMe, then the far ones in the order that the
+caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
+unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
+caller's job ends when the last part has ended, so its buffers are touched by nobody afterwards.
+
+Parts end on the engines' threads, at times under their locks. There only outcomes are noted; what
+calls an engine again, or copies, is done by one thread of this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.stack.promotion import Promoter
+    from sglang_tiered.storage.stack.tiers import ReadObserver, Source
+
+__all__ = ["Loader"]
+
+JOIN_S = 10.0
+logger = logging.getLogger(__name__)
+
+_MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
+
+
+class _LoadJob(Job):
+    """Passes ``cancel`` on to its parts."""
+
+    parts: list[Job]
+
+    def cancel(self) -> None:
+        super().cancel()
+        for part in list(self.parts):
+            part.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    job: _LoadJob
+    tenant: bytes | None  # whose pages they are, where the caller knows
+    deadline: float | None  # of the loader's clock
+    generation: int
+    order: Sequence[Tier]  # of the far tiers
+    num_left: int = 1  # parts under way, and the submission itself
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    load: _Load
+    tier: Tier
+    positions: Sequence[int]
+    failed: frozenset[Tier]  # these tiers could not serve these pages
+    reading: Any
+    job: Job | None = None
+
+
+class Loader:
+    """``far`` are the sources beyond the upper tier, and ``order`` says in which order to ask them.
+    ``ended`` is called with each finished job just before its caller may know, on any thread, and
+    must only note. ``generation`` counts purges: what was read before one is not promoted."""
+
+    def __init__(
+        self,
+        upper: RegionEngine,
+        far: Mapping[Tier, Source],
+        promoter: Promoter,
+        *,
+        order: Callable[[], Sequence[Tier]],
+        ended: Callable[[Job], None],
+        generation: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._upper = upper
+        self._far = far
+        self._order = order
+        self._promoter = promoter
+        self._ended = ended
+        self._generation = generation
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.observer: ReadObserver | None = None
+        self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
+        self._events: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tier-layered", daemon=True)
+        self._thread.start()
+
+    def open(self, run: Run) -> Job:
+        """A job for the run, for ``begin``."""
+        job = _LoadJob(JobKind.LOAD, run)
+        job.parts = []
+        return job
+
+    def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
+        """Submit the parts of a job. Memory only."""
+        assert isinstance(job, _LoadJob)
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+        load = _Load(job, tenant, deadline, self._generation(), self._order())
+        job.reasons = [Reason.MISS] * job.run.num_pages
+        self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
+        self._settle(load)
+
+    def _submit_from(
+        self,
+        tiers: Sequence[Tier],
+        load: _Load,
+        positions: Sequence[int],
+        failed: frozenset[Tier],
+    ) -> None:
+        """Ask the first tier that holds it for each page; what none holds stays as it is."""
+        parts: list[tuple[Tier, list[int]]] = []
+        keys = load.job.run.keys
+        for tier in tiers:
+            holder = self._upper.view if tier is Tier.NVME else self._far.get(tier)
+            if not positions or holder is None:
+                continue
+            held = holder.contains([keys[i] for i in positions])
+            chosen = [i for i, is_held in zip(positions, held, strict=True) if is_held]
+            positions = [i for i, is_held in zip(positions, held, strict=True) if not is_held]
+            if chosen:
+                parts.append((tier, chosen))
+        for tier, chosen in parts:
+            self._submit(load, tier, chosen, failed)
+
+    def _submit(
+        self, load: _Load, tier: Tier, positions: Sequence[int], failed: frozenset[Tier]
+    ) -> None:
+        run = load.job.run
+        if len(positions) < run.num_pages:
+            keys = tuple(run.keys[i] for i in positions)
+            run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant)
+        with self._lock:
+            load.num_left += 1
+        observer = self.observer
+        reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
+        part = _Part(load, tier, positions, failed, reading)
+        if tier is Tier.NVME:
+            job = self._upper.submit_load(run)
+        else:
+            job = self._far[tier].submit_load(run, deadline_s=self._left_s(load))
+        part.job = job
+        load.job.parts.append(job)
+        job.call_at_end(lambda _: self._part_ended(part))
+
+    def _left_s(self, load: _Load) -> float | None:
+        return None if load.deadline is None else max(0.0, load.deadline - self._clock())
+
+    def _part_ended(self, part: _Part) -> None:
+        """Under an engine's lock, perhaps."""
+        assert part.job is not None
+        reasons = part.job.reasons
+        whole = all(reason is Reason.OK for reason in reasons)
+        if self.observer is not None and part.reading is not None:
+            self.observer.end_read(part.reading, is_complete=whole)
+        for position, reason in zip(part.positions, reasons, strict=True):
+            part.load.job.reasons[position] = reason
+        if part.tier is Tier.NVME and whole:
+            self._settle(part.load)
+        else:
+            self._events.put(part)
+
+    def _settle(self, load: _Load) -> None:
+        with self._lock:
+            load.num_left -= 1
+            if load.num_left:
+                return
+        self._ended(load.job)
+        load.job.finish()
+
+    # ---- The thread ----
+
+    def _run(self) -> None:
+        closing = False
+        while not (closing and self._events.empty()):
+            part = self._events.get()
+            if part is None:
+                closing = True
+                continue
+            try:
+                self._follow_up(part)
+            except Exception:
+                logger.exception("a load over several tiers failed by our own fault")
+            self._settle(part.load)
+
+    def _follow_up(self, part: _Part) -> None:
+        load = part.load
+        if part.tier is not Tier.NVME:
+            self._promote(part)
+        expired = load.deadline is not None and self._clock() >= load.deadline
+        missing = [i for i in part.positions if load.job.reasons[i] in _MAY_BE_ELSEWHERE]
+        if not missing or expired or load.job.cancelled:
+            return
+        failed = part.failed | {part.tier}
+        others = [tier for tier in load.order if tier not in failed]
+        self._submit_from(others, load, missing, failed)
+
+    def _promote(self, part: _Part) -> None:
+        load, run = part.load, part.load.job.run
+        good = [i for i in part.positions if load.job.reasons[i] is Reason.OK]
+        if part.failed:
+            self.num_recovered[part.tier] += len(good)
+        if good and load.tenant is not None:
+            self._promoter.promote(
+                [run.keys[i] for i in good],
+                [run.pages[i] for i in good],
+                load.tenant,
+                part.tier,
+                lambda: self._generation() == load.generation,
+            )
+
+    def close(self) -> None:
+        """Once no part can end any more."""
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)

@@ -1,0 +1,3 @@
+"""What a person runs beside a server."""
+
+from __future__ import annotations

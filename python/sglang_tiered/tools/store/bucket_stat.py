@@ -1,0 +1,142 @@
+"""``stat`` of a URL: what an object tier holds, by its listings alone."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import format_bytes
+from sglang_tiered.storage.object.format import PAGE_DTYPE, TAIL_BYTES, manifest_bytes
+from sglang_tiered.storage.object.listings import IdFilter
+from sglang_tiered.storage.object.names import Layout, parse_path
+from sglang_tiered.tools.store.bucket import open_bucket, requests_end
+from sglang_tiered.tools.store.report import MAX_LISTED, age_text
+from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+
+if TYPE_CHECKING:
+    import argparse
+
+    from sglang_tiered.storage.object.client import ObjectClient
+
+__all__ = ["run"]
+
+_SUMMED = (
+    "objects",
+    "unannounced_objects",
+    "pages",
+    "payload_bytes",
+    "object_bytes",
+    "manifest_bytes",
+    "purges",
+    "waiting_for_removal",
+    "foreign",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = open_bucket(arguments.place)
+    with requests_end(target.url):
+        namespaces = [_collect(target.client, Layout(name)) for name in target.namespaces]
+    report = {
+        "url": target.url,
+        "namespaces": namespaces,
+        "total": {
+            **{key: sum(entry[key] for entry in namespaces) for key in _SUMMED},
+            "oldest_age_s": max(_ages(namespaces, "oldest_age_s"), default=None),
+            "newest_age_s": min(_ages(namespaces, "newest_age_s"), default=None),
+        },
+        "requests": target.client.requests,
+        "notes": target.notes,
+    }
+    if arguments.json:
+        write_json(report)
+    else:
+        _show(report)
+    return 0
+
+
+def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in namespaces if entry[key] is not None]
+
+
+def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
+    """Pages and payload follow from the lengths of manifests, which the listing tells."""
+    found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+    times: list[float] = []
+    announced = IdFilter()
+    tags = set()
+    for chunk in client.listing(layout.manifests):
+        for entry in chunk:
+            object_id = parse_path(entry.path)
+            if object_id is None:
+                found["foreign"] += 1
+                continue
+            announced.add(str(object_id))
+            tags.add(object_id.tenant_tag)
+            found["manifest_bytes"] += entry.size
+            found["pages"] += max(entry.size - manifest_bytes(0), 0) // PAGE_DTYPE.itemsize
+        if chunk:
+            changed = [entry.modified for entry in chunk]
+            times = [min([*times, *changed]), max([*times, *changed])]
+    for chunk in client.listing(layout.objects):
+        for entry in chunk:
+            object_id = parse_path(entry.path)
+            if object_id is None:
+                found["foreign"] += 1
+                continue
+            found["objects"] += 1
+            found["object_bytes"] += entry.size
+            found["unannounced_objects"] += str(object_id) not in announced
+            if str(object_id) in announced:
+                found["payload_bytes"] += entry.size - TAIL_BYTES
+    # Every announced object ends with a copy of its manifest.
+    found["payload_bytes"] = max(found["payload_bytes"] - found["manifest_bytes"], 0)
+    for key, folder in (
+        ("purges", layout.purges),
+        ("waiting_for_removal", f"{layout.folder}/graves"),
+    ):
+        found[key] = sum(len(chunk) for chunk in client.listing(folder))
+    now = time.time()
+    return {
+        "namespace": layout.namespace.hex(),
+        **found,
+        "tenants": len(tags - {0}),
+        "oldest_age_s": max(now - times[0], 0.0) if times else None,
+        "newest_age_s": max(now - times[1], 0.0) if times else None,
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    print_lines([f"{report['url']}: object tier", ""])
+    entries = list(report["namespaces"])
+    shown = entries[:MAX_LISTED]
+    if len(entries) != 1:
+        shown.append({"namespace": "total", "tenants": None, **report["total"]})
+    print_table(
+        ["namespace", "objects", "pages", "payload", "in the store", "tenants", "oldest", "newest"],
+        [
+            [
+                entry["namespace"][:16],
+                f"{entry['objects']:,}",
+                f"{entry['pages']:,}",
+                format_bytes(entry["payload_bytes"]),
+                format_bytes(entry["object_bytes"] + entry["manifest_bytes"]),
+                "-" if entry["tenants"] is None else f"{entry['tenants']:,}",
+                age_text(entry["oldest_age_s"]),
+                age_text(entry["newest_age_s"]),
+            ]
+            for entry in shown
+        ],
+    )
+    total = report["total"]
+    lines = []
+    if total["unannounced_objects"]:
+        lines.append(
+            f"note: {total['unannounced_objects']:,} objects have no manifest: being uploaded, "
+            "waiting for their removal, or left by a writer that died"
+        )
+    if total["foreign"]:
+        lines.append(f"note: {total['foreign']:,} names are not ours and are left alone")
+    requests = sum(report["requests"].values())
+    lines.append(f"note: this took {requests:,} requests")
+    print_lines(["", *lines, *(f"note: {text}" for text in report["notes"])])

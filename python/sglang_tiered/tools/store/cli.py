@@ -1,0 +1,265 @@
+"""The command line of ``python -m sglang_tiered store``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.base import KEY_BYTES
+from sglang_tiered.storage.region.format import parse_region_name
+from sglang_tiered.tools.terminal import Parser, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["main"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PROGRAM = "python -m sglang_tiered store"
+_DESCRIPTION = """\
+Looks into the directory of the NVMe tier, or into the object tier, checks it, and
+gives space back.
+
+PLACE is the --tier-dir of a server or one of the shard-* directories in it; or, for
+stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
+file URL of a directory), with credentials from the environment. Nothing is written,
+locked or removed, unless gc is told to --delete; everything works while servers use
+it, but gc --delete of a directory of the NVMe tier.
+"""
+_EPILOG = """\
+exit code:
+  0  fine
+  1  something is wrong: damage was found, or what was to be deleted could not be
+  2  a command line or a directory that cannot be used; one sentence says why
+
+%(prog)s COMMAND --help tells more of each command.
+"""
+_STAT = """\
+What every shard holds: regions, pages and bytes by namespace and by tenant, how much
+of the disk space is payload, how old the oldest and the newest region are, and who
+holds the lock. "superseded" pages were stored again later, "purged" ones are never
+served; "used" is payload over disk space. A tenant is a digest of its names.
+
+Reads headers and footers, and the one region being written. Payloads of sealed
+regions are checked by verify.
+
+Of a URL: objects, pages, bytes and age by namespace, from listings alone.
+"""
+_VERIFY = """\
+Reads everything and checks it: region headers, trailers, footers against the extent
+headers, and every page against its checksum. Bypasses the page cache, or drops from
+it what was read. A bar with the speed shows on a terminal.
+
+What a server is writing at the moment, or a crash cut short, is a note, not damage;
+so is a checkpoint that does not verify, which only speeds up the next start. A
+server never serves a damaged page: it is a miss, and computed again.
+
+Of a URL: every manifest, and every page of every object. This reads all there is,
+which a bucket may charge for.
+"""
+_DUMP = """\
+One line per page: shard, region, extent ordinal, offset in the region, length,
+checksum, key, namespace. A key stored again has a line for each copy; the last one
+is served. With --json each line is an object.
+
+--extract writes the bytes of one page to a new file, once they are verified.
+"""
+_GC = """\
+What could be given back: regions that no server can read (header damaged, older
+format), regions whose pages were all purged or stored again later, and, when
+namespaces to keep are given, regions with no page of those; files left by processes
+that died; and shards for other parallel sizes than those used last. Prints the plan.
+--delete takes the locks a server takes, plans again, and deletes; files that are not
+ours stay.
+
+Of a URL: what servers collect in the background as well. Objects older than --ttl, the
+oldest beyond --max-bytes of each namespace, purged ones, those that were never
+announced, manifests without an object. Manifests go at once; their objects five
+minutes later, with the next run of anybody. Safe beside servers and other runs.
+"""
+_BENCH = """\
+A short throughput test of the real engine, on the filesystem of DIR: GB/s and CPU
+seconds per GB of durable stores and verified loads, for pages of 256 KiB and 1 MiB.
+DIR is any writable directory; the files go to a subdirectory that is removed again.
+It is no comparison: that is benchmark/bench_storage.py.
+"""
+_EXAMPLES = {
+    "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
+    "  {0} stat s3://bucket/kv",
+    "verify": "  {0} verify /nvme/kv\n  {0} verify /nvme/kv/shard-tp0of1-pp0of1-dp0-0 --region 17\n"
+    "  {0} verify s3://bucket/kv --jobs 8",
+    "dump": "  {0} dump /nvme/kv | head\n"
+    "  {0} dump /nvme/kv --keys 3f9a --namespace 00c1\n"
+    "  {0} dump /nvme/kv --extract 3f9a07 --output page.bin",
+    "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete\n"
+    "  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
+    "bench": "  {0} bench /nvme --bytes 4GiB",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    return run_program(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    if _URL.match(options.place):
+        return _bucket_command(options.command)(options)
+    if options.command == "gc" and (options.ttl or options.max_bytes):
+        raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
+    if options.command == "gc" and (options.sse or options.sse_kms_key):
+        raise ConfigError("--sse and --sse-kms-key are for a URL, not for a directory.")
+    options.directory = Path(options.place)
+    return _command(options.command)(options)
+
+
+def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "stat":
+        from sglang_tiered.tools.store.bucket_stat import run
+    elif name == "verify":
+        from sglang_tiered.tools.store.bucket_verify import run
+    elif name == "gc":
+        from sglang_tiered.tools.store.bucket_gc import run
+    else:
+        raise ConfigError(
+            f"{name} is for a directory of the NVMe tier; a URL has stat, verify, gc."
+        )
+    return run
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
+    if name == "stat":
+        from sglang_tiered.tools.store.stat import run
+    elif name == "verify":
+        from sglang_tiered.tools.store.verify import run
+    elif name == "dump":
+        from sglang_tiered.tools.store.dump import run
+    elif name == "gc":
+        from sglang_tiered.tools.store.gc import run
+    else:
+        from sglang_tiered.tools.store.bench import run
+    return run
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=_PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+
+    def add(name: str, line: str, text: str, place: str) -> argparse.ArgumentParser:
+        examples = textwrap.dedent(f"examples:\n{_EXAMPLES[name].format(_PROGRAM)}")
+        command = commands.add_parser(
+            name, help=line, description=text, epilog=examples, formatter_class=layout
+        )
+        command.add_argument("place", metavar="PLACE", help=place)
+        command.add_argument(
+            "--json", action="store_true", help="print JSON instead of a table for people"
+        )
+        return command
+
+    a_store = "a server's --tier-dir, or one of its shard-* directories"
+    a_place = f"{a_store}; or the URL of an object tier"
+    stat = add("stat", "what a store holds and who uses it", _STAT, a_place)
+    verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
+    dump = add("dump", "list every page, or extract one", _DUMP, a_store)
+    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)
+    bench = add("bench", "a short throughput test", _BENCH, "any writable directory")
+    for command in (stat, verify, dump, gc):
+        command.add_argument(
+            "--jobs",
+            metavar="N",
+            type=_positive,
+            default=min(4, os.cpu_count() or 1),
+            help="regions read at a time (default: %(default)s)",
+        )
+    for command in (verify, dump):
+        command.add_argument(
+            "--region",
+            metavar="N",
+            type=_region,
+            help="only this region: its number (17 or 0x11) or file name",
+        )
+    verify.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show the bar, or do not (default: on a terminal)",
+    )
+    for flag, metavar, text in (
+        ("--keys", "HEX", "only keys that begin with these digits"),
+        ("--namespace", "HEX", "only namespaces that begin with these digits"),
+    ):
+        dump.add_argument(flag, metavar=metavar, type=_prefix, help=text)
+    dump.add_argument(
+        "--extract", metavar="KEY", type=_prefix, help="the page whose key begins with these digits"
+    )
+    dump.add_argument(
+        "--output", metavar="FILE", type=Path, help="where to; a file that does not exist yet"
+    )
+    gc.add_argument(
+        "--keep-namespace",
+        metavar="HEX",
+        type=_long_prefix,
+        action="append",
+        default=[],
+        help="a namespace to keep, by 8 or more of its first digits; repeatable. Without any, "
+        "all are kept",
+    )
+    gc.add_argument(
+        "--ttl", metavar="AGE", help="of a URL: objects older than this go; as 14d, 12h or 30m"
+    )
+    gc.add_argument(
+        "--max-bytes",
+        metavar="SIZE",
+        help="of a URL: the oldest of a namespace beyond it go",
+    )
+    gc.add_argument(
+        "--sse", help="of S3: encryption of the markers it writes, as --tier-object-sse"
+    )
+    gc.add_argument("--sse-kms-key", metavar="KEY", help="of S3: as --tier-object-sse-kms-key")
+    gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
+    bench.add_argument(
+        "--bytes",
+        metavar="SIZE",
+        default="1GiB",
+        help="stored and loaded for each page size (default: %(default)s)",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 9999")
+    return int(text)
+
+
+def _region(text: str) -> int:
+    named = parse_region_name(Path(text).name)
+    if named is not None:
+        return named
+    if re.fullmatch(r"[0-9]{1,19}|0x[0-9a-fA-F]{1,16}", text):
+        sequence = int(text, 0) if text.startswith("0x") else int(text)
+        if sequence < 1 << 63:
+            return sequence
+    raise argparse.ArgumentTypeError(f"{text!r} is not the number of a region, nor its file name")
+
+
+def _prefix(text: str, least: int = 1) -> str:
+    """Hexadecimal digits of a key or namespace, from its start, in lower case."""
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{least},{2 * KEY_BYTES}}}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {least} to {2 * KEY_BYTES} hexadecimal digits"
+        )
+    return text.lower()
+
+
+def _long_prefix(text: str) -> str:
+    return _prefix(text, 8)

@@ -1,0 +1,182 @@
+"""``dump``: one line per page stored, or the bytes of one page."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_tiered.errors import ConfigError, StoreError
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
+from sglang_tiered.storage.region.walk import read_run
+from sglang_tiered.tools.store.report import problem_json, problem_text
+from sglang_tiered.tools.store.scan import ShardReader, check_regions
+from sglang_tiered.tools.store.target import resolve
+from sglang_tiered.tools.terminal import note, print_lines
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.tools.store.inspection import RegionView
+    from sglang_tiered.tools.store.target import Target
+
+__all__ = ["run"]
+
+_HEADER = "shard region extent offset length checksum key namespace"
+
+
+class _Entry(NamedTuple):
+    """One page. The order of the fields is that of the columns."""
+
+    shard: str
+    region: int
+    extent: int
+    offset: int
+    length: int
+    checksum: int
+    key: bytes
+    namespace: bytes
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if (arguments.extract is None) != (arguments.output is None):
+        raise ConfigError("--extract KEY and --output FILE go together; pass both or neither")
+    if arguments.extract is not None and (arguments.json or arguments.keys):
+        raise ConfigError("--extract writes one page to a file; drop --json and --keys")
+    target = resolve(arguments.directory)
+    check_regions(target, arguments.region)
+    if arguments.extract is not None:
+        return _extract(target, arguments)
+    if not arguments.json:
+        print_lines([_HEADER])
+    num_problems = 0
+    for shard in target.shards:
+        with ShardReader(shard, arguments.region) as reader:
+            for view in reader.views(full=False, jobs=arguments.jobs):
+                entries = _entries(
+                    shard.name, view, arguments.keys or "", arguments.namespace or ""
+                )
+                lines = [_json_line(e) if arguments.json else _line(e) for e in entries]
+                if lines:
+                    print("\n".join(lines))
+                num_problems += len(view.problems)
+                for problem in view.problems:
+                    note(problem_text(problem_json(shard.name, view, problem)))
+    return 1 if num_problems else 0
+
+
+def _entries(shard: str, view: RegionView, keys: str, namespace: str) -> Iterator[_Entry]:
+    """The pages of a region whose key and namespace begin with these hexadecimal digits."""
+    contents = view.contents
+    namespaces = [value.tobytes() for value in contents.extents["namespace"]]
+    columns = zip(
+        view.page_ordinals().tolist(),
+        contents.page_offsets().tolist() if len(contents.pages) else [],
+        contents.pages["length"].tolist(),
+        contents.pages["checksum"].tolist(),
+        contents.pages["key"],
+        strict=True,
+    )
+    for ordinal, offset, length, checksum, key_value in columns:
+        key = key_value.tobytes()
+        if key.hex().startswith(keys) and namespaces[ordinal].hex().startswith(namespace):
+            yield _Entry(
+                shard, view.sequence, ordinal, offset, length, checksum, key, namespaces[ordinal]
+            )
+
+
+def _line(entry: _Entry) -> str:
+    *place, checksum, key, namespace = entry
+    fields = [*map(str, place), f"{checksum:016x}", key.hex(), namespace.hex()]
+    return " ".join(fields)
+
+
+def _json_line(entry: _Entry) -> str:
+    fields: dict[str, Any] = entry._asdict()
+    fields["checksum"] = f"{entry.checksum:016x}"
+    fields["key"], fields["namespace"] = entry.key.hex(), entry.namespace.hex()
+    return json.dumps(fields)
+
+
+def _extract(target: Target, arguments: argparse.Namespace) -> int:
+    if os.path.lexists(arguments.output):
+        raise ConfigError(f"--output {arguments.output} exists; pass a name that does not")
+    found: list[_Entry] = []
+    for shard in target.shards:
+        with ShardReader(shard, arguments.region) as reader:
+            for view in reader.views(full=False, jobs=arguments.jobs):
+                found += _entries(shard.name, view, arguments.extract, arguments.namespace or "")
+    entry = _newest(found, target, arguments.extract)
+    data = _read(target, entry)
+    where = f"{entry.shard}, region {entry.region}, offset {entry.offset}"
+    if data is None:
+        note(f"page {entry.key.hex()} ({where}) does not match its checksum; nothing was written")
+        return 1
+    _write(arguments.output, data)
+    note(f"{entry.length} bytes of page {entry.key.hex()} ({where}) verified and written")
+    return 0
+
+
+def _newest(found: list[_Entry], target: Target, wanted: str) -> _Entry:
+    """The one page meant: of several copies in one shard the last, which is what is served."""
+    if not found:
+        raise StoreError(
+            f"no page in {target.path} has a key that begins with {wanted}; "
+            "dump without --extract lists what is stored"
+        )
+    for what, values, way_out in (
+        ("key", {e.key.hex() for e in found}, "pass more digits"),
+        ("shard", {e.shard for e in found}, "pass one of them as DIR"),
+        ("namespace", {e.namespace.hex() for e in found}, "pass --namespace"),
+    ):
+        if len(values) > 1:
+            listed = ", ".join(sorted(values)[:3])
+            raise StoreError(
+                f"--extract {wanted} means pages of {len(values)} {what}s ({listed}); {way_out}"
+            )
+    return max(found, key=lambda entry: (entry.region, entry.offset))
+
+
+def _read(target: Target, entry: _Entry) -> bytes | None:
+    """The bytes of a page; ``None`` when they do not verify."""
+    shard = next(shard for shard in target.shards if shard.name == entry.shard)
+    with ShardReader(shard, entry.region) as reader:
+        try:
+            fd = reader.device.open(reader.regions[0])
+        except (IndexError, FileNotFoundError):
+            raise StoreError(
+                f"region {entry.region} of {shard.path} was reclaimed while this ran; try again"
+            ) from None
+        buffer = aligned_buffer(max(padded(entry.length), BLOCK_BYTES))
+        try:
+            if not read_run(reader.device, fd, buffer, entry.offset):
+                return None
+        finally:
+            reader.device.close(fd)
+    page = buffer[: entry.length]
+    if page_checksum(entry.namespace, entry.key, [page]) != entry.checksum:
+        return None
+    return page.tobytes()
+
+
+def _write(path: Path, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        way_out = "pass a name that does not" if error.errno == errno.EEXIST else "pass another"
+        raise ConfigError(
+            f"--output {path} cannot be written ({error.strerror}); {way_out}"
+        ) from error
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--output {path} cannot be written ({error.strerror}); pass another"
+        ) from error

@@ -1,0 +1,206 @@
+"""``stat``: what a store holds, how full it is and who uses it. Reads no sealed payload."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_tiered.config import format_bytes
+from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.tools.store.holder import Holder
+from sglang_tiered.tools.store.report import (
+    MAX_LISTED,
+    age_text,
+    describe,
+    holder_json,
+    problem_json,
+    problem_text,
+)
+from sglang_tiered.tools.store.scan import ShardReader, identities, totals
+from sglang_tiered.tools.store.target import resolve
+from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+
+if TYPE_CHECKING:
+    import argparse
+
+    from sglang_tiered.tools.store.target import Shard, Target
+
+__all__ = ["run"]
+
+_COUNTED = ("pages", "superseded_pages", "purged_pages", "payload_bytes", "physical_bytes")
+_STATES = ("sealed", "open", "damaged", "other_format")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = resolve(arguments.directory)
+    report = _collect(target, arguments.jobs)
+    if arguments.json:
+        write_json(report)
+    else:
+        _show(target, report)
+    return 0 if report["ok"] else 1
+
+
+def _collect(target: Target, jobs: int) -> dict[str, Any]:
+    shards = [_collect_shard(shard, jobs) for shard in target.shards]
+    total: dict[str, Any] = {
+        "regions": {key: sum(s["regions"][key] for s in shards) for key in ("all", *_STATES)},
+        **{key: sum(shard[key] for shard in shards) for key in _COUNTED},
+    }
+    total["utilisation"] = _share(total["payload_bytes"], total["physical_bytes"])
+    ages = [s[key] for s in shards for key in ("oldest_region_age_s", "newest_region_age_s")]
+    known = [age for age in ages if age is not None]
+    total["oldest_region_age_s"] = max(known, default=None)
+    total["newest_region_age_s"] = min(known, default=None)
+    for field in ("namespace", "tenant"):
+        sums: dict[str, dict[str, Any]] = {}
+        for shard in shards:
+            for entry in shard[field + "s"]:
+                name = entry[field]
+                sum_ = sums.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
+                sum_["pages"] += entry["pages"]
+                sum_["payload_bytes"] += entry["payload_bytes"]
+        total[field + "s"] = sorted(sums.values(), key=lambda e: -e["payload_bytes"])
+    return {
+        "directory": str(target.path),
+        "kind": "tier" if target.is_tier else "shard",
+        "format_version": target.manifest,
+        "lock": holder_json(target.holder()),
+        "shards": shards,
+        "total": total,
+        "notes": list(target.notes),
+        "ok": not any(shard["problems"] for shard in shards),
+    }
+
+
+def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
+    with ShardReader(shard) as reader:
+        views = list(reader.views(full=False, jobs=jobs))
+        holder, checkpoint = reader.holder, reader.checkpoint
+        num_gone, purges = reader.num_gone, reader.purges
+    now = time.time_ns()
+    ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
+    states = [view.state.replace(" ", "_") for view in views]
+    pages = np.concatenate([identities(view) for view in views] or [np.zeros(0, "V64")])
+    payload = sum(view.payload_bytes for view in views)
+    physical = sum(view.file_bytes for view in views)
+    versions = sorted(
+        {view.version or FORMAT_VERSION for view in views if view.header or view.version}
+    )
+    return {
+        "name": shard.name,
+        "lock": holder_json(holder),
+        "regions": {"all": len(views), **{state: states.count(state) for state in _STATES}},
+        "regions_gone_meanwhile": num_gone,
+        "format_versions": versions,
+        "pages": len(pages),
+        "superseded_pages": len(pages) - len(np.unique(pages)),
+        "purged_pages": sum(
+            int(v.contents.extents["num_pages"][purges.dead_extents(v.sequence, v.contents)].sum())
+            for v in views
+        ),
+        "payload_bytes": payload,
+        "physical_bytes": physical,
+        "utilisation": _share(payload, physical),
+        "oldest_region_age_s": max(ages, default=None),
+        "newest_region_age_s": min(ages, default=None),
+        "checkpoint": checkpoint._asdict(),
+        **{
+            field + "s": [
+                {field: value.hex(), "pages": number, "payload_bytes": nbytes}
+                for value, (number, nbytes) in sorted(
+                    totals(views, field).items(), key=lambda item: -item[1][1]
+                )
+            ]
+            for field in ("namespace", "tenant")
+        },
+        "open_regions": [
+            {"file": v.name, "log_bytes": v.tail, "unverified_bytes": v.torn_bytes}
+            for v in views
+            if v.state == "open"
+        ],
+        "problems": [problem_json(shard.name, view, p) for view in views for p in view.problems],
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _show(target: Target, report: dict[str, Any]) -> None:
+    print_lines(describe(target, Holder(**report["lock"]), report["shards"]))
+    entries = list(report["shards"])
+    if len(entries) != 1:
+        entries.append({"name": "total", **report["total"]})
+    print_table(
+        ["shard", "regions", "sealed", "open", "damaged", "oldest", "newest"],
+        [
+            [
+                entry["name"],
+                *(str(entry["regions"][key]) for key in ("all", "sealed", "open", "damaged")),
+                age_text(entry["oldest_region_age_s"]),
+                age_text(entry["newest_region_age_s"]),
+            ]
+            for entry in entries
+        ],
+    )
+    print_lines([""])
+    print_table(
+        ["shard", "pages", "superseded", "purged", "payload", "on disk", "used"],
+        [
+            [
+                entry["name"],
+                f"{entry['pages']:,}",
+                f"{entry['superseded_pages']:,}",
+                f"{entry['purged_pages']:,}",
+                format_bytes(entry["payload_bytes"]),
+                format_bytes(entry["physical_bytes"]),
+                "-" if entry["utilisation"] is None else f"{entry['utilisation']:.1%}",
+            ]
+            for entry in entries
+        ],
+    )
+    for field in ("namespace", "tenant"):
+        entries = report["total"][field + "s"]
+        if field == "tenant" and not any(int(entry[field], 16) for entry in entries):
+            continue  # nobody names tenants here
+        if entries:
+            print_lines([""])
+            print_table(
+                [field, "pages", "payload"],
+                [
+                    [
+                        entry[field][:16] if int(entry[field], 16) else "none",
+                        f"{entry['pages']:,}",
+                        format_bytes(entry["payload_bytes"]),
+                    ]
+                    for entry in entries[:MAX_LISTED]
+                ],
+            )
+    problems = [problem for shard in report["shards"] for problem in shard["problems"]]
+    if problems:
+        print_lines(["", f"damage ({len(problems)}; verify also checks every page):"])
+        print_lines(f"  {problem_text(problem)}" for problem in problems[:MAX_LISTED])
+        if len(problems) > MAX_LISTED:
+            print_lines([f"  and {len(problems) - MAX_LISTED:,} more; --json lists all"])
+    print_lines(f"note: {text}" for text in _notes(report))
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    notes = list(report["notes"])
+    for shard in report["shards"]:
+        number = shard["regions"]["other_format"]
+        if number:
+            versions = [v for v in shard["format_versions"] if v != FORMAT_VERSION]
+            notes.append(
+                f"{shard['name']}: {number} regions of format {', '.join(map(str, versions))}, "
+                f"not {FORMAT_VERSION}"
+            )
+        if shard["regions_gone_meanwhile"]:
+            notes.append(
+                f"{shard['name']}: {shard['regions_gone_meanwhile']} regions were reclaimed "
+                "while this ran"
+            )
+    return notes

@@ -1,0 +1,3 @@
+"""The side of a handoff that receives KV."""
+
+from __future__ import annotations

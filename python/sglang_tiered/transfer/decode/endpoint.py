@@ -1,0 +1,412 @@
+"""The decode end: opens rooms at prefill ranks and lets what they send land in their pages.
+
+Connects to both sockets of each prefill rank and binds nothing, so a decode host needs no open
+port. All state but the rooms' fences belongs to one thread; results come back through
+``DecodeListener`` on that thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progress, ReceiveRoom
+from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
+from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.stats import DecodeStats
+from sglang_tiered.transfer.wire_codec import make_codec
+from sglang_tiered.wire import framing
+from sglang_tiered.wire.framing import received
+from sglang_tiered.wire.loop import EndpointLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import zmq
+
+    from sglang_tiered.transfer.decode.session import Address, PrefillLink
+    from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
+    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.settings import TransferSettings
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "Target"]
+
+logger = logging.getLogger(__name__)
+
+MAX_DATA_MESSAGES = 16
+"""Slabs handled before the control sockets are looked at again: some 16 MiB, a few ms."""
+
+MAX_REPEATS = 3
+"""Sessions in a row that are opened to tell an abort again, each lost at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A prefill rank of a room. A dummy takes part, but sends nothing (replicated KV)."""
+
+    address: Address
+    is_dummy: bool = False
+
+
+class DecodeListener(Protocol):
+    """What becomes of rooms. Called on the endpoint's thread; must not block."""
+
+    def room_received(self, room: int) -> None:
+        """Every page, state and the metadata row has landed and was verified."""
+
+    def room_failed(self, room: int, reason: str) -> None:
+        """The room will not be completed. Its prefill ranks are told, or are gone."""
+
+    def prefill_lost(self, address: Address, reason: str) -> None:
+        """A session ended. Its rooms have failed; the next room connects anew."""
+
+
+class DecodeEndpoint:
+    """Methods may be called on any thread and return at once; ``close`` ends it. ``on_tick`` is
+    called some times a second on the endpoint's thread."""
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout,
+        memories: Memories,
+        listener: DecodeListener,
+        settings: TransferSettings,
+        keys: Keys | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._memories = memories
+        self._codec = make_codec(layout)
+        self._listener = listener
+        self._settings = settings
+        self._on_tick = on_tick
+        self._generations = itertools.count(1)
+        self._table_lock = threading.Lock()
+        self._rooms: dict[int, ReceiveRoom] = {}
+        self._senders: dict[int, list[PrefillLink]] = {}  # of each room
+        self.stats = DecodeStats()
+        self._loop = EndpointLoop("kv-transfer-decode", lambda: None, self._tick)
+        self._links = PrefillLinks(
+            layout=layout,
+            settings=settings,
+            keys=keys,
+            loop=self._loop,
+            events=LinkEvents(self._on_failed, self._on_data, self._on_lost),
+        )
+        self._loop.start()
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._links)
+
+    def claim(self, room: int, targets: Sequence[Target]) -> None:
+        """A request for this room is here. ``open`` or ``abort`` must follow; if this instance
+        ends before, prefill fails the request instead of waiting for another."""
+        self._loop.call(self._claim, room, list(targets))
+
+    def open(
+        self,
+        room: int,
+        targets: Sequence[Target],
+        *,
+        pages: Pages,
+        state_rows: Sequence[Pages | None],
+        aux_row: int | None,
+        prefix_tokens: int,
+        num_receivers: int,
+        memory: PagedMemory | None = None,
+    ) -> None:
+        """Ask ``targets`` for a room: ``pages`` of ``memory`` (default: the device's pool) are
+        allocated and stay so until the listener has said how it ended or ``close_room`` returned.
+
+        ``num_receivers``: decode ranks that each target serves. Raises ``TransferError`` for
+        pages that do not exist.
+        """
+        memory = memory or self._memories.kv
+        check_pages(memory, pages, "the scheduler")
+        check_pages(self._memories.aux, one_row(aux_row), "the scheduler")
+        states = []
+        for index, state in enumerate(self._memories.states):
+            rows = state_rows[index] if index < len(state_rows) else None
+            if rows is not None:
+                check_pages(state, rows, "the scheduler")
+            states.append((state, rows))
+        receiving = ReceiveRoom(
+            room,
+            next(self._generations),
+            memory,
+            pages,
+            states,
+            self._memories.aux,
+            aux_row,
+            num_expected=sum(not target.is_dummy for target in targets),
+        )
+        with self._table_lock:
+            replaced = self._rooms.get(room)
+            self._rooms[room] = receiving
+        if replaced is not None:
+            replaced.close()
+        self._loop.call(self._open, receiving, list(targets), prefix_tokens, num_receivers)
+
+    def close_room(self, room: int) -> None:
+        """The room's pages are wanted back: after this returns nothing can land in them."""
+        with self._table_lock:
+            receiving = self._rooms.pop(room, None)
+        if receiving is not None:
+            receiving.close()
+            self._loop.call(self._forget, receiving)
+
+    def abort(self, room: int, targets: Sequence[Target], reason: str) -> None:
+        """Tell the prefill ranks that nobody waits for the room; it may not have been opened."""
+        self._loop.call(self._abort, room, list(targets), reason)
+
+    def close(self) -> None:
+        """Close all rooms and end the thread. Once; not on its thread."""
+        with self._table_lock:
+            rooms = list(self._rooms.values())
+            self._rooms.clear()
+        for room in rooms:
+            room.close()
+        self._loop.call(self._links.say_goodbye, "decode is shutting down")
+        self._loop.stop()
+        self._links.close()
+
+    # Sessions.
+
+    def _claim(self, number: int, targets: list[Target]) -> None:
+        for target in targets:
+            self._links.to(target.address).tell(messages.Claim(number))
+
+    def _on_lost(self, link: PrefillLink, reason: str) -> None:
+        reason = messages.peer_failed(reason)
+        self.stats.num_sessions_lost += 1
+        failed = []
+        for number, links in list(self._senders.items()):
+            room = self._rooms.get(number)
+            if link in links and room is not None and not room.is_concluded:
+                failed.append(room)
+                self._conclude_failed(room, reason, told_by=link)
+        self._repeat_aborts(link, failed, reason)
+        self._listener.prefill_lost(link.address, reason)
+
+    def _repeat_aborts(self, link: PrefillLink, failed: list[ReceiveRoom], reason: str) -> None:
+        """Prefill may live, and not know which rooms ended with the session or just before."""
+        settings = self._settings
+        recent = time.monotonic() - settings.peer_timeout_s - settings.ping_interval_s
+        num_repeats = link.num_repeats + 1 if link.opened_at >= recent else 1
+        if num_repeats > MAX_REPEATS or (link.welcome is None and not link.num_repeats):
+            return
+        aborts = [abort for told_at, abort in link.aborts if told_at >= recent]
+        aborts += [messages.Abort(room.number, room.generation, reason) for room in failed]
+        if aborts:
+            again = self._links.to(link.address)
+            again.num_repeats = max(again.num_repeats, num_repeats)
+            for abort in aborts:
+                again.tell(abort)
+
+    def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.generation != message.generation:
+            return
+        if link in self._senders.get(room.number, ()):
+            reason = messages.peer_failed(framing.printable(message.reason))
+            self._conclude_failed(room, reason, told_by=link)
+
+    def _tick(self, now: float) -> None:
+        self._on_tick()
+        self._links.tick(now)
+        for room in list(self._rooms.values()):
+            for link, progress in list(room.progress.items()):
+                stalled = now - progress.moved_at
+                if progress.has_gap and stalled > self._settings.progress_timeout_s:
+                    reason = f"{link.name} sent {progress.num_seen} slabs and then nothing"
+                    reason = messages.peer_failed(f"{reason} for {stalled:.1f} s")
+                    self._conclude_failed(room, reason)
+                    break
+
+    # Rooms.
+
+    def _open(
+        self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
+    ) -> None:
+        if room.is_closed:
+            return
+        try:
+            self._ask(room, targets, prefix_tokens, num_receivers)
+        except Exception as error:
+            # Whatever it was: a room that nobody was asked for would be waited for without end.
+            logger.exception("KV transfer: asking for a room failed by our own fault")
+            self._conclude_failed(room, f"decode could not ask for the pages ({error})")
+
+    def _ask(
+        self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
+    ) -> None:
+        links = self._senders[room.number] = [self._links.to(item.address) for item in targets]
+        rows = [0 if item is None else len(item) for _, item in room.states]
+        for target, link in zip(targets, links, strict=True):
+            link.tell(
+                messages.Open(
+                    room.number,
+                    room.generation,
+                    len(room.pages),
+                    rows,
+                    prefix_tokens,
+                    num_receivers,
+                    target.is_dummy,
+                )
+            )
+
+    def _abort(self, number: int, targets: list[Target], reason: str) -> None:
+        room = self._rooms.get(number)
+        generation = 0 if room is None else room.generation
+        for target in targets:
+            # Connects where there is no session: the request may be waiting at prefill.
+            self._links.to(target.address).tell(messages.Abort(number, generation, reason))
+
+    def _forget(self, room: ReceiveRoom) -> None:
+        if self._rooms.get(room.number) is None:
+            links = self._senders.pop(room.number, ())
+            if not room.is_concluded:
+                for link in links:
+                    link.tell(messages.Abort(room.number, room.generation, "the request ended"))
+
+    def _conclude_failed(
+        self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
+    ) -> None:
+        """Close a room, report it, and tell the prefill ranks that do not know."""
+        if room.is_concluded:
+            return  # it has all it needs: what becomes of its prefill ranks is nothing to it
+        with self._table_lock:
+            if self._rooms.get(room.number) is not room:
+                return
+            del self._rooms[room.number]
+        room.close()
+        self.stats.num_rooms_failed += 1
+        links = self._senders.pop(room.number, ())
+        # First, or a room that no message can name would be waited for without end.
+        self._listener.room_failed(room.number, reason)
+        for link in links:
+            if link is not told_by:
+                link.tell(messages.Abort(room.number, room.generation, reason))
+
+    # Data.
+
+    def _on_data(self, link: PrefillLink, index: int) -> None:
+        confirmed: list[tuple[int, int, int]] = []
+        try:
+            for frames in received(link.data[index], MAX_DATA_MESSAGES):
+                self._take(link, index, frames, confirmed)
+                if link.is_gone:
+                    return
+        except TransferError as error:
+            self._links.lose(link, f"broke the protocol: {error}")
+        finally:
+            if confirmed and not link.is_gone:
+                link.tell_data(messages.Ack(confirmed), index)
+
+    def _take(
+        self,
+        link: PrefillLink,
+        index: int,
+        frames: list[zmq.Frame],
+        confirmed: list[tuple[int, int, int]],
+    ) -> None:
+        parsed = self._parse(link, frames)
+        if parsed is None:
+            return
+        message, payload = parsed
+        seq = message.num_slabs if isinstance(message, messages.Last) else message.seq
+        if not 0 <= seq < MAX_SLABS:
+            raise TransferError(f"it sent slab number {seq}.")
+        key = (message.room, message.generation, seq)
+        room = self._rooms.get(message.room)
+        if room is None or room.generation != message.generation:
+            self.stats.num_late += 1
+            confirmed.append(key)
+            return
+        if link not in self._senders.get(room.number, ()):
+            raise TransferError("it sent data of a room that another prefill instance serves.")
+        progress = room.progress.setdefault(link, Progress(moved_at=time.monotonic()))
+        try:
+            if isinstance(message, messages.Last):
+                room.finish(message, progress)
+            else:
+                self._land(room, link, message, payload, progress)
+                confirmed.append(key)
+            is_received = room.conclude()
+        except DamagedError:
+            self.stats.num_damaged += 1
+            link.tell_data(messages.Nack(*key), index)
+            return
+        except TransferError as error:
+            confirmed.append(key)
+            self._conclude_failed(room, str(error))
+            return
+        except Exception as error:
+            # Only its own room may suffer from a pool that cannot be written.
+            logger.exception("KV transfer: writing pages of the pool failed")
+            confirmed.append(key)
+            self._conclude_failed(room, f"decode could not write its pages ({error})")
+            return
+        if progress.is_complete and progress.num_slabs is not None:
+            # Not before: prefill gives the pages back when it hears this, and a damaged slab
+            # has to be sent again.
+            confirmed.append((message.room, message.generation, progress.num_slabs))
+        if is_received:
+            self.stats.num_rooms_received += 1
+            self._listener.room_received(room.number)
+
+    def _parse(
+        self, link: PrefillLink, frames: list[zmq.Frame]
+    ) -> tuple[messages.AnyDataFromPrefill, Any] | None:
+        """Message and payload; None where the authenticator is not of the peer's making."""
+        messages.check_version(frames[0].bytes, link.name)
+        if len(frames) < 3:
+            raise TransferError("a data message has no header.")
+        header = frames[1].bytes
+        message = framing.decode(header, messages.data_from_prefill)
+        payload = frames[3].buffer if len(frames) > 3 else b""
+        is_pull = isinstance(message, messages.Pull)
+        signed = (header, bytes(payload)) if is_pull else (header,)
+        memory = link.peer_memory if is_pull else None
+        is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
+        # By an offer that cannot be used nothing is read, whoever says so: it is asked for as slab.
+        if not is_right and (memory is None or not memory.is_unusable):
+            self.stats.num_forged += 1
+            return None
+        return message, payload
+
+    def _land(
+        self,
+        room: ReceiveRoom,
+        link: PrefillLink,
+        message: messages.Slab | messages.Pull,
+        payload: Any,
+        progress: Progress,
+    ) -> None:
+        if progress.has(message.seq):
+            self.stats.num_duplicate += 1
+            return
+        self.stats.num_slabs += 1
+        if isinstance(message, messages.Slab):
+            self.stats.received_bytes += len(payload)
+            landed = room.land(message, payload, link.pairs, self._codec)
+        elif link.peer_memory is None:
+            raise TransferError("prefill offers memory that this instance said it cannot read.")
+        else:
+            landed = room.pull(message, payload, link.pairs, link.peer_memory)
+            pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
+            self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
+        if landed:
+            progress.mark(message.seq, time.monotonic())

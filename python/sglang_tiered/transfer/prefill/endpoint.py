@@ -1,0 +1,426 @@
+"""The prefill end: admits decode ranks, and sends them what their rooms wait for.
+
+Two sockets are bound, control and data, so that an abort never queues behind a hundred megabytes;
+decode connects to both. All state belongs to one thread; the public methods only queue a call for
+it, and results come back through ``PrefillListener`` on that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
+from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
+from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers, received
+from sglang_tiered.transfer.stats import PrefillStats
+from sglang_tiered.wire import framing
+from sglang_tiered.wire.loop import GOODBYE_MS, EndpointLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sglang_tiered.transfer.memory import Memories
+    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
+    from sglang_tiered.transfer.same_host import Guest
+    from sglang_tiered.transfer.settings import TransferSettings
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
+
+MAX_POSTS = 4
+"""Messages in a row before the sockets are looked at again: a slab takes a fraction of a ms."""
+
+COMPUTE_POLL_S = 0.001
+"""How often pages that a device is still computing are asked about."""
+
+WARNING_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillListener(Protocol):
+    """What becomes of rooms. Called on the endpoint's thread; must not block."""
+
+    def room_ready(self, room: int, prefix_tokens: int) -> None:
+        """Every decode rank has allocated its pages; it holds ``prefix_tokens`` already."""
+
+    def room_sent(self, room: int) -> None:
+        """Every decode rank has confirmed all of it: the pages may be freed."""
+
+    def room_failed(self, room: int, reason: str) -> None:
+        """The room will not be sent. Its decode ranks have been told."""
+
+
+class PrefillEndpoint:
+    """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
+    and return at once.
+
+    ``host`` is bound as it is, to free ports; ``on_tick`` is called some times a second on the
+    endpoint's thread. Raises ``TransferError`` when the address
+    cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        layout: KVLayout,
+        memories: Memories,
+        rank: int,
+        listener: PrefillListener,
+        settings: TransferSettings,
+        keys: Keys | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._memories = memories
+        self._listener = listener
+        self._settings = settings
+        self._on_tick = on_tick
+        self._peers = DecodePeers(
+            host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
+        )
+        self._rooms: RoomTable[DecodePeer] = RoomTable(
+            max_orphans=settings.max_orphans,
+            orphan_timeout_s=settings.orphan_timeout_s,
+            tombstone_s=settings.tombstone_s,
+        )
+        self.stats = PrefillStats()
+        self._warned_at = -WARNING_INTERVAL_S
+        self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
+        self._watch_door()  # before data, which needs who came there
+        self._loop.add_socket(self._peers.control, self._on_control)
+        self._loop.add_socket(self._peers.data, self._on_data)
+        self._loop.start()
+
+    @property
+    def control_port(self) -> int:
+        """What decode ranks connect to; they are told of the data port."""
+        return self._peers.control_port
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._peers)
+
+    def expect(self, room: int) -> None:
+        """A request for this room was admitted: from here on its decode ranks are wanted."""
+        self._loop.call(self._expect, room)
+
+    def send(self, room: int, chunk: Chunk) -> None:
+        """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
+        self._loop.call(self._send_chunk, room, chunk)
+
+    def fail(self, room: int, reason: str) -> None:
+        """Give the room up and tell its decode ranks, now or when they come. Its pages may be used
+        for something else once this has returned."""
+        self._close_fence(room)
+        self._loop.call(self._fail, room, reason, False)
+
+    def forget(self, room: int) -> None:
+        """The request is done with. Where the room was not sent, as ``fail``."""
+        self._close_fence(room)
+        self._loop.call(self._forget, room)
+
+    def close(self) -> None:
+        """Tell the decode ranks, stop the thread, close the sockets. Once; not on its thread."""
+        self._loop.call(self._say_goodbye)
+        self._loop.stop()
+        self._peers.close()
+
+    def _close_fence(self, number: int) -> None:
+        room = self._rooms.get(number)
+        if room is not None:
+            room.fence.close()
+
+    # Control.
+
+    def _on_control(self) -> None:
+        for identity, version, *rest in received(self._peers.control):
+            try:
+                messages.check_version(version, "a decode instance")
+                message = framing.decode(rest[0] if rest else b"", messages.control_from_decode)
+                self._serve(identity, message)
+            except TransferError as error:
+                self._refuse(identity, str(error))
+
+    def _serve(self, identity: bytes, message: messages.AnyFromDecode) -> None:
+        if isinstance(message, messages.Hello):
+            for peer in self._peers.replaced_by(identity, message.instance):
+                self._lose(peer, "the decode instance connected anew")
+            self._peers.admit(identity, message, time.monotonic())
+            return
+        known = self._peers.get(identity)
+        if known is None:
+            self._refuse(identity, "prefill does not know this session; say hello again.")
+            return
+        known.last_seen = time.monotonic()
+        if isinstance(message, messages.Ping):
+            if message.number != known.num_heard:
+                self._end(known, "control messages to prefill were lost on the way")
+            return
+        known.num_heard += 1
+        match message:
+            case messages.Claim():
+                self._rooms.claim(known, message.room, time.monotonic())
+            case messages.Open():
+                self._open(known, message)
+            case messages.Abort():
+                self._abort(known, message)
+            case messages.Bye():
+                reason = framing.printable(message.reason)
+                self._lose(known, f"decode ended its session: {reason}")
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        self.stats.num_refused += 1
+        now = time.monotonic()
+        if now - self._warned_at >= WARNING_INTERVAL_S:  # whoever reaches the port can cause this
+            self._warned_at = now
+            logger.warning("KV transfer: refused a decode instance: %s", reason)
+        self._peers.tell(identity, messages.Refuse(reason))
+
+    # Rooms.
+
+    def _expect(self, number: int) -> None:
+        room = self._rooms.expect(number, time.monotonic())
+        if isinstance(room, str):
+            self._listener.room_failed(number, room)
+        else:
+            self._check_ready(room)
+
+    def _open(self, peer: DecodePeer, message: messages.Open) -> None:
+        room = self._rooms.open(peer, message, time.monotonic())
+        if isinstance(room, str):
+            failed = messages.Failed(message.room, message.generation, room)
+            self._peers.tell(peer.identity, failed)
+            known = self._rooms.get(message.room)
+            if known is not None and peer in known.opens:  # it has given up what it opened first
+                self._fail(message.room, room, True)
+            return
+        self._check_ready(room)
+
+    def _check_ready(self, room: Room[DecodePeer]) -> None:
+        if room.is_ready or not room.is_complete:
+            return
+        room.is_ready = True
+        room.claims.clear()  # from here on it is those who opened it whose end matters
+        room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
+        opened = next(iter(room.opens.values()))
+        self._listener.room_ready(room.number, opened.prefix_tokens)
+
+    def _send_chunk(self, number: int, chunk: Chunk) -> None:
+        room = self._rooms.get(number)
+        if room is None or not room.is_ready:
+            return
+        try:
+            check_pages(self._memories.kv, chunk.pages, "the scheduler")
+            check_pages(self._memories.aux, one_row(chunk.aux_row), "the scheduler")
+            for peer in room.unfinished:
+                self._check_states(room.opens[peer], chunk)
+        except TransferError as error:
+            self._fail(number, str(error), True)
+            return
+        room.is_last_queued |= chunk.is_last
+        for peer in room.unfinished:
+            peer.sending.add(room.opens[peer], chunk, room.fence)
+        self._check_sent(room)
+
+    def _check_states(self, opened: messages.Open, chunk: Chunk) -> None:
+        if not chunk.is_last:
+            return
+        rows = [0 if item is None else len(item) for item in chunk.state_rows]
+        rows += [0] * (len(self._memories.states) - len(rows))
+        if rows != opened.num_state_rows:
+            raise TransferError(
+                f"prefill has {rows} rows of the model's states and decode has room for "
+                f"{opened.num_state_rows}."
+            )
+        for memory, item in zip(self._memories.states, chunk.state_rows, strict=False):
+            if item is not None:
+                check_pages(memory, item, "the scheduler")
+
+    def _check_sent(self, room: Room[DecodePeer]) -> None:
+        if room.is_last_queued and not room.unfinished:
+            self._rooms.remove(room.number)
+            self.stats.num_rooms_sent += 1
+            self._listener.room_sent(room.number)
+
+    def _abort(self, peer: DecodePeer, message: messages.Abort) -> None:
+        room = self._rooms.get(message.room)
+        opened = None if room is None else room.opens.get(peer)
+        if opened is not None and opened.generation != message.generation:
+            return
+        if room is not None and opened is None and room.is_ready:
+            return  # all of its decode ranks are known, and this is none of them
+        self._fail(message.room, f"decode gave it up: {framing.printable(message.reason)}", True)
+
+    def _fail(self, number: int, reason: str, is_news: bool) -> None:
+        known = self._rooms.get(number)
+        room = self._rooms.bury(number, reason, time.monotonic())
+        if room is None or known is None:
+            return
+        room.fence.close()
+        self.stats.num_rooms_failed += 1
+        for peer, opened in room.opens.items():
+            peer.sending.drop(number)
+            self._peers.tell(peer.identity, messages.Failed(number, opened.generation, reason))
+        if is_news and room.is_expected:
+            self._listener.room_failed(number, reason)
+
+    def _forget(self, number: int) -> None:
+        if self._rooms.get(number) is not None:
+            self._fail(number, "prefill gave the request up", False)
+
+    # Peers.
+
+    def _lose(self, peer: DecodePeer, reason: str) -> None:
+        if not self._peers.remove(peer):
+            return
+        self.stats.num_sessions_lost += 1
+        for room in self._rooms.of_session(peer):
+            room.opens.pop(peer, None)
+            self._fail(room.number, messages.peer_failed(reason), True)
+
+    def _say_goodbye(self) -> None:
+        for peer in self._peers:
+            for room in self._rooms.of_session(peer):
+                room.fence.close()  # the pool may go with this endpoint
+            self._peers.tell(peer.identity, messages.Bye("prefill is shutting down"))
+        self._loop.remove_socket(self._peers.control, GOODBYE_MS)
+
+    def _tick(self, now: float) -> None:
+        self._on_tick()
+        self._watch_door()
+        for peer in self._peers:
+            silence = now - peer.last_seen
+            if silence > self._settings.peer_timeout_s:
+                self._lose(peer, f"the decode instance has been silent for {silence:.1f} s")
+                continue
+            if not self._peers.is_reachable(peer):
+                self._lose(peer, "the decode instance closed the connection")
+                continue
+            waited = now - peer.admitted_at
+            if not peer.is_joined and waited > self._settings.connect_timeout_s:
+                port = self._peers.data_port
+                self._end(peer, f"no data connection reached port {port} within {waited:.1f} s")
+                continue
+            stalled = now - peer.sending.quiet_since
+            if peer.sending.unconfirmed and stalled > self._settings.progress_timeout_s:
+                self._end(peer, f"the decode instance has taken no data for {stalled:.1f} s")
+        for room in self._rooms.overdue(now):
+            waited = now - room.created_at
+            late = "decode instance asked for" if room.is_expected else "request reached prefill of"
+            self._fail(room.number, f"no {late} this room within {waited:.0f} s", True)
+
+    def _end(self, peer: DecodePeer, reason: str) -> None:
+        self._peers.tell(peer.identity, messages.Bye(reason))
+        self._lose(peer, reason)
+
+    # Readers on this machine.
+
+    def _watch_door(self) -> None:
+        if self._peers.door is not None:
+            self._loop.add_socket(self._peers.door, self._on_door)
+
+    def _on_door(self) -> None:
+        try:
+            for guest in self._peers.at_the_door():
+                if not self._peers.hear(guest):
+                    self._loop.add_socket(guest, partial(self._on_guest, guest))
+        except OSError:  # who waits there would keep this thread busy: again at the next tick
+            if self._peers.door is not None:
+                self._loop.forget_socket(self._peers.door)
+
+    def _on_guest(self, guest: Guest) -> None:
+        self._loop.forget_socket(guest)
+        if not self._peers.hear(guest):
+            self._loop.add_socket(guest, partial(self._on_guest, guest))
+
+    # Data.
+
+    def _on_data(self) -> None:
+        for link, version, *rest in received(self._peers.data):
+            try:
+                messages.check_version(version, "a decode instance")
+                message = framing.decode(rest[0] if rest else b"", messages.data_from_decode)
+            except TransferError:
+                self.stats.num_refused += 1
+                continue
+            peer = self._peers.behind(link)
+            if isinstance(message, messages.Join):
+                self.stats.num_refused += not self._peers.join(link, message)
+            elif peer is not None and isinstance(message, messages.Ack):
+                self._confirm(peer, message.slabs)
+            elif peer is not None:
+                self._resend(peer, message)
+
+    def _confirm(self, peer: DecodePeer, keys: Iterable[tuple[int, int, int]]) -> None:
+        now = peer.last_seen = time.monotonic()
+        for key in keys:
+            parcel = peer.sending.confirm(key, now)
+            if parcel is None or not parcel.is_last:
+                continue
+            room = self._rooms.get(key[0])
+            opened = None if room is None else room.opens.get(peer)
+            if room is not None and opened is not None and opened.generation == key[1]:
+                room.unfinished.discard(peer)
+                peer.sending.drop(key[0])
+                self._check_sent(room)
+
+    def _resend(self, peer: DecodePeer, nack: messages.Nack) -> None:
+        self.stats.num_resent += 1
+        key = nack.room, nack.generation, nack.seq
+        if not peer.sending.resend(key, time.monotonic()):
+            self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
+
+    def _step(self) -> float | None:
+        """Send a few messages of one peer, in turn. Seconds until there is more; None: not
+        known."""
+        wait_s = None
+        for peer in self._peers.in_turn():
+            num_posted = self._post_some(peer)
+            if num_posted:
+                return 0.0
+            if peer.sending.awaits_compute:
+                wait_s = COMPUTE_POLL_S
+        return wait_s
+
+    def _post_some(self, peer: DecodePeer) -> int:
+        for number in range(MAX_POSTS):
+            try:
+                parcel = peer.sending.next_parcel()
+            except Exception as error:
+                # Only its own room may suffer from a pool that cannot be read.
+                logger.exception("KV transfer: reading pages of the pool failed")
+                room = peer.sending.queue[0].opened.room
+                self._fail(room, f"prefill could not read its pages ({error})", True)
+                return number + 1
+            if parcel is None or not self._post(peer, parcel):
+                return number
+        return MAX_POSTS
+
+    def _post(self, peer: DecodePeer, parcel: Parcel) -> bool:
+        frames = [peer.link_of(parcel.key[2]), *parcel.frames]
+        try:
+            self._peers.data.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            self._end(peer, f"the data connection to the decode instance broke ({error})")
+            return False
+        peer.sending.sent(parcel, time.monotonic())
+        self.stats.num_slabs += 1
+        if parcel.buffer is None:
+            self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes
+        else:
+            self.stats.sent_bytes += parcel.num_bytes
+        return True

@@ -1,0 +1,358 @@
+"""What is on its way to one decode rank: the queue of chunks, the credit, the unconfirmed slabs.
+
+Slabs are gathered only when they can be sent, at most ``window_bytes`` ahead of the receiver's
+confirmations, so a slow reader holds up neither memory nor anyone else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from sglang_tiered.transfer.layout import whole_pairs
+from sglang_tiered.transfer.messages import KV_COMPONENT, VERSION_FRAME, Last, Pull, Slab
+from sglang_tiered.transfer.same_host import MAX_PULL_BYTES
+from sglang_tiered.transfer.slabs import TARGET_SLAB_BYTES, cut_slabs
+from sglang_tiered.transfer.wire_codec import PLAIN
+from sglang_tiered.wire.framing import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang_tiered.transfer.layout import Pair
+    from sglang_tiered.transfer.memory import Bytes, Memories, PagedMemory, Pages
+    from sglang_tiered.transfer.messages import Open
+    from sglang_tiered.transfer.same_host import Fence
+    from sglang_tiered.transfer.slabs import SlabSpec
+    from sglang_tiered.transfer.wire_codec import WireCodec
+    from sglang_tiered.wire.keys import Tagger
+
+__all__ = ["PULL_SHARE", "Chunk", "Delivery", "Parcel", "SendQueue", "SlabBuffers"]
+
+MAX_RESENDS = 3
+MAX_UNCONFIRMED = 2048
+"""Messages under way to one decode rank: half of what its socket queues, however small they are."""
+
+PULL_SHARE = 4
+"""A pull takes this part of its bytes from the credit: nothing is buffered for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pages of a request that prefill has computed: positions [start, start + len(pages)) of the
+    pages decode asked for. The last chunk brings the states and the metadata row.
+
+    ``is_computed`` says whether the pages may be read yet. The pages must stay allocated until
+    the endpoint reports the room as sent or failed, or is told to fail or forget it.
+    """
+
+    pages: Pages
+    start: int
+    is_last: bool
+    state_rows: Sequence[Pages | None] = ()
+    aux_row: int | None = None
+    is_computed: Callable[[], bool] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Parcel:
+    """One message that awaits its confirmation. ``num_bytes`` is what it takes of the credit;
+    without ``frames`` its room is gone. ``as_slab`` makes the frames of a pull that cannot be."""
+
+    key: tuple[int, int, int]
+    frames: list[Any]
+    num_bytes: int
+    buffer: Bytes | None = None
+    num_resends: int = 0
+    is_last: bool = False
+    as_slab: Callable[[], list[Any] | None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Delivery:
+    """A chunk on its way to one decode rank."""
+
+    opened: Open
+    chunk: Chunk
+    fence: Fence
+    parcels: Iterator[Parcel] | None = None
+
+
+class SlabBuffers:
+    """Slab-sized buffers that are used again: fresh ones cost a page fault per 4 KiB."""
+
+    def __init__(self, max_free: int = 64) -> None:
+        self._free: list[Bytes] = []
+        self._max_free = max_free
+
+    def take(self, num_bytes: int) -> Bytes:
+        if num_bytes <= TARGET_SLAB_BYTES:
+            return self._free.pop() if self._free else np.empty(TARGET_SLAB_BYTES, np.uint8)
+        return np.empty(num_bytes, np.uint8)
+
+    def give_back(self, buffer: Bytes) -> None:
+        if buffer.nbytes == TARGET_SLAB_BYTES and len(self._free) < self._max_free:
+            self._free.append(buffer)
+
+
+@dataclass(eq=False, slots=True)
+class SendQueue:
+    """One decode rank's share of a prefill endpoint. The endpoint's thread only."""
+
+    memories: Memories
+    pairs: Sequence[Pair]
+    page_size: int
+    tagger: Tagger
+    buffers: SlabBuffers
+    credit_bytes: int
+    codec: WireCodec | None = None
+    pull_tagger: Tagger | None = None  # while the receiver can read our memory
+    queue: deque[Delivery] = field(default_factory=deque)
+    unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
+    num_sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    returned: deque[Parcel] = field(default_factory=deque)  # damaged on the way, or not taken
+    quiet_since: float = 0.0
+    awaits_compute: bool = False
+
+    def add(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
+        self.queue.append(Delivery(opened, chunk, fence))
+
+    def next_parcel(self) -> Parcel | None:
+        """The next message to send, gathered now; None while there is none or no credit."""
+        self.awaits_compute = False
+        if self.returned:
+            return self.returned.popleft()
+        while self.queue and self.credit_bytes > 0 and len(self.unconfirmed) < MAX_UNCONFIRMED:
+            delivery = self.queue[0]
+            if delivery.parcels is None:
+                is_computed = delivery.chunk.is_computed
+                if is_computed is not None and not is_computed():
+                    self.awaits_compute = True
+                    return None
+                delivery.parcels = self._parcels(delivery)
+            parcel = next(delivery.parcels, None)
+            if parcel is not None:
+                return parcel
+            self.queue.popleft()
+        return None
+
+    def sent(self, parcel: Parcel, now: float) -> None:
+        """A message went out: it is unconfirmed from here on."""
+        if not self.unconfirmed:
+            self.quiet_since = now
+        if parcel.key not in self.unconfirmed:
+            self.credit_bytes -= parcel.num_bytes
+            self.unconfirmed[parcel.key] = parcel
+
+    def confirm(self, key: tuple[int, int, int], now: float) -> Parcel | None:
+        """A message arrived (or its room is gone over there). None for one not under way."""
+        is_oldest = next(iter(self.unconfirmed), None) == key
+        parcel = self.unconfirmed.pop(key, None)
+        if parcel is None:
+            return None
+        if is_oldest:  # what others overtake may be lost, however busy the rest is
+            self.quiet_since = now
+        self.credit_bytes += parcel.num_bytes
+        if parcel.buffer is not None and not parcel.num_resends:
+            self.buffers.give_back(parcel.buffer)
+        parcel.buffer = None
+        return parcel
+
+    def resend(self, key: tuple[int, int, int], now: float) -> bool:
+        """Send a message again. False once that has been tried often enough, or it cannot be."""
+        parcel = self.unconfirmed.get(key)
+        if parcel is None:
+            return True
+        if not parcel.frames:
+            self.confirm(key, now)
+            return True
+        parcel.num_resends += 1
+        frames: list[Any] | None = parcel.frames
+        if parcel.as_slab is not None:
+            frames, parcel.as_slab = parcel.as_slab(), None
+            self.pull_tagger = None
+        elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
+            frames = None
+        if frames is None:
+            self.confirm(key, now)  # it was received, and nothing of it is under way
+            return False
+        parcel.frames = frames
+        self.returned.append(parcel)
+        return True
+
+    def drop(self, room: int) -> None:
+        """Forget what a room has waiting. The credit of what is under way comes back with its
+        confirmation: until then it takes up memory, here or there."""
+        self.queue = deque(item for item in self.queue if item.opened.room != room)
+        for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:
+            self.returned.remove(parcel)
+            if self.unconfirmed.pop(parcel.key, None) is not None:
+                self.credit_bytes += parcel.num_bytes
+        for parcel in [parcel for parcel in self.unconfirmed.values() if parcel.key[0] == room]:
+            if parcel.is_last:  # confirmed only for a room that is complete
+                del self.unconfirmed[parcel.key]
+            else:
+                parcel.frames, parcel.buffer, parcel.as_slab = [], None, None
+        for counted in [counted for counted in self.num_sent if counted[0] == room]:
+            del self.num_sent[counted]
+
+    def _parcels(self, delivery: Delivery) -> Iterator[Parcel]:
+        opened, chunk = delivery.opened, delivery.chunk
+        num_pages = max(0, min(len(chunk.pages), opened.num_pages - chunk.start))
+        pages = chunk.pages[:num_pages]
+        tagger = self.pull_tagger
+        if tagger is not None and self.memories.kv.is_host and _are_whole(self.pairs):
+            parcels = self._pulls(opened, chunk.start, pages, delivery.fence, tagger)
+        else:
+            parcels = self._slabs(
+                opened, KV_COMPONENT, self.memories.kv, self.pairs, chunk.start, pages
+            )
+        yield from _while_open(delivery.fence, parcels)
+        if not chunk.is_last:
+            return
+        for component, rows in enumerate(chunk.state_rows):
+            if rows is not None and len(rows):
+                memory = self.memories.states[component]
+                parcels = self._slabs(
+                    opened, component, memory, whole_pairs(memory.buffers), 0, rows
+                )
+                yield from _while_open(delivery.fence, parcels)
+        yield from _while_open(delivery.fence, iter([self._last(opened, chunk)]))
+
+    def _slabs(
+        self,
+        opened: Open,
+        component: int,
+        memory: PagedMemory,
+        pairs: Sequence[Pair],
+        start: int,
+        pages: Pages,
+    ) -> Iterator[Parcel]:
+        sizes = [pair.page_bytes for pair in pairs]
+        page_size = self.page_size if component == KV_COMPONENT else 1
+        for spec in cut_slabs(len(pages), sizes, page_size):
+            buffer = self.buffers.take(spec.num_bytes)
+            key = self._next_key(opened)
+            part = pages[spec.start : spec.start + spec.num_pages]
+            frames = self._slab(key, component, memory, pairs, spec, start, part, buffer)
+            payload: Bytes = frames[-1]
+            if payload.base is not buffer:  # encoded: the pages' bytes are needed no more
+                self.buffers.give_back(buffer)
+                buffer = payload
+            yield Parcel(key, frames, payload.nbytes, buffer)
+
+    def _slab(
+        self,
+        key: tuple[int, int, int],
+        component: int,
+        memory: PagedMemory,
+        pairs: Sequence[Pair],
+        spec: SlabSpec,
+        start: int,
+        pages: Pages,
+        buffer: Bytes,
+    ) -> list[Any]:
+        """The frames of one slab, gathered into ``buffer``."""
+        payload = buffer[: spec.num_bytes]
+        used = pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
+        offset = 0
+        for pair in used:
+            size = pair.page_bytes * spec.num_pages
+            out = payload[offset : offset + size]
+            memory.gather(pair.source, pages, pair.source_slice, out)
+            offset += size
+        number = PLAIN
+        if self.codec is not None and component == KV_COMPONENT:
+            encoded = self.codec.encode(payload, used, spec.num_pages)
+            if encoded is not None:
+                payload, number = encoded, self.codec.number
+        header = encode(
+            Slab(
+                *key,
+                component,
+                spec.first_pair,
+                spec.num_pairs,
+                start + spec.start,
+                spec.num_pages,
+                number,
+                spec.num_bytes,
+                xxhash.xxh3_64_intdigest(payload.data),
+            )
+        )
+        return [VERSION_FRAME, header, self.tagger.tag(header), payload]
+
+    def _pulls(
+        self, opened: Open, start: int, pages: Pages, fence: Fence, tagger: Tagger
+    ) -> Iterator[Parcel]:
+        sizes = [pair.page_bytes for pair in self.pairs]
+        for spec in cut_slabs(len(pages), sizes, self.page_size, MAX_PULL_BYTES):
+            key = self._next_key(opened)
+            header = encode(
+                Pull(
+                    *key,
+                    spec.first_pair,
+                    spec.num_pairs,
+                    start + spec.start,
+                    spec.num_pages,
+                    fence.address,
+                    fence.value,
+                )
+            )
+            part = pages[spec.start : spec.start + spec.num_pages]
+            numbers = part.astype("<i4").tobytes()
+            frames = [VERSION_FRAME, header, tagger.tag(header, numbers), numbers]
+            parcel = Parcel(key, frames, spec.num_bytes // PULL_SHARE)
+            parcel.as_slab = partial(self._instead_of_pull, parcel, spec, start, part, fence)
+            yield parcel
+
+    def _instead_of_pull(
+        self, parcel: Parcel, spec: SlabSpec, start: int, pages: Pages, fence: Fence
+    ) -> list[Any] | None:
+        """The pages that the receiver could not read, as a slab; None once they are another's."""
+        parcel.buffer = np.empty(spec.num_bytes, np.uint8)
+        frames = self._slab(
+            parcel.key,
+            KV_COMPONENT,
+            self.memories.kv,
+            self.pairs,
+            spec,
+            start,
+            pages,
+            parcel.buffer,
+        )
+        return frames if fence.is_open else None
+
+    def _last(self, opened: Open, chunk: Chunk) -> Parcel:
+        rows = []
+        if chunk.aux_row is not None:
+            row = np.array([chunk.aux_row], np.int32)
+            for index, buffer in enumerate(self.memories.aux.buffers):
+                out = np.empty(buffer.page_bytes, np.uint8)
+                self.memories.aux.gather(index, row, None, out)
+                rows.append(out.tobytes())
+        key = self._next_key(opened)
+        header = encode(Last(key[0], key[1], key[2], rows))
+        return Parcel(key, [VERSION_FRAME, header, self.tagger.tag(header)], 0, is_last=True)
+
+    def _next_key(self, opened: Open) -> tuple[int, int, int]:
+        counted = opened.room, opened.generation
+        number = self.num_sent.get(counted, 0)
+        self.num_sent[counted] = number + 1
+        return *counted, number
+
+
+def _while_open(fence: Fence, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
+    """Ends where a room was given up while its pages were being read: they may be another's."""
+    for parcel in parcels:
+        if not fence.is_open:
+            return
+        yield parcel
+
+
+def _are_whole(pairs: Sequence[Pair]) -> bool:
+    return all(pair.source_slice is None and pair.destination_slice is None for pair in pairs)

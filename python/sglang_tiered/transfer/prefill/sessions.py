@@ -1,0 +1,298 @@
+"""The decode ranks a prefill endpoint has admitted, and the two sockets they connect to.
+
+A peer is admitted by Hello and Welcome on the control socket and joins with each of its data
+connections. Who answers to a routing id is known from then on, and only then. The endpoint's
+thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.transfer import messages
+from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.messages import VERSION_FRAME
+from sglang_tiered.transfer.prefill.send_queue import SendQueue, SlabBuffers
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
+from sglang_tiered.transfer.wire_codec import make_codec
+from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire.keys import (
+    SESSION_DOMAIN,
+    Tagger,
+    admit_sessions,
+    new_session_key,
+    password_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.transfer.memory import Memories
+    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.settings import TransferSettings
+    from sglang_tiered.wire.keys import Keys
+
+__all__ = ["DecodePeer", "DecodePeers", "received"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class DecodePeer:
+    """One decode rank. ``links`` are the routing ids of its data connections, by index."""
+
+    identity: bytes
+    instance: bytes
+    token: bytes
+    tagger: Tagger
+    sending: SendQueue
+    admitted_at: float
+    last_seen: float
+    num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
+    num_told: int = 0
+    links: list[bytes | None] = field(default_factory=list)
+    guest: Guest | None = None  # while it may read our memory
+
+    @property
+    def is_joined(self) -> bool:
+        return all(link is not None for link in self.links)
+
+    def link_of(self, seq: int) -> bytes:
+        """The connection a slab goes over: they take turns."""
+        return self.links[seq % len(self.links)] or b""
+
+
+class DecodePeers:
+    """Binds on construction: ``host`` as it is, free ports. Raises ``TransferError`` when the
+    address cannot be bound."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        layout: KVLayout,
+        memories: Memories,
+        rank: int,
+        settings: TransferSettings,
+        keys: Keys | None,
+    ) -> None:
+        self._layout = layout
+        self._codec = make_codec(layout)
+        self._memories = memories
+        self._rank = rank
+        self._settings = settings
+        self._keys = keys
+        self._instance = secrets.token_bytes(16)
+        self.door: Door | None = None
+        self._guests: set[Guest] = set()  # who have not said yet whose they are
+        self._buffers = SlabBuffers()
+        self._by_identity: dict[bytes, DecodePeer] = {}
+        self._by_token: dict[bytes, DecodePeer] = {}
+        self._by_link: dict[bytes, DecodePeer] = {}
+        self._turns: deque[DecodePeer] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
+            io_threads=max(1, settings.num_connections)
+        )
+        self._guard = keys.guard_server(self._context) if keys is not None else None
+        self._passwords: dict[str, str] = {}  # of sessions; the guard's thread reads it
+        if self._guard is not None:
+            self._guard.passwords[SESSION_DOMAIN] = self._passwords
+        try:
+            self.control, self.control_port = self._bind(host, keys)
+            self.data, self.data_port = self._bind(host, keys, is_data=True)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransferError(
+                f"cannot listen for decode instances on {host} ({error}); pass another --host."
+            ) from error
+        if settings.same_host and memories.kv.is_host:
+            with contextlib.suppress(OSError):  # then everything is sent
+                self.door = Door()
+
+    def __iter__(self) -> Iterator[DecodePeer]:
+        return iter(list(self._by_identity.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def get(self, identity: bytes) -> DecodePeer | None:
+        return self._by_identity.get(identity)
+
+    def behind(self, link: bytes) -> DecodePeer | None:
+        """Whose data connection this is."""
+        return self._by_link.get(link)
+
+    def replaced_by(self, identity: bytes, instance: bytes) -> list[DecodePeer]:
+        """The sessions that a Hello ends: of the same process, or of the same connection."""
+        return [peer for peer in self if peer.instance == instance or peer.identity == identity]
+
+    def is_reachable(self, peer: DecodePeer) -> bool:
+        """Also a sign of life. False once the connection is gone."""
+        return self.tell(peer.identity, messages.Pong(peer.num_told))
+
+    def in_turn(self) -> Iterator[DecodePeer]:
+        """Those that can be sent to, each once; who was first is last the next time."""
+        for _ in range(len(self._turns)):
+            peer = self._turns[0]
+            self._turns.rotate(-1)
+            if peer.is_joined:
+                yield peer
+
+    def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
+        """Open a session and say so. Raises ``TransferError`` for a layout that cannot be served;
+        nothing is kept then."""
+        tagger = Tagger(key := new_session_key(self._keys))
+        sending = SendQueue(
+            self._memories,
+            pair_buffers(self._layout, hello.layout),
+            self._layout.page_size,
+            tagger,
+            self._buffers,
+            min(hello.window_bytes, self._settings.window_bytes),
+            self._codec,
+        )
+        token = secrets.token_bytes(messages.TOKEN_BYTES)
+        links: list[bytes | None] = [None] * self._settings.num_connections
+        peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, now)
+        peer.links = links
+        door = self.door.name if self.door is not None and hello.is_same_host else None
+        self._by_identity[identity] = self._by_token[token] = peer
+        if self._keys is not None:
+            self._passwords[token.hex()] = password_of(key)
+        self._turns.append(peer)
+        self.tell(
+            identity,
+            messages.Welcome(
+                self._instance,
+                token,
+                self._rank,
+                self._layout,
+                self.data_port,
+                self._settings.num_connections,
+                key,
+                door,
+            ),
+        )
+        return peer
+
+    def at_the_door(self) -> Iterator[Guest]:
+        """Who has come, each to be passed to ``hear`` once it has something to say. Raises
+        ``OSError`` while nobody can be let in."""
+        for _ in range(MAX_GUESTS):
+            guest = self.door.welcome() if self.door is not None else None
+            if guest is None:
+                return
+            if len(self._guests) >= MAX_GUESTS:
+                guest.close()
+                continue
+            self._guests.add(guest)
+            yield guest
+
+    def hear(self, guest: Guest) -> bool:
+        """Let a guest's process read our pages if it knows a session's token; whether it has said
+        anything. It stays until the session ends, or goes at once."""
+        token = guest.token()
+        if token is None:
+            return False
+        self._guests.discard(guest)
+        peer = self._by_token.get(token)
+        if peer is None or peer.guest is not None:
+            guest.close()
+            return True
+        tagger = guest.admit(self._memories.kv.buffers)
+        if tagger is None:
+            guest.close()
+            return True
+        peer.guest = guest
+        peer.sending.pull_tagger = tagger
+        return True
+
+    def join(self, link: bytes, message: messages.Join) -> bool:
+        """A data connection says whose it is. False unless it proves that it may."""
+        peer = self._by_token.get(message.session)
+        if (
+            peer is None
+            or not 0 <= message.index < len(peer.links)
+            or peer.links[message.index] is not None
+            or not peer.tagger.is_right(message.proof, *message.proven())
+        ):
+            return False
+        peer.links[message.index] = link
+        self._by_link[link] = peer
+        return True
+
+    def remove(self, peer: DecodePeer) -> bool:
+        """Forget a peer. False when it was forgotten already."""
+        if self._by_identity.pop(peer.identity, None) is None:
+            return False
+        self._by_token.pop(peer.token, None)
+        self._passwords.pop(peer.token.hex(), None)
+        for link in peer.links:
+            self._by_link.pop(link or b"", None)
+        if peer.guest is not None and self.door is not None:
+            peer.guest.close()
+            if all(other.guest is None for other in self):
+                self.door.nobody_stays()
+        with contextlib.suppress(ValueError):
+            self._turns.remove(peer)
+        return True
+
+    def tell(self, identity: bytes, message: Any) -> bool:
+        """On the control channel. False for a connection that is gone. What does not fit into its
+        queue is missed by the peer when it next compares numbers."""
+        peer = self._by_identity.get(identity)
+        if peer is not None and not isinstance(message, messages.Welcome | messages.Pong):
+            peer.num_told += 1
+        try:
+            self.control.send_multipart([identity, VERSION_FRAME, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
+
+    def close(self) -> None:
+        """After the sockets' last use."""
+        if self._guard is not None:
+            self._guard.stop()
+        readers = [peer.guest for peer in self if peer.guest is not None]
+        if self.door is not None:
+            if readers:
+                self.door.nobody_stays()
+            self.door.close()
+        for guest in (*self._guests, *readers):
+            guest.close()
+        self._context.destroy(linger=0)
+
+    def _bind(
+        self, host: str, keys: Keys | None, *, is_data: bool = False
+    ) -> tuple[zmq.Socket[bytes], int]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True  # an unknown peer is an error, not silence
+        socket.sndhwm = socket.rcvhwm = 4096  # a backstop: credits bound what is under way
+        socket.maxmsgsize = messages.MAX_CONTROL_BYTES
+        socket.ipv6 = ":" in host
+        if keys is not None and is_data and not self._settings.encrypt_data:
+            admit_sessions(socket)
+        elif keys is not None:
+            keys.secure_server(socket)
+        port = socket.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
+        return socket, port
+
+
+def received(socket: zmq.Socket[bytes], limit: int = 64) -> Iterator[list[bytes]]:
+    """The messages that are there, at most ``limit``, so that nothing else waits long."""
+    for _ in range(limit):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(frames) > 1:
+            yield frames

@@ -1,0 +1,209 @@
+"""Keys of the roles, CURVE on sockets, and authenticators on data headers.
+
+With a key directory the control channel is encrypted and both ends know each other: an instance
+has its role's secret key, and the peers' public keys. Data then carries a keyed BLAKE2b of each
+header (which holds the slab's checksum), unless all of it is encrypted too. Based on CurveZMQ
+(https://rfc.zeromq.org/spec/26) through pyzmq's certificates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "KEY_BYTES",
+    "PEER",
+    "ROLES",
+    "SESSION_DOMAIN",
+    "TAG_BYTES",
+    "Keys",
+    "Tagger",
+    "admit_sessions",
+    "load_keys",
+    "make_keys",
+    "new_session_key",
+    "password_of",
+    "prove_session",
+]
+
+ROLES = ("prefill", "decode")
+PEER = "peer"
+"""The role of servers that share pages: all have one key pair, and each is the others' peer."""
+
+KEY_BYTES = 32
+TAG_BYTES = 16
+SESSION_DOMAIN = "sglang-tiered-session"
+"""In which ZAP (https://rfc.zeromq.org/spec/27) asks for the passwords of sessions."""
+
+_DOMAIN = "sglang-tiered"
+_KEY_CHARS = 40  # 32 bytes as Z85
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One role's key pair, the other's public key, and the directory whose ``*.key`` files name
+    who is admitted. Keys are Z85 text, as CURVE wants them."""
+
+    public: bytes
+    secret: bytes
+    peer_public: bytes
+    directory: Path
+
+    def guard_server(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Admit only peers whose public key is in ``directory``, and nobody to sockets that ask for
+        passwords before there are some. Returns its thread, started; the caller stops it."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain=_DOMAIN, location=self.directory)
+        return authenticator
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``bind``."""
+        socket.zap_domain = _DOMAIN.encode()
+        socket.curve_server = True
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``connect``."""
+        socket.curve_serverkey = self.peer_public
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+class Tagger:
+    """Authenticators of headers; without a key they are empty and always right."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def tag(self, *parts: bytes) -> bytes:
+        if not self._key:
+            return b""
+        digest = hashlib.blake2b(key=self._key, digest_size=TAG_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+    def is_right(self, tag: bytes, *parts: bytes) -> bool:
+        return hmac.compare_digest(tag, self.tag(*parts))
+
+
+def new_session_key(keys: Keys | None) -> bytes:
+    """A key for one session's data headers, told over the encrypted control channel."""
+    return b"" if keys is None else secrets.token_bytes(KEY_BYTES)
+
+
+def password_of(key: bytes) -> str:
+    """What a data connection of the session with this key is admitted by. It travels in the clear
+    and does not tell the key."""
+    return Tagger(key).tag(b"data connection").hex()
+
+
+def admit_sessions(socket: zmq.Socket[bytes]) -> None:
+    """Ask who connects for the name and password of a session (PLAIN,
+    https://rfc.zeromq.org/spec/24): nobody else gets as far as a message, of which ZeroMQ would
+    collect all frames before anybody can look. Before ``bind``."""
+    socket.zap_domain = SESSION_DOMAIN.encode()
+    socket.plain_server = True
+
+
+def prove_session(socket: zmq.Socket[bytes], token: bytes, key: bytes) -> None:
+    """Answer that. Before ``connect``."""
+    socket.plain_username = token.hex().encode()
+    socket.plain_password = password_of(key).encode()
+
+
+def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:
+    """Write a key pair per role: ``ROLE.key`` (public) and ``ROLE.key_secret`` (mode 0600).
+
+    Raises ``ConfigError`` rather than replace a key that servers may be using.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for role in roles:
+        for name in (f"{role}.key", f"{role}.key_secret"):
+            if (directory / name).exists():
+                raise ConfigError(
+                    f"{directory / name} exists; pass another directory, or move the old keys "
+                    "away first."
+                )
+    made = []
+    for role in roles:
+        before = os.umask(0o077)
+        try:
+            made += [Path(path) for path in zmq.auth.create_certificates(directory, role)]
+        finally:
+            os.umask(before)
+        (directory / f"{role}.key").chmod(0o644)
+    return made
+
+
+def load_keys(directory: Path, role: str) -> Keys:
+    """This role's pair and the other's public key. Raises ``ConfigError`` with one sentence."""
+    flag = "--tier-peer-keys" if role == PEER else "--transfer-keys"
+    other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
+    own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
+    _check_writers(flag, directory)
+    for path in (own, peer):
+        if not path.is_file():
+            raise ConfigError(
+                f"{flag} {directory} has no {path.name}; make keys with python -m "
+                f"sglang_tiered keygen{' --role peer' if role == PEER else ''}, and copy "
+                "it here."
+            )
+    if stat.S_IMODE(own.stat().st_mode) & 0o077:
+        raise ConfigError(f"{own} can be read by others; chmod 600 it.")
+    try:
+        public, secret = zmq.auth.load_certificate(own)
+        peer_public, _ = zmq.auth.load_certificate(peer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {directory} holds no usable keys ({error}).") from error
+    if secret is None:
+        raise ConfigError(f"{own} holds no secret key; make keys anew.")
+    if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
+        raise ConfigError(f"{flag} {directory} holds keys cut short; copy them anew.")
+    _check_admitted(flag, directory)
+    return Keys(public, secret, peer_public, directory)
+
+
+def _check_writers(flag: str, directory: Path) -> None:
+    """Whoever can add or write a ``*.key`` file is admitted, unless the mount lets nobody."""
+    if not directory.is_dir() or os.statvfs(directory).f_flag & os.ST_RDONLY:
+        return
+    for path in (directory, *sorted(directory.glob("[!.]*.key"))):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o022:
+            raise ConfigError(
+                f"{flag} {path} can be written by others, who could admit themselves; "
+                "chmod go-w it."
+            )
+
+
+def _check_admitted(flag: str, directory: Path) -> None:
+    """The authenticator reads all ``*.key`` files or, where one is bad, none."""
+    for path in sorted(directory.glob("[!.]*.key")):
+        try:
+            public, _ = zmq.auth.load_certificate(path)
+        except (OSError, ValueError):
+            public = b""
+        if len(public) != _KEY_CHARS:
+            raise ConfigError(
+                f"{flag} {directory} admits whoever is in a *.key file, but {path.name} is no "
+                "usable key; copy it anew, or move it away."
+            )

@@ -1,0 +1,285 @@
+"""Numbers that come back further off than the codec says, and pages it must not touch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_tiered.codecs import (
+    LOSSY_CODEC_NAMES,
+    CodecError,
+    PageLayout,
+    SegmentLayout,
+    make_codec,
+)
+from sglang_tiered.codecs.dtypes import float32_to_bytes
+from sglang_tiered.codecs.encoded import (
+    HEADER_BYTES,
+    METHOD_FP8,
+    METHOD_INT8,
+    unpack_header,
+)
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_tiered.codecs import PageCodec
+
+DTYPES = ("float32", "bfloat16", "float16")
+METHODS = {"fp8": METHOD_FP8, "int8": METHOD_INT8}
+
+
+def column(dtype: str, num_tokens: int, num_channels: int) -> PageLayout:
+    """One layer, one head, one segment."""
+    shape = (1, num_tokens, 1, num_channels)
+    axes = ("layer", "token", "head", "channel")
+    return PageLayout(dtype=dtype, segments=(SegmentLayout(axes, shape),))
+
+
+def through(codec: PageCodec, values: torch.Tensor, *, expect_lossy: bool = True) -> torch.Tensor:
+    """Values of a page, encoded and decoded."""
+    plain = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+    data = codec.encode((memoryview(plain),))
+    is_lossy = unpack_header(memoryview(data)).method == METHODS[codec.name]
+    assert is_lossy is expect_lossy
+    back = bytearray(b"\xa5" * plain.nbytes)
+    codec.decode(memoryview(data), (memoryview(back),))
+    return torch.frombuffer(back, dtype=values.dtype).reshape(values.shape)
+
+
+def reference_fp8(group: torch.Tensor) -> torch.Tensor:
+    """Torch's rounding with the least power of two that brings the group within 448."""
+    exact = group.to(torch.float64)
+    largest = exact.abs().max().item()
+    exponent = 0
+    while largest * 2.0**-exponent > 448:
+        exponent += 1
+    while exponent > -110 and largest * 2.0 ** -(exponent - 1) <= 448:
+        exponent -= 1
+    scaled = (exact * 2.0**-exponent).to(torch.float32)
+    assert torch.equal(scaled.to(torch.float64), exact * 2.0**-exponent)
+    codes = scaled.to(torch.float8_e4m3fn)
+    return (codes.to(torch.float64) * 2.0**exponent).to(group.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", [-20, -3, 0, 1, 9])
+def test_fp8_rounds_unlike_torch(dtype: str, exponent: int) -> None:
+    """Every pattern of 16 upper bits in six binades and the subnormal ones below, with ties."""
+    if dtype == "float16":
+        exponent = max(exponent, -3)
+    upper = torch.arange(0x3A00, 0x4000, dtype=torch.int32)
+    patterns = torch.cat([upper, upper | 0x8000]) << 16
+    values = patterns.view(torch.float32) * 2.0**exponent
+    if dtype == "float32":  # just beside every tie
+        values = torch.cat([values, torch.nextafter(values, values * 2), values * (1 - 2.0**-23)])
+    rows = values.to(getattr(torch, dtype)).reshape(-1, 16)
+    codec = make_codec("fp8", column(dtype, len(rows), 16))
+    assert torch.equal(through(codec, rows), reference_fp8(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_groups_share_a_scale_with_neighbours(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layout = PageLayout.kv(
+        dtype=dtype, num_layers=3, page_size=5, num_heads=2, head_dim=40, v_head_dim=17
+    )
+    pieces = []
+    for segment in layout.segments:
+        values = torch.randn(segment.shape, generator=generator)
+        values *= torch.exp2(
+            torch.randint(-7, 7, (3, 1, 2, segment.shape[-1]), generator=generator)
+        )
+        pieces.append(values.to(getattr(torch, dtype)))
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    back = through(make_codec("fp8", layout), flat)
+    position = 0
+    for piece in pieces:
+        got = back[position : position + piece.numel()].reshape(piece.shape)
+        position += piece.numel()
+        for layer in range(3):
+            for head in range(2):
+                for start in range(0, piece.shape[-1], 16):
+                    group = piece[layer, :, head, start : start + 16]
+                    assert torch.equal(
+                        got[layer, :, head, start : start + 16], reference_fp8(group)
+                    )
+
+
+def test_fp8_keeps_the_sign_of_zero_and_zero_pages() -> None:
+    codec = make_codec("fp8", column("bfloat16", 4, 16))
+    values = torch.zeros(4, 16, dtype=torch.bfloat16)
+    assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
+    values = -values
+    values[0, 0] = 3.0
+    assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_errs_by_more_than_half_a_step(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(64, 48, generator=generator)
+    values *= torch.exp2(torch.randint(-6, 6, (48,), generator=generator))
+    values += 20 * torch.randn(48, generator=generator)
+    values[:, 3] = 7.25  # the same everywhere
+    values[:, 4] = 0
+    rows = values.to(getattr(torch, dtype))
+    back = through(make_codec("int8", column(dtype, 64, 48)), rows).double()
+    exact = rows.double()
+    low, high = exact.min(0).values, exact.max(0).values
+    largest = torch.maximum(low.abs(), high.abs())
+    # The ends of the range are rounded outwards to 8 bits; the result to the type's.
+    step = (high - low + largest / 128) / 255 * (1 + 1 / 128)
+    ulp = {"float32": 2.0**-22, "bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    assert ((back - exact).abs() <= step / 2 * 1.0001 + largest * ulp).all()
+    assert torch.equal(back[:, 4], exact[:, 4])
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "largest"])
+def test_value_that_cannot_be_scaled_is_changed(name: str, dtype: str, value: float | str) -> None:
+    kind = getattr(torch, dtype)
+    rows = torch.randn(64, 16, generator=torch.Generator().manual_seed(3)).to(kind)
+    rows[10, 3] = torch.finfo(kind).max if isinstance(value, str) else value
+    codec = make_codec(name, column(dtype, 64, 16))
+    back = through(codec, rows, expect_lossy=False)
+    assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", ["tiny", "large"])
+def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, scale: str) -> None:
+    kind = getattr(torch, dtype)
+    size = torch.finfo(kind).smallest_normal if scale == "tiny" else torch.finfo(kind).max / 2**9
+    rows = (torch.rand(64, 16, generator=torch.Generator().manual_seed(4)).double() * size).to(kind)
+    back = through(make_codec(name, column(dtype, 64, 16)), rows)
+    assert back.isfinite().all()
+    # Numbers near the least exponent of float32 become zero.
+    assert ((back.double() - rows.double()).abs() <= max(size / 16, 2.0**-118)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("fp8", -1, 0x7F),  # a code that is not a number
+        ("fp8", -1, 0xFF),
+        ("fp8", HEADER_BYTES + 4, 0xFF),  # a scale beyond all
+        ("int8", HEADER_BYTES + 5, 0x7F),  # the least value infinite, or not a number
+        ("int8", HEADER_BYTES + 7, 0xBF),  # a negative step
+        ("int8", HEADER_BYTES + 7, 0x7F),
+    ],
+)
+def test_bytes_that_nobody_writes_decode(name: str, place: int, value: int) -> None:
+    codec = make_codec(name, column("bfloat16", 1, 16))
+    # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
+    page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
+    data = bytearray(codec.encode((memoryview(page),)))
+    back = memoryview(bytearray(page.nbytes))
+    codec.decode(memoryview(data), (back,))
+    data[place] = value
+    with pytest.raises(CodecError, match="never written|not a number"):
+        codec.decode(memoryview(data), (back,))
+
+
+def test_float32_is_rounded_to_bfloat16_unlike_torch() -> None:
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(4096, generator=generator)
+    bits = values.view(torch.int32)
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
+    plain = float32_to_bytes(values.numpy(), "bfloat16")
+    assert torch.equal(torch.from_numpy(plain).view(torch.bfloat16), values.bfloat16())
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+def test_page_of_another_pool_is_quantized(name: str) -> None:
+    """State pages and drafts of another length go through the same engine."""
+    codec = make_codec(name, column("bfloat16", 64, 16))
+    page = np.random.default_rng(0).bytes(1000)
+    data = codec.encode((memoryview(page),))
+    back = bytearray(1000)
+    codec.decode(memoryview(data), (memoryview(back),))
+    assert back == page
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize("order", ["page_first", "page_head", "layer_first"])
+def test_order_of_axes_is_misread(name: str, order: str) -> None:
+    """The same page in another order of memory decodes to the same numbers."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = {"num_layers": 3, "page_size": 32, "num_heads": 2, "head_dim": 24}
+    channel = torch.exp2(torch.randint(-6, 6, (3, 1, 2, 24), generator=generator))
+    kv = [torch.randn(3, 32, 2, 24, generator=generator) * channel for _ in range(2)]
+    # From [layer, token, head, channel] to the order, and back.
+    permutation = {"page_first": (1, 0, 2, 3), "page_head": (2, 1, 0, 3)}.get(order, (0, 1, 2, 3))
+    inverse = np.argsort(permutation).tolist()
+
+    def arranged(parts: list[torch.Tensor]) -> torch.Tensor:
+        if order == "layer_first":
+            return torch.stack(parts, dim=1).reshape(-1)
+        return torch.cat([part.permute(permutation).reshape(-1) for part in parts])
+
+    def restored(flat: torch.Tensor) -> list[torch.Tensor]:
+        if order == "layer_first":
+            return list(flat.reshape(3, 2, 32, 2, 24).unbind(1))
+        shape = [kv[0].shape[axis] for axis in permutation]
+        return [half.reshape(shape).permute(inverse) for half in flat.chunk(2)]
+
+    direct = PageLayout.kv(dtype="float32", **lengths)
+    expected = through(make_codec(name, direct), torch.cat([part.reshape(-1) for part in kv]))
+    other = PageLayout.kv(dtype="float32", **lengths, order=order)
+    got = through(make_codec(name, other), arranged(kv))
+    for part, reference in zip(restored(got), expected.chunk(2), strict=True):
+        assert torch.equal(part, reference.reshape(part.shape))
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize("order", ["page_first_direct", "page_first", "layer_first"])
+def test_latent_page_is_refused(name: str, order: str) -> None:
+    layout = PageLayout.latent(dtype="bfloat16", num_layers=2, page_size=64, dim=72, order=order)
+    assert layout.page_bytes == 2 * 64 * 72 * 2
+    values = torch.randn(2 * 64 * 72, generator=torch.Generator().manual_seed(6)).bfloat16()
+    back = through(make_codec(name, layout), values)
+    assert (back - values).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PageLayout.unknown(),
+        PageLayout.unknown("bfloat16"),
+        PageLayout.kv(dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64),
+    ],
+    ids=["bytes", "unknown", "fp8"],
+)
+def test_lossy_codec_accepts_bytes_it_cannot_read(name: str, layout: PageLayout) -> None:
+    with pytest.raises(ConfigError):
+        make_codec(name, layout)
+
+
+def test_unknown_codec_is_a_surprise_later() -> None:
+    for name in ("gzip", "none", ""):
+        with pytest.raises(ConfigError, match="codec"):
+            make_codec(name, PageLayout.unknown())
+
+
+def test_layouts_share_a_digest() -> None:
+    lengths = {"num_layers": 2, "page_size": 16, "num_heads": 2, "head_dim": 16}
+    layouts = [
+        PageLayout.kv(dtype=dtype, **lengths, order=order)
+        for dtype in DTYPES
+        for order in ("page_first_direct", "page_first", "page_head", "layer_first")
+    ] + [PageLayout.unknown(dtype) for dtype in (*DTYPES, "uint8")]
+    assert len({layout.digest for layout in layouts}) == len(layouts)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"), [(("token",), (4,)), (("token", "channel"), (4,)), (("channel",), (0,))]
+)
+def test_layout_that_means_nothing_is_taken(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"axes|shape"):
+        PageLayout(dtype="float32", segments=(SegmentLayout(axes, shape),))

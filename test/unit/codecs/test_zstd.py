@@ -1,0 +1,186 @@
+"""Pages that come back changed, grow, or are read as what they are not."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zstandard
+
+from sglang_tiered.codecs import (
+    CODEC_NAMES,
+    CodecError,
+    PageLayout,
+    make_codec,
+)
+from sglang_tiered.codecs.encoded import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from sglang_tiered.codecs import PageCodec
+    from sglang_tiered.storage.base import Page
+
+LAYOUT = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=24)
+CODECS = CODEC_NAMES[1:]
+
+
+def keys_and_values(layout: PageLayout, seed: int) -> bytes:
+    """Finite numbers of many sizes, as a page's bytes."""
+    rng = np.random.default_rng(seed)
+    num_elements = layout.page_bytes // layout.item_bytes
+    values = rng.standard_normal(num_elements) * np.exp(rng.standard_normal(num_elements))
+    if layout.dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(layout.dtype).tobytes()
+
+
+def decoded(codec: PageCodec, data: bytes, sizes: tuple[int, ...]) -> bytes:
+    page = tuple(memoryview(bytearray(b"\xa5" * size)) for size in sizes)
+    codec.decode(memoryview(data), page)
+    return b"".join(page)
+
+
+def cut(data: bytes, sizes: tuple[int, ...]) -> Page:
+    segments, position = [], 0
+    for size in sizes:
+        segments.append(memoryview(data[position : position + size]))
+        position += size
+    return tuple(segments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 5, 7, 64, 1001, 65536, 200_003])
+def test_lossless_page_differs_by_a_byte(dtype: str, num_bytes: int) -> None:
+    codec = make_codec("zstd", PageLayout.unknown(dtype))
+    source = random.Random(num_bytes)
+    for data in (source.randbytes(num_bytes), bytes(num_bytes), b"\x3f\x80" * num_bytes):
+        page = data[:num_bytes]
+        encoded = codec.encode((memoryview(page),))
+        assert decoded(codec, encoded, (num_bytes,)) == page
+        assert len(encoded) <= codec.max_encoded_bytes(num_bytes) == num_bytes + HEADER_BYTES
+
+
+def test_random_page_grows() -> None:
+    page = random.Random(0).randbytes(100_000)
+    encoded = make_codec("zstd", LAYOUT).encode((memoryview(page),))
+    assert len(encoded) == len(page) + HEADER_BYTES
+
+
+def test_keys_and_values_do_not_shrink() -> None:
+    page = keys_and_values(LAYOUT, 1)
+    encoded = make_codec("zstd", LAYOUT).encode((memoryview(page),))
+    assert len(encoded) < 0.9 * len(page)
+    zeros = make_codec("zstd", LAYOUT).encode((memoryview(bytes(1 << 20)),))
+    assert len(zeros) < 1000
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "sizes",
+    [(LAYOUT.page_bytes,), (1, LAYOUT.page_bytes - 1), (999, 0, 3, LAYOUT.page_bytes - 1002)],
+)
+def test_how_a_page_is_cut_changes_it(name: str, sizes: tuple[int, ...]) -> None:
+    codec = make_codec(name, LAYOUT)
+    data = keys_and_values(LAYOUT, 2)
+    half = LAYOUT.page_bytes // 2
+    reference = codec.encode(cut(data, (half, half)))
+    assert codec.encode(cut(data, sizes)) == reference
+    assert decoded(codec, reference, sizes) == decoded(codec, reference, (half, half))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_truncated_or_lengthened_page_decodes(name: str) -> None:
+    codec = make_codec(name, LAYOUT)
+    encoded = codec.encode((memoryview(keys_and_values(LAYOUT, 3)),))
+    ends = [*range(40), *range(40, len(encoded), 97), len(encoded) - 1]
+    for end in ends:
+        with pytest.raises(CodecError):
+            decoded(codec, encoded[:end], (LAYOUT.page_bytes,))
+    with pytest.raises(CodecError):
+        decoded(codec, encoded + b"\0", (LAYOUT.page_bytes,))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("place", range(HEADER_BYTES))
+def test_header_byte_is_not_looked_at(name: str, place: int) -> None:
+    codec = make_codec(name, LAYOUT)
+    encoded = bytearray(codec.encode((memoryview(keys_and_values(LAYOUT, 4)),)))
+    encoded[place] ^= 0x40
+    with pytest.raises(CodecError):
+        decoded(codec, bytes(encoded), (LAYOUT.page_bytes,))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_page_of_another_layout_decodes(name: str) -> None:
+    """Of the same length: K and V of one layer and four heads instead of two and two."""
+    other = PageLayout.kv(dtype="bfloat16", num_layers=1, page_size=16, num_heads=4, head_dim=24)
+    assert other.page_bytes == LAYOUT.page_bytes
+    encoded = make_codec(name, LAYOUT).encode((memoryview(keys_and_values(LAYOUT, 5)),))
+    with pytest.raises(CodecError):
+        decoded(make_codec(name, other), encoded, (LAYOUT.page_bytes,))
+
+
+def test_page_of_another_codec_decodes() -> None:
+    page = (memoryview(keys_and_values(LAYOUT, 6)),)
+    for name in CODECS:
+        for other in CODECS:
+            if other not in {name, "zstd"}:  # what a lossy codec cannot express is zstd's
+                with pytest.raises(CodecError):
+                    decoded(
+                        make_codec(name, LAYOUT),
+                        make_codec(other, LAYOUT).encode(page),  # type: ignore[arg-type]
+                        (LAYOUT.page_bytes,),
+                    )
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_page_decodes_into_another_length(name: str) -> None:
+    codec = make_codec(name, LAYOUT)
+    encoded = codec.encode((memoryview(keys_and_values(LAYOUT, 7)),))
+    for size in (1, LAYOUT.page_bytes - 2, LAYOUT.page_bytes + 2):
+        with pytest.raises(CodecError):
+            decoded(codec, encoded, (size,))
+
+
+def test_chunk_that_claims_petabytes_takes_them() -> None:
+    codec = make_codec("zstd", LAYOUT)
+    encoded = codec.encode((memoryview(keys_and_values(LAYOUT, 8)),))
+    frame = bytearray(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
+    size = zstandard.frame_content_size(frame)
+    place = bytes(frame).index(struct.pack("<I", size))
+    frame[place : place + 4] = struct.pack("<I", 0xFFFF_FFF0)
+    assert zstandard.frame_content_size(frame) == 0xFFFF_FFF0
+    bomb = encoded[:HEADER_BYTES] + struct.pack("<I", len(frame) | 1 << 31) + bytes(frame)
+    with pytest.raises(CodecError, match="expands to"):
+        decoded(codec, bomb, (LAYOUT.page_bytes,))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_threads_share_a_compressor(name: str) -> None:
+    layout = PageLayout.kv(dtype="float32", num_layers=4, page_size=64, num_heads=2, head_dim=64)
+    codec = make_codec(name, layout)
+    pages = [keys_and_values(layout, seed) for seed in range(4)]
+    expected = [codec.encode((memoryview(page),)) for page in pages]
+    exact = [decoded(codec, data, (layout.page_bytes,)) for data in expected]  # type: ignore[arg-type]
+    wrong: list[int] = []
+    start = threading.Barrier(4)
+
+    def work(index: int) -> None:
+        start.wait(timeout=30)
+        for _ in range(8):
+            data = codec.encode((memoryview(pages[index]),))
+            if data != expected[index]:
+                wrong.append(index)
+            if decoded(codec, bytes(data), (layout.page_bytes,)) != exact[index]:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not wrong

@@ -1,0 +1,161 @@
+"""What a checkpoint does off the scheduler thread, on real stores: two servers over one directory
+of objects."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from host_pools import PAGE_SIZE, hashes, make_pool, storage_config
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.integration.admin import durability
+from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.view import StoredPage
+
+NUM_PAGES = 12
+TENANT = b"t" * 16
+TIMEOUT_S = 20.0
+
+Open = Callable[..., TieredStorage]
+
+
+HASHES = hashes(*map(str, range(NUM_PAGES)))
+SLOTS = torch.arange(NUM_PAGES * PAGE_SIZE)
+
+
+@pytest.fixture
+def open_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """A server's storage by its name, with a KV pool and a pool of windows."""
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    monkeypatch.setattr(durability, "_BATCH_BYTES", 8000)  # a page of KV, a few of windows
+    opened = []
+
+    def open_server(name: str, *, has_bucket: bool = True) -> TieredStorage:
+        nvme = NvmeConfig(
+            directory=str(tmp_path / name), capacity_bytes=64 * MiB, region_bytes=4 * MiB
+        )
+        config = TieredConfig(
+            mode=TierMode.NVME,
+            host_bytes=MiB,
+            nvme=nvme,
+            object=ObjectConfig(url=(tmp_path / "bucket").as_uri()) if has_bucket else None,
+        )
+        environment: dict[str, str] = {}
+        config.to_environment(environment)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        storage: Any = TieredStorage(storage_config(), {})
+        opened.append(storage)
+        storage.register_mem_pool_host(make_pool(3000, 3000, NUM_PAGES))
+        storage.register_mem_host_pool_v2(make_pool(1000, 1000, NUM_PAGES), PoolName.SWA)
+        storage.on_host_pools_registered()
+        found: TieredStorage = storage
+        return found
+
+    yield open_server
+    for storage in opened:
+        storage.close()
+
+
+def stored_pages(server: TieredStorage) -> list[StoredPage]:
+    found = []
+    at = -1
+    while (region := server.region_engine.view.pages_behind(at)) is not None:
+        at, pages = region
+        found += pages
+    return found
+
+
+@pytest.fixture
+def resumed(open_server: Open) -> TieredStorage:
+    """A server that finds in the bucket what another one computed and made durable there."""
+    first, second = open_server("first"), open_server("second")
+    assert first.batch_set_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    windows = PoolTransfer(PoolName.SWA, host_indices=SLOTS[-2 * PAGE_SIZE :], keys=HASHES[-2:])
+    assert first.batch_set_v2([windows]) == {PoolName.SWA: [True, True]}
+    assert make_durable(first, HASHES, Tier.OBJECT, NO_TENANT, TIMEOUT_S) == NUM_PAGES
+    engine = second.layered_engine
+    assert engine is not None
+    keys = second.keys_of_pools(HASHES)[:NUM_PAGES]
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(engine.contains_below(keys)):
+        assert time.monotonic() < deadline
+        engine.lower.refresh(1.0)
+    assert not any(second.region_engine.view.contains(keys))
+    return second
+
+
+def test_what_only_the_bucket_holds_is_brought_up_to_nvme_under_its_tenants_name(
+    resumed: TieredStorage,
+) -> None:
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, TIMEOUT_S) == NUM_PAGES
+    held = stored_pages(resumed)
+    assert len(held) == NUM_PAGES + 2, "the windows too"
+    assert {page.tenant for page in held} == {TENANT}
+    assert all(page.is_used for page in held), "reclaim would take them first"
+    assert resumed.layered_engine is not None
+    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    pool = resumed.mem_pool_host
+    expected = pool.buffer.clone()
+    pool.buffer.zero_()
+    assert resumed.batch_get_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    assert torch.equal(pool.buffer, expected)
+
+
+def test_an_nvme_that_takes_nothing_ends_a_checkpoint_in_time_and_says_what_is_missing(
+    resumed: TieredStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resumed.layered_engine is not None
+    monkeypatch.setattr(resumed.layered_engine._promoter, "_may_store", lambda: False)
+    begun = time.monotonic()
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_bucket_that_lost_its_objects_ends_a_checkpoint_in_time(resumed: TieredStorage) -> None:
+    assert resumed.layered_engine is not None
+    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    begun = time.monotonic()
+    assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
+    assert time.monotonic() - begun < 5.0
+
+
+def test_pages_on_nvme_alone_count_as_used_once_they_were_asked_for(open_server: Open) -> None:
+    server = open_server("first", has_bucket=False)
+    server.batch_set_v1(HASHES, SLOTS)
+    assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
+    used = {page.key.hex() for page in stored_pages(server) if page.is_used}
+    assert used == set(HASHES[:3])
+
+
+def test_a_page_that_is_stored_while_the_barrier_is_made_durable_does_not_count(
+    open_server: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = open_server("first", has_bucket=False)
+    early = 8
+    server.batch_set_v1(HASHES[:early], SLOTS[: early * PAGE_SIZE])
+    shard = server.region_engine
+    sync = shard.sync
+
+    def sync_then_store(timeout_s: float) -> bool:
+        is_synced = sync(timeout_s)
+        late = server.batch_set_v1(HASHES[early:], SLOTS[early * PAGE_SIZE :])
+        assert all(late)
+        return is_synced
+
+    monkeypatch.setattr(shard, "sync", sync_then_store)
+    assert make_durable(server, HASHES, Tier.NVME, NO_TENANT, 0.5) == early

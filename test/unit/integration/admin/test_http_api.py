@@ -1,0 +1,124 @@
+"""What the endpoints take for a selector, and what rids they remember."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Request
+
+from sglang_tiered.integration.admin import http_api
+from sglang_tiered.integration.admin.http_api import (
+    PurgeRequestError,
+    SelectorError,
+    parse_purge,
+    parse_selector,
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"rid": "r"},
+        {"text": "Hello", "extra_key": "acme"},
+        {"input_ids": [1, 2, 3], "cache_salt": "s", "tier": "nvme"},
+        {"rid": "r", "tier": "object"},
+    ],
+)
+def test_a_selector_names_one_prefix(body: dict[str, Any]) -> None:
+    assert parse_selector(body, with_tier=True) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "exactly one of"),
+        ({"extra_key": "a"}, "exactly one of"),
+        ({"rid": "r", "text": "t"}, "exactly one of"),
+        ({"rid": ""}, "rid must be a text"),
+        ({"rid": 7}, "rid must be a text"),
+        ({"rid": "r", "extra_key": "a"}, "leave them out"),
+        ({"text": "t", "extra_key": None}, "extra_key must be a text"),
+        ({"input_ids": []}, "list of token numbers"),
+        ({"input_ids": [1.5]}, "list of token numbers"),
+        ({"input_ids": [-1]}, "list of token numbers"),
+        ({"input_ids": [True]}, "list of token numbers"),
+        ({"input_ids": "1,2"}, "list of token numbers"),
+        ({"text": "t", "tier": "tape"}, "choose one of nvme, object"),
+        ({"text": "t", "prompt": "u"}, "'prompt' is unknown"),
+        ({"text": "a\ud800"}, r"text has '\\ud800' at character 1, half of a surrogate pair"),
+        ({"rid": "\udfff"}, "pass the whole character"),
+        ({"text": "t", "\ud800": 1}, r"'\\ud800' is unknown"),
+        ({"text": "t", "x" * 10_000: 1}, "'x{40}' is unknown"),
+        ({"text": "t", "tier": "\ud800"}, "tier has"),
+    ],
+)
+def test_anything_else_is_one_sentence(body: Any, sentence: str) -> None:
+    with pytest.raises(SelectorError, match=sentence):
+        parse_selector(body, with_tier=True)
+
+
+def test_residency_asks_for_no_tier() -> None:
+    with pytest.raises(SelectorError, match="'tier' is unknown"):
+        parse_selector({"text": "t", "tier": "nvme"}, with_tier=False)
+
+
+def test_a_prompt_has_a_bound_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_api, "_MAX_TOKENS", 8)
+    monkeypatch.setattr(http_api, "_MAX_CHARACTERS", 32)
+    with pytest.raises(SelectorError, match="input_ids has 9 tokens, more than 8; pass the begin"):
+        parse_selector({"input_ids": [1] * 9}, with_tier=True)
+    with pytest.raises(SelectorError, match="text has 33 characters, more than 32"):
+        parse_selector({"text": "a" * 33}, with_tier=True)
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_half_a_character_names_no_tenant(name: str) -> None:
+    with pytest.raises(PurgeRequestError, match=f"{name} has .* half of a surrogate pair"):
+        parse_purge({name: "\ud800"})
+
+
+def read_body(body: bytes) -> Any:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    return asyncio.run(http_api._json(Request({"type": "http"}, receive)))
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"", "the body is no JSON"),
+        (b'{"all": tru', "the body is no JSON"),
+        (b"\xff", "the body is no JSON"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_one_sentence(body: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"{sentence}.*; pass a JSON object"):
+        read_body(body)
+
+
+@pytest.mark.parametrize("text", [b"\\ud800", b"\xed\xa0\x80"])
+def test_half_a_character_is_refused_however_it_is_sent(text: bytes) -> None:
+    for body in (b'{"text": "%s"}', b'{"text": "a", "extra_key": "%s"}', b'{"%s": 1}'):
+        with pytest.raises(SelectorError) as caught:
+            parse_selector(read_body(body % text), with_tier=True)
+        str(caught.value).encode()  # or it could not be answered
+
+
+def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    manager = SimpleNamespace(tokenizer=tokenizer)
+    server = ModuleType("sglang.srt.entrypoints.http_server")
+    server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, server.__name__, server)
+    monkeypatch.setattr(http_api, "_MAX_TOKENS", 8)
+    assert len(asyncio.run(http_api._with_tokens({"text": "ääää"}))["input_ids"]) == 8
+    with pytest.raises(SelectorError, match="text has 9 tokens, more than 8"):
+        asyncio.run(http_api._with_tokens({"text": "ääääa"}))

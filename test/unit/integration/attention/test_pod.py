@@ -1,0 +1,469 @@
+"""The ``pod`` attention backend: what it takes, what it leaves, and that both come to the same."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attention_world import DIM, HEADS, KV_HEADS, SLOTS, World, mha_pool, qkv, radix_layer, run
+
+from sglang_tiered.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.runtime_context import get_context
+
+    from sglang_tiered.integration import compat
+    from sglang_tiered.integration.attention import pod as pod_backend
+    from sglang_tiered.integration.attention import pod_flags, pod_triton, pod_warm_up, registration
+    from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
+    from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
+    from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Prefill, then a chunk with two rows decoding, then all decode, then one more mixed batch.
+STEPS = [
+    (ForwardMode.EXTEND, [40, 9, 90]),
+    (ForwardMode.EXTEND, [28, 1, 1]),
+    (ForwardMode.DECODE, [1, 1, 1]),
+    (ForwardMode.MIXED, [1, 17, 1]),
+]
+MIXED_STEPS = (1, 3)
+DECODE_ROWS = 4
+TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ReferencePodAttnBackend, "statistics", PodStatistics())
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def runner(world: World, page_size: int = 1) -> Any:
+    world.runner.page_size = page_size
+    return world.runner
+
+
+def both(world: World) -> tuple[ReferencePodAttnBackend, ReferenceAttnBackend]:
+    return ReferencePodAttnBackend(runner(world)), ReferenceAttnBackend(world.runner)
+
+
+@pytest.mark.parametrize(
+    ("extend", "prefix", "taken"),
+    [
+        ([61, 1, 1, 1], [122, 22, 22, 23], True),  # a chunk of a prompt and three decoding
+        ([19, 19, 1], [0, 0, 1499], True),  # a prompt that the radix tree holds but for one token
+        ([19, 19, 1], [0, 0, 0], False),  # a prompt of one token has nothing to decode from
+        ([1, 1], [8, 9], True),  # prompts that were cached, and nothing else
+        ([64, 12], [0, 64], False),
+        ([], [], False),
+        (None, [3], False),
+        ([3], None, False),
+    ],
+)
+def test_decode_rows_are_told_by_their_lengths_alone(
+    extend: list[int] | None, prefix: list[int] | None, taken: bool
+) -> None:
+    assert has_decode_rows(extend, prefix) is taken
+
+
+@pytest.mark.parametrize(
+    ("options", "extras", "reason"),
+    [
+        ({}, {}, None),
+        ({"sliding_window_size": 12, "logit_cap": 30.0}, {"score_mod": None}, None),
+        ({"is_cross_attention": True}, {}, "cross attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "encoder_only attention"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, {}, "decoder_bidirectional attention"),
+        ({"v_head_dim": 8}, {}, "keys and values of different sizes"),
+        ({"logit_cap": 1.0, "logit_capping_method": "sigmoid"}, {}, "sigmoid logit cap"),
+        ({}, {"score_mod": object()}, "score_mod"),
+        ({}, {"aux_tensors": None, "idx_q": 1}, "idx_q"),
+    ],
+)
+def test_a_layer_with_scores_of_its_own_is_left_to_the_parent(
+    options: dict[str, Any], extras: dict[str, Any], reason: str | None
+) -> None:
+    assert why_not(radix_layer(**options), extras) == reason
+
+
+def test_an_attention_temperature_is_left_to_the_parent() -> None:
+    grok = radix_layer()
+    grok.xai_temperature_len = 1024
+    assert why_not(grok, {}) == "attention temperature"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [-1, 20], ids=["full", "window"])
+def test_every_step_equals_the_reference_and_mixed_ones_are_taken(
+    dtype: torch.dtype, window: int
+) -> None:
+    world = World(mha_pool(dtype))
+    pod, reference = both(world)
+    layer = radix_layer(sliding_window_size=window)
+    tolerance = TOLERANCE if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    for i, (mode, steps) in enumerate(STEPS):
+        batch = world.forward_batch(mode, steps)
+        tensors = qkv(sum(steps), dtype)
+        before = pod.statistics.layers
+        actual = run(pod, batch, layer, *tensors)
+        assert pod.statistics.layers - before == (i in MIXED_STEPS)
+        torch.testing.assert_close(actual, run(reference, batch, layer, *tensors), **tolerance)
+    assert pod.statistics.state() == {
+        "forwards": len(MIXED_STEPS),
+        "decode_rows": DECODE_ROWS,
+        "layers": len(MIXED_STEPS),
+        "fused_layers": 0,  # nothing is launched on a CPU
+        "other_layers": {},
+    }
+
+
+def mixed_world(pool: Any | None = None) -> tuple[World, Any]:
+    """A world whose next batch has a prefill row and two decode rows."""
+    world = World(pool or mha_pool())
+    batch = world.forward_batch(ForwardMode.EXTEND, [40, 9, 30])
+    ReferenceAttnBackend(world.runner).init_forward_metadata(batch)
+    run(ReferenceAttnBackend(world.runner), batch, radix_layer(), *qkv(79))
+    return world, world.forward_batch(ForwardMode.EXTEND, [28, 1, 1])
+
+
+def test_new_keys_are_in_the_pool_before_they_are_read() -> None:
+    world, batch = mixed_world()
+    pod, _ = both(world)
+    query, key, value = qkv(30)
+    run(pod, batch, radix_layer(), query, key, value)
+    assert torch.equal(world.pool.k_buffer[0][batch.out_cache_loc], key)
+    assert torch.equal(world.pool.v_buffer[0][batch.out_cache_loc], value)
+    # As a model does whose rotary kernel has written them already.
+    world.pool.k_buffer[0][batch.out_cache_loc] += 1
+    written = world.pool.k_buffer[0].clone()
+    pod.forward_extend(query, key, value, radix_layer(), batch, False)
+    assert torch.equal(world.pool.k_buffer[0].nan_to_num(), written.nan_to_num())
+
+
+def test_soft_cap_and_sinks_reach_the_kernels() -> None:
+    world, batch = mixed_world()
+    pod, reference = both(world)
+    layer = radix_layer(logit_cap=0.5)
+    tensors, sinks = qkv(30), torch.linspace(-1, 1, HEADS)
+    actual = run(pod, batch, layer, *tensors, sinks=sinks)
+    assert pod.statistics.layers == 1
+    torch.testing.assert_close(actual, run(reference, batch, layer, *tensors, sinks=sinks))
+    assert not torch.allclose(actual, run(pod, batch, radix_layer(), *tensors))
+
+
+def test_what_a_layer_cannot_have_is_computed_by_the_parent_and_counted() -> None:
+    world, batch = mixed_world()
+    pod, reference = both(world)
+    layer = radix_layer(attn_type=AttentionType.ENCODER_ONLY)
+    tensors = qkv(30)
+    expected = run(reference, batch, layer, *tensors)
+    assert torch.equal(run(pod, batch, layer, *tensors), expected)
+    query, key, value = qkv(30)
+    first = run(pod, batch, radix_layer(), query, key, value)
+    shared = pod.forward(query, None, None, radix_layer(), batch)
+    torch.testing.assert_close(shared, first, **TOLERANCE)
+    assert pod.statistics.left == Counter(["encoder_only attention", "keys of another layer"])
+    assert pod.statistics.layers == 1
+
+
+def test_more_tokens_than_were_planned_are_never_attended_by_the_plan() -> None:
+    world, batch = mixed_world()
+    pod, _ = both(world)
+    pod.init_forward_metadata(batch)
+    plan = pod._plan(pod._forward, torch.zeros(32, HEADS * DIM), qkv(32)[1], radix_layer(), {})
+    assert plan == "other tokens than planned"
+
+
+def test_layers_of_one_shape_and_window_share_a_plan() -> None:
+    world, batch = mixed_world(mha_pool(layers=3))
+    pod, _ = both(world)
+    pod.init_forward_metadata(batch)
+    for i, window in enumerate([-1, 8, -1]):
+        pod.forward(*qkv(30), radix_layer(layer_id=i, sliding_window_size=window), batch)
+    assert len(pod._forward.plans) == 2
+    assert pod.statistics.layers == 3
+
+
+@pytest.mark.parametrize(
+    "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND, ForwardMode.SPLIT_PREFILL]
+)
+def test_a_batch_with_a_mask_of_its_own_is_not_taken(mode: ForwardMode) -> None:
+    world, batch = mixed_world()
+    pod, _ = both(world)
+    batch.forward_mode = mode
+    pod.init_forward_metadata(batch)
+    assert pod._forward is None
+
+
+def test_a_plan_does_not_outlive_its_forward() -> None:
+    world, batch = mixed_world()
+    pod, _ = both(world)
+    pod.init_forward_metadata(batch)
+    assert pod._forward is not None
+    pod.init_forward_metadata_out_graph(batch)  # a captured forward follows
+    assert pod._forward is None
+    pod.init_forward_metadata(batch)
+    pod.init_forward_metadata(world.forward_batch(ForwardMode.DECODE, [1, 1, 1]))
+    assert pod._forward is None
+
+
+def test_lengths_that_only_the_device_knows_are_not_waited_for() -> None:
+    world, batch = mixed_world()
+    pod, _ = both(world)
+    batch.extend_prefix_lens_cpu = None
+    pod.init_forward_metadata(batch)
+    assert pod._forward is None
+
+
+def test_a_window_that_forgot_its_first_keys_does_not_read_them() -> None:
+    window, swa_slots = 12, 512
+    pool = SWAKVPool(
+        size=SLOTS,
+        size_swa=swa_slots,
+        page_size=1,
+        dtype=torch.float32,
+        head_num=KV_HEADS,
+        head_dim=DIM,
+        swa_attention_layer_ids=[1],
+        full_attention_layer_ids=[0],
+        device="cpu",
+    )
+    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
+    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
+    mapping = torch.zeros(SLOTS + 1, dtype=torch.int64)
+    pool.register_mapping(mapping)
+    plain_world, world = World(mha_pool(layers=2)), World(pool)
+    reference = ReferenceAttnBackend(plain_world.runner)
+    # With pages, since a window's slots must not be taken to follow them.
+    pod = ReferencePodAttnBackend(runner(world, page_size=4))
+    layers = [radix_layer(layer_id=0), radix_layer(layer_id=1, sliding_window_size=window)]
+    swa_free = (torch.randperm(swa_slots - 1) + 1).tolist()
+    for mode, steps in STEPS:
+        batch = world.forward_batch(mode, steps)
+        mapping[batch.out_cache_loc] = torch.tensor([swa_free.pop() for _ in range(sum(steps))])
+        plain_batch = plain_world.forward_batch(mode, steps)
+        pod.init_forward_metadata(batch)
+        reference.init_forward_metadata(plain_batch)
+        tensors = qkv(sum(steps))
+        for layer in layers:
+            torch.testing.assert_close(
+                pod.forward(*tensors, layer, batch),
+                reference.forward(*tensors, layer, plain_batch),
+                **TOLERANCE,
+            )
+        if pod._forward is not None:
+            sizes = {window: shape.page_size for shape, window in pod._forward.plans}
+            assert sizes == {-1: 4, window: 1}
+        for i, length in enumerate(world.lengths):
+            behind = world.table.req_to_token[i + 1, : max(0, length - window)]
+            mapping[behind.long()] = 0  # freed, and slot 0 is NaN here
+    assert pod.statistics.layers == 2 * len(MIXED_STEPS)
+
+
+def test_latent_attention_is_the_parents() -> None:
+    pool = MLATokenToKVPool(
+        size=SLOTS,
+        page_size=1,
+        dtype=torch.float32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    world = World(pool)
+    pod, _ = both(world)
+    world.forward_batch(ForwardMode.EXTEND, [9, 9])
+    pod.init_forward_metadata(world.forward_batch(ForwardMode.EXTEND, [9, 1]))
+    assert pod._forward is None
+
+
+def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS", {})
+    for _ in range(2):
+        registration.register()
+    assert ATTENTION_BACKEND_CHOICES.count("pod") == 1
+
+
+class Attention(torch.nn.Module):
+    """As SGLang's models have it: the layer, and its sinks beside it."""
+
+    def __init__(self, layer: Any, sinks: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.attn, self.sinks = layer, sinks
+
+
+def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        pod_warm_up, "warm_up", lambda keys, values, shape, **options: asked.append(options)
+    )
+    sinks = torch.zeros(HEADS)
+    model = torch.nn.ModuleList(
+        [
+            Attention(radix_layer()),
+            Attention(radix_layer(layer_id=1)),
+            Attention(radix_layer(sliding_window_size=8, logit_cap=30.0)),
+            Attention(radix_layer(sliding_window_size=12, logit_cap=20.0)),
+            Attention(radix_layer(), sinks),
+            Attention(radix_layer(attn_type=AttentionType.ENCODER_ONLY)),
+        ]
+    )
+    pod, _ = both(World(mha_pool(layers=2)))
+    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 3
+    assert [options["window"] for options in asked] == [-1, 8, -1]
+    assert [options["sinks"] is sinks for options in asked] == [False, False, True]
+    assert {options["index_dtype"] for options in asked} == {torch.int32}
+
+
+def test_a_model_that_cannot_be_looked_through_still_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pod, _ = both(World(mha_pool()))
+    model = torch.nn.ModuleList([Attention(radix_layer(layer_id=7))])  # the pool has one layer
+    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 0
+    assert "compiled at their first use" in caplog.text
+
+
+def described_runner(device: str, **model: Any) -> Any:
+    """A runner as far as the factory asks it, before SGLang's own backends do."""
+    given = runner(World(mha_pool()), page_size=64)
+    given.dtype = given.kv_cache_dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    given.device, given.model = device, torch.nn.ModuleList()
+    given.model_config = SimpleNamespace(
+        get_num_attention_heads=lambda ranks: HEADS // ranks,
+        get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
+        head_dim=model.pop("head_dim", DIM),
+        is_encoder_decoder=False,
+        **model,
+    )
+    return given
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_gpu_gets_the_triton_form_with_its_kernels_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, serves: bool
+) -> None:
+    compiled: list[Any] = []
+    made = SimpleNamespace(serves=serves)
+    monkeypatch.setattr(pod_triton, "TritonPodAttnBackend", lambda given: made)
+    monkeypatch.setattr(pod_warm_up, "compile_kernels", lambda *given: compiled.append(given) or 1)
+    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    given = described_runner("cuda", head_dim=128)
+    with (
+        caplog.at_level(logging.INFO),
+        get_context().override_server_args(model_path="none", enable_mixed_chunk=True),
+    ):
+        assert ATTENTION_BACKENDS["pod"](given) is made
+        assert compiled == ([(made, given.model, torch.bfloat16)] if serves else [])
+        assert "go through the POD kernels (6 query heads on 2, head size 128" in caplog.text
+        given.model_config.head_dim = 80
+        ATTENTION_BACKENDS["pod"](given)
+        assert "leaves this model to SGLang's Triton backend: head_dim 80" in caplog.text
+        given.model_config.is_encoder_decoder = True
+        with pytest.raises(ConfigError, match="has no cross attention"):
+            ATTENTION_BACKENDS["pod"](given)
+
+
+@pytest.mark.parametrize("mixed_chunk", [True, False])
+def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mixed_chunk: bool
+) -> None:
+    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
+    given = described_runner("cpu")
+    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    served = f"{HEADS} query heads on {KV_HEADS}, head size {DIM}, float32 on float32, pages of 64"
+    with (
+        caplog.at_level(logging.INFO),
+        get_context().override_server_args(
+            model_path="none", enable_mixed_chunk=mixed_chunk, device="cpu"
+        ),
+    ):
+        assert isinstance(ATTENTION_BACKENDS["pod"](given), ReferencePodAttnBackend)
+        given.use_mla_backend = True
+        ATTENTION_BACKENDS["pod"](given)
+    ours = [each.getMessage() for each in caplog.records if each.name.startswith("sglang_tiered")]
+    assert served in ours[0]
+    assert (pod_flags.HINT in ours) is not mixed_chunk
+    assert "latent attention" in ours[-1 if mixed_chunk else -2]
+    assert AttentionBackendRegistry.get_handler("pod") is not None
+    assert pod_backend.STATISTICS.serving
+
+
+@pytest.mark.parametrize(
+    ("explicit", "sentence"),
+    [
+        ({"decode_attention_backend": "pod"}, "would never see a mixed batch.* its default;"),
+        (
+            {"attention_backend": "pod", "prefill_attention_backend": "fa3"},
+            "--attention-backend pod would never see a mixed batch.*here fa3;",
+        ),
+        (
+            {"attention_backend": "pod", "enable_deterministic_inference": True},
+            "cannot go with --enable-deterministic-inference; drop one of them.",
+        ),
+        (
+            {"prefill_attention_backend": "pod", "speculative_algorithm": "EAGLE"},
+            "--speculative-algorithm EAGLE, .*--speculative-draft-attention-backend triton",
+        ),
+        (
+            {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": -1},
+            "no meaning with --chunked-prefill-size -1",
+        ),
+        (
+            {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 100},
+            "100 has no whole page of 64 left beside a running request.*at least 128 with",
+        ),
+    ],
+)
+def test_what_would_void_the_backend_is_one_sentence(
+    explicit: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        pod_flags.check_arguments(explicit, page_size=64)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "explicit",
+    [
+        {},
+        {"attention_backend": "triton", "enable_deterministic_inference": True},
+        {"attention_backend": "pod", "chunked_prefill_size": 100},
+        {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 128},
+        {"attention_backend": "pod", "decode_attention_backend": "fa3"},
+        {
+            "attention_backend": "pod",
+            "speculative_algorithm": "NGRAM",
+            "speculative_draft_attention_backend": "triton",
+        },
+    ],
+)
+def test_what_works_passes(explicit: dict[str, Any]) -> None:
+    pod_flags.check_arguments(explicit, page_size=64)
+
+
+def test_installed_sglang_has_every_seam_of_the_triton_parent() -> None:
+    compat.check_signatures(pod_triton.SIGNATURES)

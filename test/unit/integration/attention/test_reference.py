@@ -1,0 +1,298 @@
+"""The ``reference`` attention backend on SGLang's real pools and layers, without a server."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attention_world import DIM, HEADS, KV_HEADS, SLOTS, World, mha_pool, qkv, radix_layer, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+if not hasattr(torch.ops.torchvision, "nms"):
+    # torchvision built for CUDA does not load its operators beside a CPU torch; sglang imports it.
+    LIBRARY = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_tiered.integration.attention import reference
+    from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
+
+STEPS = [
+    (ForwardMode.EXTEND, [40, 1, 90]),
+    (ForwardMode.EXTEND, [28, 3, 1]),
+    (ForwardMode.DECODE, [1, 1, 1]),
+    (ForwardMode.MIXED, [1, 1, 17]),
+    (ForwardMode.DECODE, [1, 1, 1]),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    # Tensors this small lose to the hand-over between threads, most of all on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [-1, 20], ids=["full", "window"])
+def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: int) -> None:
+    world = World(mha_pool(dtype))
+    layer = radix_layer(sliding_window_size=window)
+    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    for mode, steps in STEPS:
+        batch = world.forward_batch(mode, steps)
+        tensors = qkv(sum(steps), dtype)
+        actual = run(ours, batch, layer, *tensors)
+        expected = run(native, batch, layer, *tensors)
+        assert not actual.isnan().any()
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_an_fp8_pool_equals_torch_native() -> None:
+    world = World(mha_pool(torch.float8_e4m3fn))
+    layer = radix_layer()
+    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+    for mode, steps in STEPS[:3]:
+        batch = world.forward_batch(mode, steps)
+        tensors = qkv(sum(steps))
+        torch.testing.assert_close(
+            run(ours, batch, layer, *tensors), run(native, batch, layer, *tensors)
+        )
+
+
+def test_a_layer_without_its_own_keys_reads_and_does_not_write() -> None:
+    world = World(mha_pool())
+    layer = radix_layer()
+    ours = ReferenceAttnBackend(world.runner)
+    batch = world.forward_batch(ForwardMode.EXTEND, [9])
+    query, key, value = qkv(9)
+    first = run(ours, batch, layer, query, key, value)
+    written = world.pool.k_buffer[0].clone()
+    assert torch.equal(ours.forward(query, None, None, layer, batch), first)
+    ours.forward(query, key + 1, value, layer, batch, save_kv_cache=False)
+    # As SGLang's hybrid linear-attention backend calls the one it wraps.
+    ours.forward_extend(query, key + 1, value, layer, batch, False)
+    assert torch.equal(world.pool.k_buffer[0].nan_to_num(), written.nan_to_num())
+
+
+def test_a_model_with_shared_layers_keeps_one_plan_per_window() -> None:
+    world = World(mha_pool(layers=3))
+    layers = [radix_layer(layer_id=i, sliding_window_size=w) for i, w in enumerate([-1, 8, -1])]
+    ours = ReferenceAttnBackend(world.runner)
+    for mode, steps in STEPS[:3]:
+        batch = world.forward_batch(mode, steps)
+        ours.init_forward_metadata(batch)
+        outs = []
+        tensors = qkv(sum(steps))
+        for layer in layers:
+            outs.append(ours.forward(*tensors, layer, batch))
+        assert torch.equal(outs[0], outs[2])
+        assert not torch.equal(outs[0], outs[1])
+    assert len(ours._rows.plans) == 2
+
+
+def test_soft_cap_and_sinks_reach_the_scores() -> None:
+    world = World(mha_pool())
+    ours = ReferenceAttnBackend(world.runner)
+    batch = world.forward_batch(ForwardMode.EXTEND, [1])
+    query, key, value = qkv(1)
+    alone = value.repeat_interleave(HEADS // KV_HEADS, dim=1).flatten(1)
+    # One key: its weight is 1 whatever the cap, and exp(s) / (exp(s) + exp(sink)) with a sink.
+    capped = radix_layer(logit_cap=0.5)
+    torch.testing.assert_close(run(ours, batch, capped, query, key, value), alone)
+    sinks = torch.linspace(-1, 1, HEADS)
+    scores = (query.view(HEADS, DIM) * key[0].repeat_interleave(3, dim=0)).sum(-1) * DIM**-0.5
+    capped_scores = 0.5 * torch.tanh(scores / 0.5)
+    weights = torch.sigmoid(capped_scores - sinks).repeat_interleave(DIM)
+    torch.testing.assert_close(
+        run(ours, batch, capped, query, key, value, sinks=sinks), alone * weights
+    )
+    step = world.forward_batch(ForwardMode.DECODE, [1])
+    plain = run(ours, step, radix_layer(), *qkv(1))
+    assert not torch.allclose(plain, run(ours, step, capped, *qkv(1), sinks=sinks))
+
+
+def test_sliding_layers_read_their_own_pool_at_translated_slots() -> None:
+    swa_slots = 512
+    pool = SWAKVPool(
+        size=SLOTS,
+        size_swa=swa_slots,
+        page_size=1,
+        dtype=torch.float32,
+        head_num=KV_HEADS,
+        head_dim=DIM,
+        swa_attention_layer_ids=[1],
+        full_attention_layer_ids=[0],
+        device="cpu",
+    )
+    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
+    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
+    mapping = torch.zeros(SLOTS + 1, dtype=torch.int64)
+    pool.register_mapping(mapping)
+    window = 12
+    # The same model on a pool without the split, where torch_native is right.
+    plain_world, world = World(mha_pool(layers=2)), World(pool)
+    plain, ours = TorchNativeAttnBackend(plain_world.runner), ReferenceAttnBackend(world.runner)
+    layers = [radix_layer(layer_id=0), radix_layer(layer_id=1, sliding_window_size=window)]
+    swa_free = (torch.randperm(swa_slots - 1) + 1).tolist()
+    for mode, steps in STEPS:
+        batch = world.forward_batch(mode, steps)
+        mapping[batch.out_cache_loc] = torch.tensor([swa_free.pop() for _ in range(sum(steps))])
+        plain_batch = plain_world.forward_batch(mode, steps)
+        ours.init_forward_metadata(batch)
+        plain.init_forward_metadata(plain_batch)
+        tensors = qkv(sum(steps))
+        for layer in layers:
+            torch.testing.assert_close(
+                ours.forward(*tensors, layer, batch),
+                plain.forward(*tensors, layer, plain_batch),
+                atol=2e-6,
+                rtol=2e-6,
+            )
+        for i, length in enumerate(world.lengths):
+            # SGLang gives back what no later query sees; freed slots map to 0, which is NaN here.
+            behind = world.table.req_to_token[i + 1, : max(0, length - window)]
+            mapping[behind.long()] = 0
+
+
+def test_the_absorbed_mla_form_reads_values_from_the_latent_keys() -> None:
+    rank, rope = 32, 8
+    pool = MLATokenToKVPool(
+        size=SLOTS,
+        page_size=1,
+        dtype=torch.float32,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    pool.kv_buffer[0].fill_(math.nan)
+    world = World(pool)
+    layer = RadixAttention(HEADS, rank + rope, 0.2, 1, 0, v_head_dim=rank)
+    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+    with get_parallel().override(dcp_enabled=False):
+        for mode, steps in STEPS:
+            batch = world.forward_batch(mode, steps)
+            tokens = sum(steps)
+            latent = torch.randn(tokens, 1, rank + rope)
+            # forward_mla passes the query in three dimensions and the latent's head as the value.
+            tensors = torch.randn(tokens, HEADS, rank + rope), latent, latent[..., :rank]
+            actual = run(ours, batch, layer, *tensors)
+            assert actual.shape == (tokens, HEADS * rank)
+            torch.testing.assert_close(
+                actual, run(native, batch, layer, *tensors), atol=2e-6, rtol=2e-6
+            )
+
+
+def test_cross_attention_reads_the_encoder_slots_and_self_attention_the_ones_after() -> None:
+    world = World(mha_pool(layers=2), encoders=[20, 0, 33])
+    cross = radix_layer(layer_id=0, is_cross_attention=True)
+    layer = radix_layer(layer_id=1)
+    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+    for mode, steps in [(ForwardMode.EXTEND, [40, 5, 50]), (ForwardMode.DECODE, [1, 1, 1])]:
+        batch = world.forward_batch(mode, steps)
+        query, key, value = qkv(sum(steps))
+        encoder_key = encoder_value = None
+        if mode.is_extend():
+            slots = [world.table.req_to_token[i + 1, :n] for i, n in enumerate(world.encoders)]
+            batch.encoder_out_cache_loc = torch.cat(slots).long()
+            encoder_key, encoder_value = (torch.randn(53, KV_HEADS, DIM) for _ in range(2))
+        ours.init_forward_metadata(batch)
+        native.init_forward_metadata(batch)
+        for one, k, v in ((cross, encoder_key, encoder_value), (layer, key, value)):
+            actual = ours.forward(query, k, v, one, batch)
+            expected = native.forward(query, k, v, one, batch)
+            # Without an encoder torch_native divides zero by zero.
+            torch.testing.assert_close(actual, expected.nan_to_num(), atol=2e-6, rtol=2e-6)
+
+
+def test_an_encoder_only_layer_sees_later_tokens() -> None:
+    world = World(mha_pool())
+    layer = radix_layer(attn_type=AttentionType.ENCODER_ONLY)
+    batch = world.forward_batch(ForwardMode.EXTEND, [30, 1, 7])
+    tensors = qkv(38)
+    expected = run(TorchNativeAttnBackend(world.runner), batch, layer, *tensors)
+    actual = run(ReferenceAttnBackend(world.runner), batch, layer, *tensors)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_an_idle_batch_needs_no_metadata_and_keeps_the_width() -> None:
+    world = World(mha_pool())
+    idle = SimpleNamespace(
+        forward_mode=ForwardMode.IDLE,
+        out_cache_loc=torch.empty(0, dtype=torch.int64),
+        req_pool_indices=torch.empty(0, dtype=torch.int64),
+        seq_lens=torch.empty(0, dtype=torch.int64),
+        encoder_lens=None,
+    )
+    out = run(ReferenceAttnBackend(world.runner), idle, radix_layer(), *qkv(0))  # type: ignore[arg-type]
+    assert out.shape == (0, HEADS * DIM)
+
+
+def test_what_it_cannot_compute_is_refused() -> None:
+    world = World(mha_pool())
+    ours = ReferenceAttnBackend(world.runner)
+    batch = world.forward_batch(ForwardMode.EXTEND, [4])
+    grok = radix_layer()
+    grok.xai_temperature_len = 1024
+    with pytest.raises(NotImplementedError, match="temperature"):
+        run(ours, batch, grok, *qkv(4))
+    with pytest.raises(NotImplementedError, match="capping"):
+        run(ours, batch, radix_layer(logit_cap=1.0, logit_capping_method="sigmoid"), *qkv(4))
+    verify = world.forward_batch(ForwardMode.TARGET_VERIFY, [4])
+    verify.extend_seq_lens = None
+    with pytest.raises(NotImplementedError, match="TARGET_VERIFY"):
+        ours.init_forward_metadata(verify)
+
+
+def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS", {})
+    before = [name for name in ATTENTION_BACKEND_CHOICES if name != "reference"]
+    for _ in range(2):
+        reference.register()
+    assert [name for name in ATTENTION_BACKEND_CHOICES if name != "reference"] == before
+    assert ATTENTION_BACKEND_CHOICES.count("reference") == 1
+
+
+def test_an_mla_model_is_always_sent_through_the_absorbed_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
+    reference.register()
+    create = ATTENTION_BACKENDS["reference"]
+    runner = World(mha_pool()).runner
+    assert isinstance(create(runner), ReferenceAttnBackend)
+    assert AttentionBackendRegistry.get_handler("reference") is None
+    runner.use_mla_backend = True
+    create(runner)
+    handler = AttentionBackendRegistry.get_handler("reference")
+    assert handler(object(), object()) is AttnForwardMethod.MLA

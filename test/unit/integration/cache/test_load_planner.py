@@ -1,0 +1,252 @@
+"""Plans follow what was measured, waits end, and the books of waiting requests balance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.integration.cache.load_planner import STALE_AFTER_S, YIELD_SHARE, LoadPlanner
+from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
+from sglang_tiered.storage.stack.tiers import Tier
+
+TOKEN_S = 1e-4
+BYTES_PER_TOKEN = 1000
+LOAD_TOKEN_S = 1e-5
+
+
+class Now:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def make_planner(
+    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False
+) -> tuple[LoadPlanner[str], Now]:
+    costs = CostModel(
+        page_tokens=64,
+        bytes_per_token=BYTES_PER_TOKEN,
+        prefill=PrefillCost((1e-3, TOKEN_S, 0.0)),
+        transfers=[TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN))],
+    )
+    now = Now()
+    return LoadPlanner(costs, now, follows=follows), now
+
+
+def load(planner: LoadPlanner[str], now: Now, num_bytes: int, seconds: float) -> None:
+    reading = planner.begin_read(num_bytes)
+    now.seconds += seconds
+    planner.end_read(reading, is_complete=True)
+
+
+def arrive(planner: LoadPlanner[str], request: str, num_held: int, num_new: int) -> int:
+    return planner.arrives(request, num_held=num_held, num_new=num_new, num_before=0, num_ahead=0)
+
+
+def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not() -> None:
+    fast, _ = make_planner()
+    assert arrive(fast, "r", 6400, 6500) == 6400
+    fast.begins("r")
+    assert fast.tokens[LoadDecision.LOAD] == 6400
+    slow, _ = make_planner(load_token_s=2 * TOKEN_S)
+    assert arrive(slow, "r", 6400, 6500) == 0
+    assert slow.tokens == {
+        LoadDecision.ABSENT: 100,
+        LoadDecision.LOAD: 0,
+        LoadDecision.DECLINED: 6400,
+        LoadDecision.GAVE_UP: 0,
+    }
+
+
+def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() -> None:
+    planner, now = make_planner()
+    for _ in range(6):
+        load(planner, now, 1 << 20, 30.0)
+    assert arrive(planner, "r", 6400, 6500) == 0
+    assert not planner.wants_probe()  # just measured
+    now.seconds += STALE_AFTER_S[Tier.NVME]
+    assert planner.wants_probe()
+    assert not planner.wants_probe()  # one at a time
+    for _ in range(8):
+        load(planner, now, 1 << 20, 1e-2)
+    assert arrive(planner, "s", 6400, 6500) == 6400
+    assert planner.meters[Tier.NVME].num_loads == 14
+    assert planner.meters[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+
+
+def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:
+    planner, now = make_planner()
+    assert arrive(planner, "first", 6400, 6500) == 6400
+    reading = planner.begin_read(6400 * BYTES_PER_TOKEN)
+    num_loaded = 0
+    for number in range(12):
+        now.seconds += 1.0
+        num_loaded += arrive(planner, f"r{number}", 6400, 6500) > 0
+        planner.leaves(f"r{number}")
+    assert num_loaded <= 4
+    assert arrive(planner, "last", 6400, 6500) == 0
+    planner.end_read(reading, is_complete=False)
+
+
+def test_a_request_that_is_attempted_again_is_counted_once() -> None:
+    planner, _ = make_planner()
+    for _ in range(3):
+        arrive(planner, "r", 64, 6500)
+    assert planner.tokens[LoadDecision.ABSENT] == 6500 - 64
+
+
+def test_a_slow_load_is_taken_behind_a_queue_that_hides_it() -> None:
+    planner, _ = make_planner(load_token_s=2 * TOKEN_S)
+    for number in range(20):
+        arrive(planner, f"cold-{number}", 0, 6400)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    for number in range(20):
+        planner.leaves(f"cold-{number}")
+    assert arrive(planner, "r", 6400, 6500) == 0
+
+
+def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -> None:
+    planner, now = make_planner()
+    arrive(planner, "r", 6400, 6500)
+
+    def waits() -> bool:
+        return planner.should_wait("r", num_missing=6400, num_before=0, num_ahead=0, is_read=True)
+
+    assert waits()
+    now.seconds += 0.9 * 6400 * TOKEN_S
+    assert waits()
+    now.seconds += 0.3 * 6400 * TOKEN_S  # later than expected by more than computing takes
+    assert not waits()
+    assert planner.tokens[LoadDecision.GAVE_UP] == 6400
+
+
+def test_a_rank_that_another_loads_for_gives_up_no_load_by_its_own_speed() -> None:
+    planner, now = make_planner(follows=True)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    load(planner, now, 64 << 20, 1000.0)  # of a bucket that was slow once
+    now.seconds += 1000
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=True)
+    assert not planner.tokens[LoadDecision.GAVE_UP]
+
+
+def test_the_last_of_a_load_that_is_lost_without_it_is_worth_waiting_for_all_of_it() -> None:
+    planner, _ = make_planner(load_token_s=2 * TOKEN_S)
+    asked = {"num_missing": 640, "num_before": 5760, "num_ahead": 0, "is_read": True}
+    assert not planner.should_wait("r", **asked)
+    assert planner.should_wait("r", **asked, num_lost=5760)
+    assert not planner.should_wait("r", **{**asked, "num_missing": 5000}, num_lost=640)
+    assert planner.tokens[LoadDecision.GAVE_UP] == 640 + 5000 + 640
+
+
+def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
+    planner, now = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=False)
+    now.seconds += 1000  # a long forward pass of others
+    assert planner.should_wait("r", **asked, is_read=False)
+    assert planner.should_wait("r", **asked, is_read=True)
+
+
+def test_a_load_may_wait_for_host_memory_as_long_as_it_gains_and_an_unknown_one_never() -> None:
+    planner, _ = make_planner()
+    assert planner.patience_s("a") == 0.0
+    planner.arrives("a", num_held=6_400, num_new=6_401, num_before=0, num_ahead=0)
+    gain_s = 6_400 * (TOKEN_S - LOAD_TOKEN_S)
+    assert planner.patience_s("a") == pytest.approx(gain_s, rel=0.05)
+    planner.leaves("a")
+    assert planner.patience_s("a") == 0.0
+    always = LoadPlanner[str](planner.costs, always=True, always_deadline_s=7.0)
+    always.arrives("a", num_held=64, num_new=65, num_before=0, num_ahead=0)
+    assert always.patience_s("a") == 7.0
+
+
+def test_a_put_off_load_is_given_up_when_those_ahead_take_longer_than_computing() -> None:
+    planner, _ = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    assert planner.gains_by_its_turn("r", num_ahead=6400)
+    assert not planner.gains_by_its_turn("r", num_ahead=100 * 6400)
+    planner.leaves("r")
+    assert not planner.gains_by_its_turn("r", num_ahead=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 5000)), max_size=40))
+def test_the_queue_is_as_long_as_what_waits_in_it(events: list[tuple[int, bool, int]]) -> None:
+    planner, _ = make_planner(load_token_s=1.0)  # so that nothing is loaded
+    waiting: dict[str, int] = {}
+    for number, comes, length in events:
+        request = f"r{number}"
+        if comes:
+            arrive(planner, request, 0, length)
+            waiting[request] = length
+        else:
+            planner.leaves(request)
+            waiting.pop(request, None)
+        assert planner.knows(request) is (request in waiting)
+    assert planner.queue_wait_s == pytest.approx(TOKEN_S * sum(waiting.values()))
+    for request in itertools.chain(waiting):
+        planner.leaves(request)
+    assert planner.queue_wait_s == 0.0
+
+
+def test_nothing_is_left_after_clear() -> None:
+    planner, _ = make_planner()
+    arrive(planner, "r", 6400, 6500)
+    planner.clear()
+    assert not planner.knows("r")
+    assert planner.queue_wait_s == 0.0
+
+
+def test_when_told_to_load_always_no_price_counts() -> None:
+    now = Now()
+    costs = CostModel(
+        page_tokens=64, bytes_per_token=BYTES_PER_TOKEN, transfers=[TransferCost((1e9, 1.0))]
+    )
+    planner: LoadPlanner[str] = LoadPlanner(costs, now, always=True)
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    assert planner.gains_by_its_turn("r", num_ahead=10**9)
+    now.seconds += 1000
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    assert planner.should_wait("r", **asked, is_read=True)
+
+
+def test_a_long_prefill_lets_a_load_that_is_nearly_there_into_its_batch() -> None:
+    planner, now = make_planner()
+    arrive(planner, "returning", 6400, 6500)
+    planner.begins("returning")
+    arrive(planner, "new", 0, 64_000)
+    left_s = planner.left_s("returning")
+    assert 0 < left_s <= YIELD_SHARE * 64_000 * TOKEN_S
+    assert planner.yields("new", left_s)
+    assert not planner.yields("returning", left_s)  # its own prefill is short
+
+
+def test_nobody_yields_for_longer_than_a_share_of_its_own_prefill() -> None:
+    planner, now = make_planner()
+    arrive(planner, "new", 0, 64_000)
+    assert planner.yields("new", 0.0)
+    now.seconds += YIELD_SHARE * 64_000 * TOKEN_S + 1e-6
+    assert not planner.yields("new", 0.0)
+    # Loads of others that follow change nothing.
+    assert not planner.yields("new", 0.01)
+
+
+def test_nobody_yields_to_a_load_that_hangs_or_was_never_begun() -> None:
+    planner, now = make_planner()
+    arrive(planner, "returning", 6400, 6500)
+    arrive(planner, "new", 0, 64_000)
+    assert not planner.yields("new", planner.left_s("returning"))  # put off
+    planner.begins("returning")
+    now.seconds += 3 * 6400 * LOAD_TOKEN_S
+    assert planner.left_s("returning") == math.inf
+    assert not planner.yields("new", planner.left_s("returning"))
+    assert planner.left_s("unknown") == math.inf

@@ -1,0 +1,227 @@
+"""Which loads begin and which requests wait for one, over SGLang's own tree and a real store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
+from sglang_tiered.policy.cost_model import TransferCost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+    """A window of 4 pages, and NVMe that holds two prompts, one of them longer than the window."""
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        world.store(RETURNING, SHORT)
+        world.cache.begin_loading(4 * PAGE)
+        yield world
+
+
+def overfill(world: CacheWorld) -> None:
+    """A load longer than the window is begun, once the ranks have agreed on it."""
+    returning = world.asks("returning", RETURNING)
+    world.cache.check_hicache_events()
+    assert not world.cache.load_has_ended(returning) and world.is_retried(returning)
+    world.asks("returning", RETURNING)
+    assert returning in world.cache.ongoing_prefetch
+
+
+def put_off(world: CacheWorld, name: str) -> Any:
+    """A request whose load finds the window full, on all ranks."""
+    world.asks(name, SHORT)
+    world.cache.check_hicache_events()
+    request = world.asks(name, SHORT)
+    assert world.cache._window.num_tokens(name) == PAGE
+    return request
+
+
+def test_a_cold_request_does_not_wait_for_a_load_that_overfills_the_window(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.has_ranks(monkeypatch)
+    overfill(world)
+    cold = world.asks("cold", COLD)
+    world.cache.check_hicache_events()
+    world.cache.load_has_ended(cold)
+    assert world.is_retried(cold)
+    assert world.cache.load_has_ended(world.asks("cold", COLD))
+
+
+def test_a_cold_request_does_not_wait_behind_many_that_wait_for_their_turn(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.has_ranks(monkeypatch)
+    overfill(world)
+    waiting = [put_off(world, f"r{number}") for number in range(MAX_ASKS_PER_STEP)]
+    cold = world.asks("cold", COLD)
+    world.cache.check_hicache_events()
+    assert not any(world.cache.load_has_ended(request) for request in [*waiting, cold])
+    assert world.is_retried(cold)
+
+
+@pytest.mark.parametrize("whose", ["this rank", "another rank"])
+def test_a_put_off_load_that_gains_no_more_on_one_rank_is_given_up_by_all(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    gains = {"this rank": True, "another rank": True}
+    world.has_ranks(monkeypatch, lambda question: 1 << 40 if gains["another rank"] else 0)
+    planner = world.cache._planner
+    monkeypatch.setattr(planner, "gains_by_its_turn", lambda *_, **__: gains["this rank"])
+    overfill(world)
+    request = put_off(world, "late")
+
+    def waits() -> bool:
+        """In a step of its own, as the ranks answer each other from one to the next."""
+        world.cache.check_hicache_events()
+        return not world.cache.load_has_ended(request)
+
+    assert all(waits() for _ in range(4))
+    gains[whose] = False
+    num_steps = 0
+    while waits():
+        num_steps += 1
+        assert num_steps <= 3
+
+
+@pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
+def test_a_request_weighs_all_that_it_loses_when_it_gives_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_window: bool,
+    num_saved: int,
+    num_before: int,
+) -> None:
+    """With sliding windows SGLang drops a load of which anything is missing."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=has_window) as world:
+        world.store(RETURNING)
+        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
+        operation.completed_tokens = 12 * PAGE
+        weighed: dict[str, Any] = {}
+        costs = world.cache._planner.costs
+        monkeypatch.setattr(costs, "should_wait", lambda **asked: weighed.update(asked) or True)
+        assert not world.cache._prefetch_deadline_expired(operation)
+        assert weighed["num_saved"] == num_saved * PAGE
+        assert weighed["num_before"] == num_before * PAGE
+
+
+def test_a_request_whose_window_never_comes_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its KV is there, and a read of the window hangs."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        world.store(RETURNING)
+        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
+        operation.completed_tokens = len(RETURNING)
+        now = [0.0]
+        monkeypatch.setattr(world.cache._planner, "_clock", lambda: now[0])
+        assert not world.cache._prefetch_deadline_expired(operation)
+        now[0] += 2 * len(RETURNING)  # computing takes a second per token
+        assert world.cache._prefetch_deadline_expired(operation)
+
+
+def test_a_load_is_not_cut_where_no_window_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three quarters of it would hide behind the queue, but only all of it can be used."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        cache = world.cache
+        key = RadixKey(RETURNING, None)
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
+        assert all(cache.storage.batch_set_v1(hashes, slots))
+        windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
+        cache.storage.batch_set_v2(
+            [PoolTransfer(PoolName.SWA, host_indices=windows, keys=hashes[-2:])]
+        )
+        costs = cache._planner.costs
+        load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
+        costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
+        world.asks("cold", prompt(3, 24))
+        returning = world.asks("returning", RETURNING)
+        operation = cache.ongoing_prefetch[returning].operation
+        assert operation.storage_hit_count == len(RETURNING)
+
+
+@pytest.fixture
+def loaded(world: CacheWorld) -> Any:
+    """A request whose load has ended, and whose turn to be admitted has not come."""
+    request = world.asks("returning", RETURNING)
+    world.until(lambda: request not in world.cache.ongoing_prefetch)
+    return request
+
+
+def host_hit(world: CacheWorld) -> int:
+    """What of the returning prompt is in host memory, once all that may go has gone."""
+    world.cache.evict_host(world.num_host_tokens)
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(RETURNING, None)))
+    return int(match.host_hit_length)
+
+
+def test_a_load_that_ended_holds_nothing_but_its_prefix_before_its_request_is_looked_at(
+    world: CacheWorld, loaded: Any
+) -> None:
+    assert world.cache.cache_controller.prefetch_tokens_occupied == 0
+    assert world.cache._num_loading_tokens() == len(RETURNING)
+
+
+def test_a_loaded_prefix_is_not_evicted_before_its_request_is_admitted(
+    world: CacheWorld, loaded: Any
+) -> None:
+    assert host_hit(world) == len(RETURNING)
+    # The scheduler looks at the request, and device memory is too full for it.
+    assert world.cache.load_has_ended(loaded)
+    assert world.cache.pop_prefetch_loaded_span(loaded)[0] == len(RETURNING)
+    assert host_hit(world) == len(RETURNING)
+    assert world.cache._num_loading_tokens() == len(RETURNING)
+    world.cache.finish_storage_prefetch_admission(loaded, len(RETURNING), reason=None)
+    assert host_hit(world) == 0
+    assert world.cache._num_loading_tokens() == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "reset"])
+def test_nothing_of_a_load_stays_locked_whose_request_is_never_admitted(
+    world: CacheWorld, loaded: Any, end: str
+) -> None:
+    assert host_hit(world) == len(RETURNING)
+    if end == "abort":
+        world.cache.release_aborted_request(loaded)
+    else:
+        world.cache.reset()
+    assert host_hit(world) == 0 and world.cache._num_loading_tokens() == 0
+    assert not world.cache.unlock_last_loaded()
+
+
+def test_a_load_that_no_request_waits_for_stays_evictable(world: CacheWorld) -> None:
+    warming = world.asks("warming", RETURNING)
+    world.cache.forget_plan(warming)
+    world.until(lambda: warming not in world.cache.ongoing_prefetch)
+    assert host_hit(world) == 0
+
+
+def test_what_was_loaded_last_gives_way_to_sliding_windows_that_need_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long queue would leave none of them for new copies."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        world.store(RETURNING)
+        request = world.asks("returning", RETURNING)
+        world.until(lambda: request not in world.cache.ongoing_prefetch)
+        assert host_hit(world) == len(RETURNING)
+        windows = world.cache.components[ComponentType.SWA]
+        free_tokens = windows._swa_kv_pool_host.available_size()
+        assert windows.alloc_prefetch_staging(free_tokens + PAGE) is not None
+        assert host_hit(world) == 0

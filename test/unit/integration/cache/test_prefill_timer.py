@@ -1,0 +1,124 @@
+"""A batch's time is its own: not its queue's, not the batch before's, not a copy's."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+from sglang_tiered.integration.cache.prefill_timer import PrefillClock
+
+
+class Cache(LoadingRadixCache):
+    """Only what the clock tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[tuple[int, int]], float]] = []
+
+    def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
+        self.told.append((spans, seconds))
+
+
+def make_batch(device: str, *, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
+    return ScheduleBatch(
+        reqs=[],
+        device=device,
+        hicache_consumer_index=consumer,
+        forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
+        extend_lens=[100, 1],
+        prefix_lens=[0, 900],
+    )
+
+
+class Machine:
+    """A scheduler whose batches take the times they are given."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.tree_cache = Cache()
+        self.clock = PrefillClock(lambda: self.now)
+        self.numbers = count(1)
+
+    def launch(self, batch: Any, takes_s: float) -> None:
+        def run(scheduler: Machine, batch: Any) -> None:
+            batch.forward_iter, batch.launch_ts = next(self.numbers), scheduler.now
+            scheduler.now += takes_s
+
+        self.clock.around_run(run, self, batch)
+
+    def process(self, batch: Any, ends_at: float, *, overlaps: bool = False) -> None:
+        """SGLang takes a result with the batch, or under overlap with what its copy holds."""
+
+        def process(scheduler: Machine, batch: Any, result: Any) -> None:
+            scheduler.now = max(scheduler.now, ends_at)
+
+        self.clock.around_result(process, self, batch.copy() if overlaps else batch, None)
+
+    @property
+    def told(self) -> list[tuple[list[tuple[int, int]], float]]:
+        return self.tree_cache.told
+
+
+SPANS = [(100, 0), (1, 900)]
+
+
+def test_on_a_cpu_a_batch_takes_what_its_launch_takes() -> None:
+    machine = Machine()
+    batch = make_batch("cpu")
+    machine.launch(batch, 0.5)
+    machine.process(batch, ends_at=99.0)
+    assert machine.told == [(SPANS, 0.5)]
+
+
+def test_on_an_accelerator_a_batch_does_not_pay_for_the_one_before() -> None:
+    machine = Machine()
+    first, second = make_batch("cuda"), make_batch("cuda")
+    machine.launch(first, 0.0)
+    machine.launch(second, 0.0)
+    machine.process(first, ends_at=12.0, overlaps=True)
+    machine.process(second, ends_at=15.0, overlaps=True)
+    assert machine.told == [(SPANS, 2.0), (SPANS, 3.0)]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_decodes_and_batches_that_wait_for_copies_teach_nothing(
+    device: str, overlaps: bool
+) -> None:
+    machine = Machine()
+    for batch in (make_batch(device, extends=False), make_batch(device, consumer=2)):
+        machine.launch(batch, 0.5)
+        machine.process(batch, ends_at=20.0, overlaps=overlaps)
+    assert machine.told == []
+
+
+def test_a_batch_whose_result_comes_behind_the_next_launch_teaches_once() -> None:
+    machine = Machine()
+    first, second = make_batch("cpu"), make_batch("cpu", extends=False)
+    machine.launch(first, 0.5)
+    machine.launch(second, 7.0)
+    machine.process(first, ends_at=20.0, overlaps=True)
+    machine.process(second, ends_at=30.0, overlaps=True)
+    assert machine.told == [(SPANS, 0.5)]
+
+
+def test_a_batch_is_forgotten_with_its_result_and_others_are_not() -> None:
+    machine = Machine()
+    waits, learns = make_batch("cuda", consumer=1), make_batch("cuda")
+    machine.launch(waits, 0.0)
+    machine.launch(learns, 0.0)
+    machine.process(waits, ends_at=12.0, overlaps=True)
+    machine.process(learns, ends_at=15.0, overlaps=True)
+    machine.process(learns, ends_at=16.0, overlaps=True)
+    assert machine.told == [(SPANS, 3.0)]
+
+
+def test_a_stock_cache_is_left_alone() -> None:
+    machine = Machine()
+    machine.tree_cache = SimpleNamespace()  # type: ignore[assignment]
+    machine.launch(make_batch("cpu"), 0.5)

@@ -1,0 +1,149 @@
+"""Purges that other servers tell us of: the tiers forget at once, nothing of the tenant is stored
+until the scheduler has put its memory out of reach, and all ranks do that in the same step."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES, PurgeExchange
+from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
+from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, RemotePurges
+from sglang_tiered.storage.memory import MemoryEngine
+
+A, B = bytes(range(16)), bytes(range(240, 256))
+PAGE = "ab" * 32
+
+
+class Rank:
+    def __init__(self, *, is_first: bool, is_alone: bool) -> None:
+        self.gate = StoreGate(MemoryEngine(1 << 20), host_tokens=1 << 30, page_bytes=100)
+        self.purged: list[bytes | None] = []
+        self.told = RemotePurges(self.gate, self.begin_purge)
+        self.exchange: PurgeExchange | None = None
+        self.agreement = RankAgreement(INITIAL, RULES, is_first=is_first, is_alone=is_alone)
+        self.acted: list[bytes | None] = []
+
+    def begin_purge(self, tenant: bytes | None, *, was_told: bool) -> None:
+        assert was_told
+        self.purged.append(tenant)
+
+    def act(self) -> None:
+        if self.exchange is None or self.exchange.purges is not self.told:
+            self.exchange = PurgeExchange(self.told, self.agreement)
+        for tenant in self.exchange.next():
+            self.acted.append(tenant)
+            self.exchange.applied(tenant)
+
+    def stores(self, tenant: bytes) -> bool:
+        """Whether a page of the tenant is let through."""
+        self.gate.announce([PAGE], num_tokens=64, prefix_tokens=64, tenant=tenant)
+        return self.gate.num_admitted([PAGE], is_kv=True) == 1
+
+
+def make_ranks(number: int) -> list[Rank]:
+    return [Rank(is_first=i == 0, is_alone=number == 1) for i in range(number)]
+
+
+def step(ranks: list[Rank]) -> None:
+    """What every rank does in a scheduler step."""
+    if len(ranks) > 1:
+        reduced = functools.reduce(torch.minimum, [rank.agreement.offer() for rank in ranks])
+        for rank in ranks:
+            rank.agreement.accept(reduced.clone())
+    for rank in ranks:
+        rank.act()
+
+
+def test_a_scheduler_that_decides_alone_acts_in_its_next_step() -> None:
+    (rank,) = ranks = make_ranks(1)
+    step(ranks)
+    rank.told(A)
+    assert rank.purged == [A, UNKNOWN_TENANT]
+    step(ranks)
+    step(ranks)
+    assert rank.acted == [A]
+
+
+def test_nothing_of_the_tenant_is_stored_until_its_memory_is_out_of_reach() -> None:
+    """Others take pages from us from the moment we were told: device and host memory still hold
+    what they purged, and the tree would have it stored."""
+    (rank,) = ranks = make_ranks(1)
+    step(ranks)
+    assert rank.stores(A)
+    rank.told(A)
+    assert not rank.stores(A)
+    assert not rank.stores(UNKNOWN_TENANT), "it may be anybody's"
+    assert rank.stores(B)
+    step(ranks)
+    assert rank.stores(A)
+    rank.told(None)
+    assert not rank.stores(B)
+    step(ranks)
+    assert rank.stores(B)
+    assert rank.acted == [A, None]
+
+
+def test_an_operation_that_was_admitted_before_goes_no_further() -> None:
+    (rank,) = ranks = make_ranks(1)
+    step(ranks)
+    pages = [f"{number:064x}" for number in range(4)]
+    rank.gate.announce(pages, num_tokens=256, prefix_tokens=256, tenant=A)
+    assert rank.gate.num_admitted(pages[:2], is_kv=True) == 2
+    rank.told(A)
+    assert rank.gate.num_admitted(pages[2:], is_kv=True) == 0
+
+
+def test_all_ranks_act_in_the_same_step_and_as_the_first_was_told() -> None:
+    """Requests go by other keys from then on: a rank that did so alone would match other nodes."""
+    ranks = make_ranks(3)
+    step(ranks)
+    ranks[1].told(A)
+    step(ranks)
+    assert [rank.acted for rank in ranks] == [[], [], []]
+    assert ranks[1].purged == [A, UNKNOWN_TENANT], "its tiers need not wait"
+    assert ranks[1].stores(A), "or it would for ever, should the first never hear of it"
+    ranks[0].told(A)
+    ranks[0].told(B)
+    for _ in range(8):
+        step(ranks)
+        assert ranks[0].acted == ranks[1].acted == ranks[2].acted
+    assert ranks[0].acted == [A, B]
+    assert ranks[0].stores(A)
+
+
+def test_what_the_other_ranks_were_told_before_they_agreed_blocks_nothing() -> None:
+    ranks = make_ranks(2)
+    ranks[1].told(A)
+    step(ranks)
+    assert ranks[1].stores(A)
+
+
+def test_a_storage_that_is_attached_again_does_not_repeat_what_was_acted_on() -> None:
+    (rank,) = ranks = make_ranks(1)
+    rank.told(A)
+    step(ranks)
+    rank.told = RemotePurges(rank.gate, rank.begin_purge)
+    step(ranks)
+    assert rank.acted == [A]
+    rank.told(B)
+    step(ranks)
+    assert rank.acted == [A, B]
+
+
+@pytest.mark.parametrize("number", [MAX_WAITING, MAX_WAITING + 1])
+def test_more_than_can_wait_becomes_everything(number: int) -> None:
+    (rank,) = ranks = make_ranks(1)
+    step(ranks)
+    for index in range(number):
+        rank.told(index.to_bytes(16, "big"))
+    expected = number if number <= MAX_WAITING else 1
+    for _ in range(expected + 2):
+        step(ranks)
+    assert len(rank.acted) == expected
+    assert (None in rank.acted) == (number > MAX_WAITING)
+    assert not rank.gate.blocked

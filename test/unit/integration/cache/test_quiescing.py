@@ -1,0 +1,326 @@
+"""What storage threads still do: the same answer on all ranks, and an end that nobody dies of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+)
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
+
+from sglang_tiered.integration import hooks
+from sglang_tiered.integration.admin import control as purging
+from sglang_tiered.integration.cache import quiescing
+from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+from sglang_tiered.integration.identity.tenants import Fence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DEADLINE_S = 60.0
+ASKER = CacheRequestHandle("asker", 0)
+
+
+class Disk:
+    """Calls of the storage wait until they may go on."""
+
+    def __init__(self, cache: Any, name: str) -> None:
+        self.entered, self._goes_on = threading.Event(), threading.Event()
+        call: Callable[..., Any] = getattr(cache.storage, name)
+
+        def held(*arguments: Any, **named: Any) -> Any:
+            self.entered.set()
+            assert self._goes_on.wait(DEADLINE_S)
+            return call(*arguments, **named)
+
+        setattr(cache.storage, name, held)
+
+    def goes_on(self) -> None:
+        self._goes_on.set()
+
+
+def is_idle(cache: Any) -> bool:
+    """Of a scheduler that SGLang takes for idle."""
+    return hooks._after_is_fully_idle(True, SimpleNamespace(tree_cache=cache))
+
+
+def begin_load(cache: Any) -> None:
+    """As SGLang does, whether or not it pays."""
+    prefetch = super(LoadingRadixCache, cache).prefetch_from_storage
+    prefetch(ASKER, cache.root_node_handle(None), TOKENS)
+    assert ASKER in cache.ongoing_prefetch
+
+
+@pytest.fixture
+def reading(cache: Any) -> Disk:
+    """A load is being read."""
+    store(cache, TOKENS)
+    flush(cache)
+    disk = Disk(cache, "batch_get_v1")
+    begin_load(cache)
+    step(cache, disk.entered.is_set)
+    return disk
+
+
+def test_load_that_was_given_up_keeps_the_scheduler_busy_until_it_is_read(
+    cache: Any, reading: Disk
+) -> None:
+    """SGLang's threads do not stop while they read, and a flush then ends the scheduler."""
+    cache.release_aborted_request(ASKER)
+    assert not cache.ongoing_prefetch
+    assert not is_idle(cache)
+    reading.goes_on()
+    step(cache, lambda: is_idle(cache))
+    flush(cache)
+
+
+def test_rank_that_has_read_is_idle_no_sooner_than_one_that_has_not(
+    cache: Any, reading: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purge would empty the tree of one rank only, and the next collective would hang."""
+    cache.release_aborted_request(ASKER)
+    reading.goes_on()
+    others_are_reading = True
+
+    def other_rank(data: Any, op: Any) -> None:
+        if others_are_reading:
+            data[3] = 0  # ends of loads
+
+    monkeypatch.setattr(cache, "_all_reduce_attn_groups", other_rank)
+    controller = cache.cache_controller
+    step(cache, lambda: any(ack.completed_req for ack in list(controller.ack_prefetch_queue.queue)))
+    assert not is_idle(cache), "by what its own disk did"
+    others_are_reading = False
+    step(cache, lambda: is_idle(cache))
+
+
+def test_load_given_up_before_it_is_known_what_is_held_keeps_ranks_busy_until_they_know(
+    cache: Any,
+) -> None:
+    """A rank whose thread is stopped sooner would leave the others in the threads' collective."""
+    begin_load(cache)
+    cache.release_aborted_request(ASKER)
+    assert not is_idle(cache)
+    step(cache, lambda: is_idle(cache))
+
+
+def test_measuring_the_disk_keeps_no_rank_busy(cache: Any) -> None:
+    store(cache, TOKENS)
+    entered, goes_on = threading.Event(), threading.Event()
+    engine = cache.storage.region_engine
+    submit = engine.submit_load
+
+    def held(run: Any) -> Any:
+        job = submit(run)
+        wait = job.wait
+
+        def wait_longer(timeout_s: float | None = None) -> bool:
+            entered.set()
+            return goes_on.wait(DEADLINE_S) and wait(timeout_s)
+
+        job.wait = wait_longer
+        return job
+
+    engine.submit_load = held
+    cache.storage.transfers.probe(keys_of(TOKENS))
+    try:
+        assert entered.wait(DEADLINE_S)
+        assert is_idle(cache)
+    finally:
+        goes_on.set()
+
+
+# ---- Memory that is to be emptied now ----
+
+
+def ends_with_the_gate(cache: Any, disk: Disk) -> None:
+    """The disk answers as soon as no more stores are let in."""
+    drop = cache.storage.drop_stores
+
+    def drop_and_go_on(dropping: bool) -> None:
+        drop(dropping)
+        disk.goes_on()
+
+    cache.storage.drop_stores = drop_and_go_on
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(1000 * number, 1000 * number + 2 * PAGE))
+
+
+def begin_backlog(cache: Any) -> Disk:
+    """The first of four prompts is being stored, the others wait for it."""
+    disk = Disk(cache, "batch_set_v1")
+    for number in range(1, 5):
+        compute(cache, prompt(number))
+        step(cache, lambda: not cache.ongoing_write_through)
+    step(cache, disk.entered.is_set)
+    assert cache.ongoing_backup
+    return disk
+
+
+def updater_of(cache: Any, calls: list[str]) -> Any:
+    """SGLang's, which ends the scheduler if something is under way."""
+
+    def is_fully_idle(ignore_waiting: bool = False) -> bool:
+        at_work = (cache.ongoing_backup, cache.ongoing_write_through, cache.ongoing_prefetch)
+        return hooks._after_is_fully_idle(
+            not any(at_work), SimpleNamespace(tree_cache=cache), ignore_waiting=ignore_waiting
+        )
+
+    scheduler = SimpleNamespace(
+        tree_cache=cache,
+        _engine_paused=False,
+        is_fully_idle=is_fully_idle,
+        waiting_queue=[],
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
+    )
+    return SimpleNamespace(
+        scheduler=scheduler,
+        memory_saver_adapter=SimpleNamespace(enabled=False),
+        offload_tags=set(),
+        calls=calls,
+    )
+
+
+def release(updater: Any, request: Any) -> Any:
+    assert updater.scheduler.is_fully_idle(), "the scheduler has ended"
+    updater.calls.append("released")
+    updater.offload_tags.update(request.tags)
+    flush(updater.scheduler.tree_cache)
+    return ReleaseMemoryOccupationReqOutput()
+
+
+def resume(updater: Any, request: Any) -> Any:
+    for tag in request.tags:
+        updater.offload_tags.remove(tag)
+    updater.calls.append("resumed")
+    return ResumeMemoryOccupationReqOutput()
+
+
+KV = {"tags": ["kv_cache"]}
+
+
+def test_memory_is_released_though_stores_are_under_way_and_the_tier_works_afterwards(
+    cache: Any,
+) -> None:
+    disk = begin_backlog(cache)
+    ends_with_the_gate(cache, disk)
+    updater = updater_of(cache, [])
+    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
+    hooks._around_resume(resume, updater, ResumeMemoryOccupationReqInput(**KV))
+    assert updater.calls == ["released", "resumed"]
+    assert cache.storage.num_kept(keys_of(prompt(4))) == 0, "the backlog was waited for"
+    store(cache, prompt(4))
+
+
+def test_hanging_disk_refuses_a_release_of_memory_and_does_not_end_the_scheduler(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = begin_backlog(cache)
+    updater = updater_of(cache, [])
+    monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
+    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
+    hooks._around_resume(resume, updater, ResumeMemoryOccupationReqInput(**KV))
+    assert updater.calls == []
+    disk.goes_on()
+    step(cache, updater.scheduler.is_fully_idle)
+    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
+    assert updater.calls == ["released"]
+    store(cache, prompt(4))
+
+
+def test_load_under_way_is_given_up_for_a_release_of_memory(cache: Any, reading: Disk) -> None:
+    ends_with_the_gate(cache, reading)
+    updater = updater_of(cache, [])
+    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
+    assert updater.calls == ["released"]
+    store(cache, prompt(1))
+
+
+def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(cache: Any) -> None:
+    disk = begin_backlog(cache)
+    ends_with_the_gate(cache, disk)
+    updater = updater_of(cache, [])
+    request = SimpleNamespace(flush_cache=True)
+    hooks._before_weight_update(updater, request)
+    assert updater.scheduler.is_fully_idle()
+    flush(cache)  # as SGLang does once the weights are there
+    hooks._after_weight_update(None, updater, request)
+    assert not cache.fence
+    store(cache, prompt(4))
+
+
+def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_weights(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(cache), "fence", Fence())
+    disk = begin_backlog(cache)
+    updater = updater_of(cache, [])
+    monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
+    request = SimpleNamespace(flush_cache=True)
+    hooks._before_weight_update(updater, request)
+    hooks._after_weight_update(None, updater, request)
+    assert cache.fence.key_of(None, None) is not None
+    disk.goes_on()
+    step(cache, updater.scheduler.is_fully_idle)
+    updater.scheduler.flush_cache = lambda: flush(cache) or True
+    purging.on_idle(updater.scheduler)
+    purging.after_flush(updater.scheduler, True)
+    assert not cache.fence
+    store(cache, prompt(4))
+
+
+def test_stores_go_on_while_generation_is_paused_so_that_a_flush_is_not_refused_for_ever(
+    cache: Any,
+) -> None:
+    begin_backlog(cache).goes_on()
+    paused = SimpleNamespace(tree_cache=cache)
+    deadline = time.monotonic() + DEADLINE_S
+    while cache.ongoing_backup:
+        assert time.monotonic() < deadline
+        hooks._after_pause(None, paused)
+
+
+def test_ranks_come_to_rest_in_the_same_step_whatever_their_disks_do(
+    cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as held:
+        other = make_cache(str(tmp_path / "other"), held)
+        caches = (cache, other)
+        disks = [begin_backlog(each) for each in caches]
+        disks[0].goes_on()  # long before the other
+        ends_with_the_gate(other, disks[1])
+        barrier = threading.Barrier(2, timeout=DEADLINE_S)
+        sent: list[Any] = [None, None]
+
+        def reduce_as(rank: int) -> Callable[[Any, Any], None]:
+            def reduce(data: Any, op: Any) -> None:
+                sent[rank] = data.clone()
+                barrier.wait()
+                least = torch.minimum(*sent)
+                barrier.wait()
+                data.copy_(least)
+
+            return reduce
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            for rank, each in enumerate(caches):
+                patch.setattr(each, "_all_reduce_attn_groups", reduce_as(rank))
+            ended = [pool.submit(each.quiesce) for each in caches]
+            assert [each.result(DEADLINE_S) for each in ended] == [True, True]
+        assert barrier.n_waiting == 0
+        other.release_host_resources()

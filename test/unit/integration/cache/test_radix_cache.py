@@ -1,0 +1,164 @@
+"""The whole cache over a real store: tiers that are detached and attached, weights that change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from platform_process import environment, run
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from small_cache import (
+    PAGE,
+    TOKENS,
+    attach,
+    broken_shard,
+    compute,
+    flush,
+    keys_of,
+    settle,
+    step,
+    store,
+)
+
+from sglang_tiered.integration import hooks
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEADLINE_S = 240.0
+
+
+def attach_again(cache: Any) -> None:
+    assert cache.detach_storage_backend()[0]
+    assert cache.storage is None
+    attached, message = attach(cache)
+    assert attached, message
+
+
+def load(cache: Any, tokens: list[int]) -> list[bool]:
+    hashes = keys_of(tokens)
+    host = cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+    pages = host.alloc(len(tokens))
+    loaded: list[bool] = cache.storage.batch_get_v1(hashes, pages)
+    host.free(pages)
+    return loaded
+
+
+def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> None:
+    store(cache, TOKENS)
+    attach_again(cache)
+    meter = cache._planner.meters[Tier.NVME]
+    cache._planner.wants_probe()  # which learns
+    before = meter.num_loads
+    assert load(cache, TOKENS) == [True] * 4
+    cache._planner.wants_probe()
+    assert meter.num_loads > before
+    assert cache.tier_stats().num_loads == meter.num_loads
+
+
+def test_metrics_and_events_are_those_of_the_storage_that_was_attached_again(cache: Any) -> None:
+    store(cache, TOKENS)
+    read: list[Any] = []
+    cache._exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
+    params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
+    cache._tier_events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    attach_again(cache)
+    assert read == [cache.tier_stats]
+    ((_, _, holds),) = cache._tier_events._tiers
+    keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
+    assert holds(keys) == [True] * 4, "the storage that was closed is asked"
+
+
+def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_ones(
+    cache: Any,
+) -> None:
+    compute(cache, TOKENS)
+    settle(cache)
+    assert cache.detach_storage_backend()[0]
+    cache.change_weights(tree_is_empty=False)
+    attach_again(cache)
+    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    settle(cache)
+    assert cache.tier_stats().num_pages_stored == 0
+    flush(cache)
+    store(cache, TOKENS)
+
+
+def test_server_whose_tiers_cannot_be_attached_goes_on_and_can_attach_them_later(
+    cache: Any, tmp_path: Path
+) -> None:
+    store(cache, TOKENS)
+    flush(cache)
+    assert cache.detach_storage_backend()[0]
+    with broken_shard(tmp_path / "kv", rank=0):
+        for _ in range(2):  # a second attempt is no update of policies
+            attached, message = attach(cache)
+            assert not attached and "cannot be used as a store" in message
+            assert cache.storage is None
+            step(cache, lambda: False, steps=3)
+            compute(cache, TOKENS)
+            settle(cache)
+            flush(cache)
+    attached, message = attach(cache)
+    assert attached, message
+    assert load(cache, TOKENS) == [True] * 4
+    store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+
+
+def test_tiers_that_one_rank_cannot_attach_are_attached_on_none(tmp_path: Path) -> None:
+    """Else the ranks' next exchange, longer with the tiers, ends the server; and those of another
+    DP rank would wait for nobody when they are attached again."""
+    ranks = run("attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **environment())
+    for rank in ranks:
+        assert [attached for attached, _ in rank["refused"]] == [False, False]
+        assert rank["held while refused"] == [False, False]
+        assert rank["write policy"] == ["write_through"] * 2
+        assert rank["attached"][0], rank["attached"][1]
+        assert rank["differing"] == ranks[0]["differing"]
+        assert not rank["differing"][0]
+    assert "cannot be used as a store" in ranks[0]["refused"][0][1], "its own"
+    for rank in (ranks[0], *ranks[2:]):
+        assert "on rank 1, whose log says why" in rank["refused"][1][1]
+
+
+def test_stage_of_a_pipeline_does_not_wait_for_stages_that_hear_of_an_attach_after_it(
+    cache: Any,
+) -> None:
+    assert cache.detach_storage_backend()[0]
+    cache.pp_size = 2
+    attached, message = attach(cache)
+    assert not attached and "at the start only" in message
+    assert cache.storage is None
+
+
+def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
+    scheduler = SimpleNamespace(
+        tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: True
+    )
+    updater = SimpleNamespace(scheduler=scheduler, _session=object())
+    done, request = SimpleNamespace(success=True), SimpleNamespace()
+    store(cache, TOKENS)
+    hooks._after_begin(done, updater, request)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
+    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    settle(cache)
+    assert cache.tier_stats().num_pages_stored == 4, "KV of half the weights is stored"
+    hooks._after_session_update(done, updater, request)
+    flush(cache)
+    updater._session = None
+    hooks._after_session_update(done, updater, request)
+    compute(cache, TOKENS)
+    settle(cache)
+    assert cache.storage.num_kept(keys_of(TOKENS)) == 4
+
+
+def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -> None:
+    compute(cache, TOKENS)
+    settle(cache)
+    cache.evict(EvictParams(num_tokens=len(TOKENS)))
+    assert cache.total_size() == (0, 0), "the test wants it in host memory alone"
+    assert not cache.is_empty
+    flush(cache)
+    assert cache.is_empty

@@ -1,0 +1,196 @@
+"""What ranks agree on, exchanged as SGLang does: the minimum of each number over the ranks."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import math
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_tiered.integration.cache import rank_consensus
+from sglang_tiered.integration.cache.rank_consensus import MAX_ANSWERS, RankAgreement, Rule
+
+NAN = math.nan
+EXTREMES = [
+    *(-math.inf, -1.7e308, -1.5, -5e-324, 0.0, 5e-324, 1e-9, 1.5, 1.7e308, math.inf),
+]
+
+
+def make_ranks(
+    number: int, *rules: Rule, initial: tuple[float, ...] | None = None
+) -> list[RankAgreement]:
+    start = (7.0,) * len(rules) if initial is None else initial
+    return [
+        RankAgreement(start, rules, is_first=rank == 0, is_alone=number == 1)
+        for rank in range(number)
+    ]
+
+
+def exchange(ranks: list[RankAgreement]) -> None:
+    reduced = functools.reduce(torch.minimum, [rank.offer() for rank in ranks])
+    for rank in ranks:
+        rank.accept(reduced.clone())
+
+
+def test_first_ranks_values_reach_every_rank_to_the_bit() -> None:
+    ranks = make_ranks(3, Rule.FIRST, Rule.FIRST)
+    exact = (0.1 + 0.2, -1e-300)
+    for rank, values in zip(ranks, [exact, (-5.0, -6.0), (9.0, 10.0)], strict=True):
+        rank.share(values)
+    exchange(ranks)
+    for rank in ranks:
+        packed = [struct.pack("<d", value) for value in rank.agreed]
+        assert packed == [struct.pack("<d", value) for value in exact]
+
+
+def test_worst_rank_decides_where_the_largest_counts() -> None:
+    ranks = make_ranks(3, Rule.LARGEST, Rule.LARGEST)
+    for rank, values in zip(ranks, [(1.0, -3.0), (4.0, -2.0), (2.0, -9.0)], strict=True):
+        rank.share(values)
+    exchange(ranks)
+    assert [rank.agreed for rank in ranks] == [(4.0, -2.0)] * 3
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_every_float_survives_and_orders(rule: Rule) -> None:
+    for low, high in itertools.combinations(EXTREMES, 2):
+        for values in ((low, high), (high, low)):
+            ranks = make_ranks(2, rule)
+            for rank, value in zip(ranks, values, strict=True):
+                rank.share((value,))
+            exchange(ranks)
+            expected = values[0] if rule is Rule.FIRST else high
+            assert [rank.agreed for rank in ranks] == [(expected,)] * 2
+
+
+def test_share_returns_what_was_agreed_not_what_was_just_measured() -> None:
+    """A decision between two exchanges must not see a value that only this rank knows."""
+    ranks = make_ranks(2, Rule.FIRST)
+    assert [rank.share((float(number),)) for number, rank in enumerate(ranks)] == [(7.0,)] * 2
+    exchange(ranks)
+    assert [rank.share((50.0 + number,)) for number, rank in enumerate(ranks)] == [(0.0,)] * 2
+
+
+def test_silence_keeps_the_last_agreed_value() -> None:
+    ranks = make_ranks(2, Rule.FIRST, Rule.LARGEST)
+    exchange(ranks)  # nobody shared anything yet
+    assert [rank.agreed for rank in ranks] == [(7.0, 7.0)] * 2
+    ranks[0].share((NAN, NAN))
+    ranks[1].share((3.0, 4.0))  # the second rank has no say in the first value
+    exchange(ranks)
+    assert [rank.agreed for rank in ranks] == [(7.0, 4.0)] * 2
+
+
+def test_question_is_answered_by_the_exchange_with_the_least_of_all_ranks() -> None:
+    ranks = make_ranks(2, Rule.LARGEST)
+    assert [rank.ask("a", value) for rank, value in zip(ranks, (640, 192), strict=True)] == [
+        None,
+        None,
+    ]
+    assert [rank.ask("a", 0) for rank in ranks] == [None, None], "asked, not answered yet"
+    assert [rank.ask("b", value) for rank, value in zip(ranks, (0, 64), strict=True)] == [
+        None,
+        None,
+    ]
+    exchange(ranks)
+    assert [rank.ask("b", 999) for rank in ranks] == [0, 0]
+    assert [rank.ask("a", 999) for rank in ranks] == [192, 192]
+    exchange(ranks)
+    assert [rank.ask("a", 999) for rank in ranks] == [192, 192], "until it is forgotten"
+    for rank in ranks:
+        rank.forget("a")
+        rank.forget("never asked")
+    assert [rank.ask("a", 5) for rank in ranks] == [None, None]
+    exchange(ranks)
+    assert [(rank.ask("a", 9), rank.ask("b", 9)) for rank in ranks] == [(5, 0)] * 2
+
+
+def test_forgotten_question_is_not_answered_by_an_old_value() -> None:
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.ask("answered", 1)
+    exchange(ranks)
+    for rank in ranks:
+        rank.ask("pending", 2)
+        rank.forget_all()
+        assert len(rank.offer()) == 0
+        assert rank.ask("answered", 3) is None
+    exchange(ranks)
+    assert [rank.ask("answered", 9) for rank in ranks] == [3, 3]
+
+
+def test_answers_nobody_takes_are_bounded_and_the_newest_stay() -> None:
+    ranks = make_ranks(2)
+    for number in range(MAX_ANSWERS + 10):
+        for rank in ranks:
+            rank.ask(number, number)
+    exchange(ranks)
+    assert [rank.ask(0, 77) for rank in ranks] == [None, None]
+    assert [rank.ask(MAX_ANSWERS + 9, 77) for rank in ranks] == [MAX_ANSWERS + 9] * 2
+
+
+def test_single_rank_agrees_with_itself_at_once() -> None:
+    (alone,) = make_ranks(1, Rule.FIRST, Rule.LARGEST)
+    assert alone.share((1.0, NAN)) == (1.0, 7.0)
+    assert alone.ask("a", 5) == 5
+    assert len(alone.offer()) == 2, "no question waits for an exchange that never comes"
+
+
+def test_wrong_number_of_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 values under 2 rules"):
+        RankAgreement((1.0,), (Rule.FIRST, Rule.FIRST), is_first=True, is_alone=True)
+    (alone,) = make_ranks(1, Rule.FIRST)
+    with pytest.raises(ValueError, match="2 values under 1 rules"):
+        alone.share((1.0, 2.0))
+
+
+def test_ranks_that_share_and_ask_at_random_never_differ() -> None:
+    """Every rank measures something else; what each sees is the same at every moment."""
+    source = random.Random(0)
+    ranks = make_ranks(3, Rule.FIRST, Rule.LARGEST)
+    for _ in range(300):
+        question = source.randrange(20)
+        if source.random() < 0.3:
+            exchange(ranks)
+        seen = {
+            (
+                rank.share((source.uniform(-1, 1), source.choice([NAN, source.random()]))),
+                rank.ask(question, source.randrange(1000)),
+            )
+            for rank in ranks
+        }
+        assert len(seen) == 1
+        if source.random() < 0.2:
+            for rank in ranks:
+                rank.forget(question)
+
+
+def test_integration_calls_no_collective_of_its_own() -> None:
+    """Values travel in SGLang's exchange; one collective more per request or step is a bug. An
+    operator's purge or change of weights is neither: there may be years between two. Nor is the
+    sizing of pools or the opening of tiers at start."""
+    collectives = {
+        *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
+        *("broadcast", "broadcast_object_list", "broadcast_pyobj", "gather", "reduce", "scatter"),
+        *("send", "recv", "isend", "irecv", "attn_cp_tp_broadcast_pyobj", "point_to_point_pyobj"),
+        *("_all_reduce", "_all_reduce_attn_groups", "_pp_sync"),
+    }
+    called = {
+        (path.name, ast.unparse(node.func))
+        for path in Path(rank_consensus.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in collectives
+    }
+    assert called == {
+        ("load_scheduler.py", "super()._all_reduce"),
+        ("rank_consensus.py", "torch.distributed.all_reduce"),
+        ("host_size.py", "torch.distributed.all_reduce"),
+        ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
+        ("manager.py", "self.sending.send"),  # to another instance: no collective
+    }

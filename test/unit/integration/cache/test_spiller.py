@@ -1,0 +1,526 @@
+"""The spiller over SGLang's own tree, where nodes are split, evicted and created again."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.integration.cache.spiller import MAX_STORES_PER_STEP, RETRY_S, Spiller
+from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.page_accounting import HostLedger
+from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
+from sglang_tiered.policy.page_accounting import Fate
+from sglang_tiered.policy.spill import MAX_HOLD_S
+from sglang_tiered.storage.base import Run, Stop
+from sglang_tiered.storage.memory import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAGE = 64
+HOST_PAGES = 1 << 12
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tier:
+    """A host tier over a real tree; its cache's bookkeeping, and a disk that works when told.
+
+    Stands for ``SpillingRadixCache`` where the spiller asks one: locks and stores are SGLang's
+    and the engine's, what is left out is device memory.
+    """
+
+    def __init__(self, *, alone: bool = True, writes_per_day: int | None = None) -> None:
+        self.clock = Clock()
+        params: Any = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.tree_components = params.tree_components
+        self.tree_core = RustUnifiedTreeCore(params)
+        self.tree_core.set_hicache_enabled()
+        self.tree_core.enable_storage = True
+        self.decides_alone = alone
+        self.has_small_host = False
+        self.lets_loads_go_first = False
+        self.tenant_of = lambda node_id: b"a" * 16
+        self.ongoing_backup: dict[int, tuple[int, Any]] = {}
+        self.ongoing_prefetch: dict[str, object] = {}
+        self.queued: list[tuple[int, list[str], torch.Tensor]] = []
+        self.num_queued: list[int] = []  # nodes, in the order they were queued
+        self.engine = MemoryEngine(1 << 20)
+        self.ledger = HostLedger.of_pool(HOST_PAGES * PAGE, PAGE)
+        self.is_healthy = True
+        self.ended: list[tuple[int, bool]] = []
+        self.gate = StoreGate(
+            self.engine,
+            host_tokens=HOST_PAGES * PAGE,
+            page_bytes=100,
+            writes_per_day=writes_per_day,
+            clock=self.clock,
+        )
+        self.free_pages = list(range(HOST_PAGES))
+        self.spiller = Spiller(
+            self,  # type: ignore[arg-type]
+            host_tokens=HOST_PAGES * PAGE,
+            own_tokens=HOST_PAGES * PAGE,
+            clock=self.clock,
+        )
+
+    # What the spiller asks of the cache.
+
+    def inc_host_lock_ref(self, node_id: int) -> Any:
+        return self.tree_core.inc_host_lock_ref(node_id)
+
+    def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
+        self.tree_core.dec_host_lock_ref(node_id, lock)
+
+    def num_loading_tokens(self) -> int:
+        return 0
+
+    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
+        self.ended.append((num_tokens, is_held))
+
+    def queue_store(self, node_id: int) -> int | None:
+        spec = self.tree_core.build_storage_backup_spec(node_id, False)
+        if spec is None:
+            return None
+        operation = len(self.num_queued)
+        self.num_queued.append(node_id)
+        self.queued.append((operation, list(spec.hash_value), spec.host_value))
+        lock = self.inc_host_lock_ref(node_id).to_dec_params()
+        self.ongoing_backup[operation] = (node_id, lock)
+        return operation
+
+    # What it asks of the storage class.
+
+    @property
+    def takes_stores(self) -> bool:
+        return self.is_healthy
+
+    def holds(self, page_hash: str) -> bool:
+        return self.engine.lookup([bytes.fromhex(page_hash)]).stop in (Stop.END, Stop.PENDING)
+
+    def num_kept(self, hashes: Sequence[str]) -> int:
+        return self.engine.lookup([bytes.fromhex(text) for text in hashes]).num_hits
+
+    # What happens to it.
+
+    def insert(self, tokens: Sequence[int], *, offer: bool = True) -> int:
+        """A chain gets into host memory; the node that ends it."""
+        key = RadixKey(array("q", tokens), None)
+        pages = [self.free_pages.pop() for _ in range(len(tokens) // PAGE)]
+        slots = torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        root = self.tree_core.root_node_handle()
+        result = self.tree_core.insert_host(root, key, slots, hashes)
+        num_known = result.prefix_len // PAGE
+        self.free_pages += pages[:num_known]
+        if num_known < len(pages):
+            self.ledger.written(slots[result.prefix_len :])
+            if offer:
+                self.spiller.offer(result.inserted_host_node, self)  # type: ignore[arg-type]
+        return int(result.inserted_host_node)
+
+    def work(self, number: int | None = None) -> None:
+        """The storage thread carries out stores, and SGLang takes their results."""
+        number = len(self.queued) if number is None else number
+        for operation, hashes, slots in self.queued[:number]:
+            admitted = self.gate.num_admitted(hashes, is_kv=True)
+            ok: list[bool] = []
+            if admitted:
+                keys = tuple(bytes.fromhex(text) for text in hashes[:admitted])
+                run = Run(keys, tuple((memoryview(bytearray(100)),) for _ in keys))
+                ok = self.engine.submit_store(run).ok
+            ok += [False] * (len(hashes) - admitted)
+            self.ledger.stored(slots, ok, admitted, self.gate.dropped_as)
+            node_id, lock = self.ongoing_backup.pop(operation)
+            self.dec_host_lock_ref(node_id, lock)
+        del self.queued[:number]
+
+    def step(self) -> None:
+        self.spiller.step(self)  # type: ignore[arg-type]
+
+    def run(self, steps: int = 50) -> None:
+        for _ in range(steps):
+            self.step()
+            self.work()
+
+    def evict(self, num_tokens: int = HOST_PAGES * PAGE) -> int:
+        result = self.tree_core.drive_host_eviction(ComponentType.FULL, num_tokens)
+        freed = 0
+        for slots in result.host_frees.pop(ComponentType.FULL, ()):
+            self.ledger.freed(slots)
+            freed += len(slots)
+            self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
+        result.cache_actions.clear()
+        return freed
+
+    def stored_of(self, tokens: Sequence[int]) -> int:
+        key = RadixKey(array("q", tokens), None)
+        return self.num_kept(get_storage_hash_str(key, None, page_size=PAGE))
+
+
+def chain(seed: int, num_pages: int, shared: int = 0) -> list[int]:
+    """Tokens of a chain whose first ``shared`` pages are the same for all."""
+    own = random.Random(seed)
+    tokens = [own.randrange(1000) for _ in range(num_pages * PAGE)]
+    common = random.Random(0)
+    tokens[: shared * PAGE] = [common.randrange(1000) for _ in range(shared * PAGE)]
+    return tokens
+
+
+def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
+    tier = Tier()
+    node = tier.insert(chain(1, 4))
+    assert tier.num_queued == []
+    assert tier.spiller.is_under_way(node)
+    tier.step()
+    assert tier.num_queued == [node] and tier.spiller.is_under_way(node)
+    tier.work()
+    tier.step()
+    assert not tier.spiller.is_under_way(node) and tier.ended == []
+    assert tier.stored_of(chain(1, 4)) == 4
+    assert tier.evict() == 4 * PAGE  # nothing is pinned any more
+    assert tier.ledger.fates.left[Fate.CLEAN] == 4
+
+
+def test_scheduler_with_other_ranks_queues_every_store_at_once_and_pins_nothing() -> None:
+    tier = Tier(alone=False)
+    nodes = [tier.insert(chain(seed, 4)) for seed in range(20)]
+    assert tier.num_queued == nodes
+    tier.work()
+    tier.step()
+    assert tier.evict() == 20 * 4 * PAGE
+
+
+def test_step_hands_over_no_more_than_its_share() -> None:
+    tier = Tier()
+    for seed in range(3 * MAX_STORES_PER_STEP):
+        tier.insert(chain(seed, 1))
+    tier.step()
+    assert len(tier.num_queued) == MAX_STORES_PER_STEP
+    tier.run()
+    assert len(tier.num_queued) == 3 * MAX_STORES_PER_STEP
+
+
+def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
+    tier = Tier()
+    tier.insert(chain(1, 8, shared=4))
+    tier.insert(chain(2, 8, shared=4))  # splits it at page 4
+    tier.insert(chain(3, 3, shared=2))  # splits the prefix at page 2
+    tier.run()
+    for seed, num_pages, shared in ((1, 8, 4), (2, 8, 4), (3, 3, 2)):
+        assert tier.stored_of(chain(seed, num_pages, shared)) == num_pages
+    assert tier.evict() == (8 + 4 + 1) * PAGE
+    assert tier.ledger.fates.left[Fate.CLEAN] == 13
+
+
+def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> None:
+    tier = Tier(writes_per_day=100_000)
+    exhaust(tier)
+    tier.is_healthy = False
+    node = tier.insert(chain(1, 8, shared=4))
+    prefix_of = tier.insert(chain(2, 4, shared=2))  # splits it at page 2
+    prefix = tier.tree_core.collect_path_info([prefix_of])[0][0].node_id
+    tier.is_healthy = True
+    tier.gate._admission.level = Level.SELECTIVE
+    num_before = len(tier.num_queued)
+    tier.run()
+    assert tier.num_queued[num_before:] == [prefix, node, prefix_of]
+
+
+def test_waiting_node_outlives_clean_ones() -> None:
+    tier = Tier()
+    tier.insert(chain(1, 4))
+    tier.run()
+    tier.is_healthy = False
+    tier.insert(chain(2, 4))
+    assert tier.evict() == 4 * PAGE
+    assert tier.ledger.fates.left[Fate.CLEAN] == 4 and tier.ledger.fates.num_dirty == 4
+
+
+def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    tier.insert(chain(1, 4))
+    while tier.spiller.release_pin():
+        pass
+    assert tier.evict() == 4 * PAGE
+    assert tier.ledger.fates.left[Fate.LOST_WAITING] == 4
+    tier.is_healthy = True
+    node = tier.insert(chain(1, 4))  # the same content, another node
+    tier.run()
+    assert tier.num_queued == [node] and tier.stored_of(chain(1, 4)) == 4
+
+
+def test_more_dirty_nodes_than_may_be_pinned_leave_room_to_evict() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    for seed in range(12):
+        tier.insert(chain(seed, 256))
+    pinned = tier.spiller.queue.pinned_tokens
+    assert 0 < pinned <= HOST_PAGES * PAGE * 2 / 3
+    assert tier.evict() == 12 * 256 * PAGE - pinned
+    tier.is_healthy = True
+    tier.run()
+    assert tier.evict() == pinned
+
+
+def test_content_that_comes_back_overtakes_what_never_did() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    nodes = {seed: tier.insert(chain(seed, 4)) for seed in (1, 2, 3)}
+    longer = tier.insert(chain(2, 4) + chain(9, 1))  # a next turn
+    tier.is_healthy = True
+    tier.run()
+    assert tier.num_queued == [nodes[2], nodes[1], nodes[3], longer]
+
+
+def test_content_computed_again_after_a_loss_overtakes() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    tier.insert(chain(1, 4))
+    tier.spiller.release_pin()
+    tier.evict()
+    fresh = tier.insert(chain(2, 4))
+    again = tier.insert(chain(1, 4))
+    tier.is_healthy = True
+    tier.step()
+    assert tier.num_queued == [again, fresh]
+
+
+def test_loads_go_first() -> None:
+    tier = Tier()
+    tier.ongoing_prefetch["request"] = object()
+    node = tier.insert(chain(1, 4))
+    tier.step()
+    assert tier.num_queued == []
+    tier.clock.now += MAX_HOLD_S
+    tier.step()
+    assert tier.num_queued == [node]
+
+
+def test_sick_disk_is_given_nothing_until_it_is_well() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    node = tier.insert(chain(1, 4))
+    tier.run()
+    assert tier.num_queued == []
+    tier.is_healthy = True
+    tier.run()
+    assert tier.num_queued == [node]
+
+
+def exhaust(tier: Tier) -> None:
+    """Use the write budget up: 86 pages in a burst."""
+    tier.insert(chain(100, 200))
+    tier.run()
+    assert tier.gate.outcomes[Outcome.DROPPED_BUDGET] > 0
+
+
+def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() -> None:
+    tier = Tier(writes_per_day=100_000)
+    exhaust(tier)
+    tier.insert(chain(1, 4))
+    tier.run()
+    assert tier.stored_of(chain(1, 4)) == 0
+    num_before = len(tier.num_queued)
+    tier.clock.now += RETRY_S
+    tier.run()
+    assert len(tier.num_queued) == num_before  # it would be dropped again
+    assert tier.ended == [(200 * PAGE, False), (4 * PAGE, False)]
+    for _ in range(3):  # what is left of the long chain takes a budget of its own
+        tier.clock.now += 4 * 3600
+        tier.run()
+    assert tier.stored_of(chain(1, 4)) == 4 and tier.stored_of(chain(100, 200)) == 200
+    tier.evict()
+    assert tier.ledger.fates.left[Fate.LOST_BUDGET] == 0
+    assert set(tier.ended[-2:]) == {(200 * PAGE, True), (4 * PAGE, True)}
+
+
+def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
+    tier = Tier()
+    node = tier.insert(chain(1, 4))
+    tier.engine.close()  # refuses every store
+    tier.run()
+    assert tier.num_queued == [node]
+    for _ in range(100):
+        tier.clock.now += 1000
+        tier.run(2)
+    assert tier.num_queued == [node] * 4
+    tier.evict()
+    assert tier.ledger.fates.left[Fate.LOST_FAILED] == 4
+
+
+def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
+    tier = Tier()
+    ancestor = tier.insert(chain(1, 4), offer=False)
+    middle = tier.insert(chain(1, 4) + chain(2, 2), offer=False)
+    node = tier.insert(chain(1, 4) + chain(2, 2) + chain(3, 1))
+    tier.run()
+    assert tier.num_queued == [ancestor, middle, node]
+    sibling = tier.insert(chain(1, 4) + chain(4, 1))
+    tier.run()
+    assert tier.num_queued == [ancestor, middle, node, sibling]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_selective_admission_is_offered_ancestors_of_long_chains_only(is_long: bool) -> None:
+    tier = Tier(writes_per_day=100_000)
+    exhaust(tier)
+    tier.gate._admission.level = Level.SELECTIVE
+    tier.gate._admission._pressure = 0.5
+    num_pages = LONG_PREFIX_TOKENS // PAGE - (not is_long)
+    ancestor = tier.insert(chain(1, 4), offer=False)
+    node = tier.insert(chain(1, 4) + chain(2, num_pages - 4))
+    num_before = len(tier.num_queued)
+    tier.run()
+    assert tier.num_queued[num_before:] == ([ancestor, node] if is_long else [node])
+
+
+def test_flushed_tree_leaves_nothing_waiting() -> None:
+    tier = Tier()
+    tier.is_healthy = False
+    tier.insert(chain(1, 4))
+    tier.spiller.backup_skipped(77)
+    tier.tree_core.reset()
+    tier.spiller.clear()
+    tier.ledger.flushed()
+    tier.is_healthy = True
+    tier.run()
+    assert tier.num_queued == [] and tier.ledger.fates.left[Fate.LOST_FLUSHED] == 4
+
+
+def test_detached_tier_unpins_everything() -> None:
+    tier = Tier()
+    tier.insert(chain(1, 4))
+    tier.spiller.step(None)
+    assert tier.evict() == 4 * PAGE
+
+
+class Backups:
+    """Skipped host copies: nodes of a device tier, and whether host memory has room."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.has_room = False
+        self.backed_up: set[int] = set()
+        self.tried: list[int] = []
+        core = tier.tree_core
+        tier.tree_core = SimpleNamespace(  # type: ignore[assignment]
+            is_backuped=lambda node: self.look_up(node) in self.backed_up,
+            reset=core.reset,
+        )
+        tier.back_up = self.back_up  # type: ignore[attr-defined]
+
+    def look_up(self, node: int) -> int:
+        if node >= 100:
+            raise KeyError(node)
+        return node
+
+    def back_up(self, node: int) -> bool:
+        self.tried.append(self.look_up(node))
+        if self.has_room:
+            self.backed_up.add(node)
+        return self.has_room
+
+
+def test_skipped_backups_are_made_when_there_is_room_again() -> None:
+    tier = Tier()
+    backups = Backups(tier)
+    for node in (1, 2, 100, 3):
+        tier.spiller.backup_skipped(node)
+    for _ in range(1000):
+        tier.step()
+    assert 10 < len(backups.tried) < 30  # less and less often
+    backups.has_room = True
+    for _ in range(200):
+        tier.step()
+    assert backups.backed_up == {1, 2, 3}
+    assert tier.ledger.num_backups_recovered == 3
+
+
+def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_failed() -> None:
+    """A step may be a prefill of many seconds: one copy a step would be too late for a device that
+    gives up a prompt in as many."""
+    tier = Tier()
+    backups = Backups(tier)
+    for node in range(4):
+        tier.spiller.backup_skipped(node)
+    for _ in range(1000):
+        tier.step()
+    backups.has_room = True
+    tier.spiller.stores_ended()
+    tier.lets_loads_go_first = True
+    tier.step()
+    assert not backups.backed_up
+    tier.lets_loads_go_first = False
+    tier.step()
+    assert backups.backed_up == {0, 1, 2, 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("insert"), st.integers(0, 5), st.integers(1, 12), st.integers(0, 12)),
+            st.tuples(st.sampled_from(["step", "work", "evict", "load", "sick", "unpin"])),
+            st.tuples(st.just("flush")),
+        ),
+        max_size=60,
+    )
+)
+def test_no_order_of_events_upsets_the_tree_or_leaves_a_page_pinned(
+    events: list[tuple[Any, ...]],
+) -> None:
+    tier = Tier()
+    for event, *numbers in events:
+        if event == "insert":
+            seed, num_pages, shared = numbers
+            tier.insert(chain(seed, num_pages, min(shared, num_pages)))
+        elif event == "step":
+            tier.step()
+        elif event == "work":
+            tier.work(1)
+        elif event == "evict":
+            tier.evict(3 * PAGE)
+        elif event == "load":
+            tier.ongoing_prefetch = {} if tier.ongoing_prefetch else {"request": object()}
+        elif event == "sick":
+            tier.is_healthy = not tier.is_healthy
+        elif event == "unpin":
+            tier.spiller.release_pin()
+        elif not tier.ongoing_backup:  # as SGLang, which refuses to flush while stores are queued
+            tier.tree_core.reset()
+            tier.spiller.clear()
+            tier.ledger.flushed()
+            tier.free_pages = list(range(HOST_PAGES))
+        tier.spiller.queue.check_integrity()
+        tier.clock.now += 0.1
+    tier.ongoing_prefetch, tier.is_healthy = {}, True
+    tier.run(200)
+    assert len(tier.spiller.queue) == 0 and not tier.spiller._locks and not tier.spiller._dirty
+    tier.evict()
+    assert len(tier.free_pages) == HOST_PAGES
+    tier.ledger.fates.check_integrity()
+    assert tier.ledger.fates.num_dirty == 0

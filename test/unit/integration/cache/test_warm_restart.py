@@ -1,0 +1,177 @@
+"""The list of prompts to warm up: what a purge may not leave in it, and what it says of tenants."""
+
+from __future__ import annotations
+
+import errno
+import time
+from array import array
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.checksummed import seal
+from sglang_tiered.errors import StoreError
+from sglang_tiered.integration.cache import warm_restart
+from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
+from sglang_tiered.integration.identity.tenants import Fence, tenant_digest
+from sglang_tiered.policy.warm_list import decode
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
+from sglang_tiered.storage.region.notes import Notes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.storage.forgetting import Forgetting
+
+TIMEOUT_S = 20.0
+ACME, OTHER = tenant_digest("acme", "s3cret"), tenant_digest("other", None)
+
+
+class Tier:
+    """A server's list over a real directory; the tree above it only says what it is asked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.notes = Notes(FileDevice(directory))
+        self.asked: list[tuple[str | None, str | None]] = []
+        cache: Any = SimpleNamespace(
+            fence=Fence(),
+            root_node_handle=lambda extra_key: 0,
+            prefetch_from_storage=self._prefetch,
+            forget_plan=lambda handle: None,
+            has_ongoing_prefetch=lambda handle: False,
+            pop_prefetch_loaded_span=lambda handle: (64, 0),
+            storage_prefetch_retries=SimpleNamespace(cancel=lambda rid: None),
+            is_loading_or_waiting=lambda: False,
+        )
+        self.host = WarmHost(cache, self.notes, 10_000)
+
+    def _prefetch(self, *_: Any, extra_key: str | None, cache_salt: str | None) -> None:
+        self.asked.append((extra_key, cache_salt))
+
+    def use(self, chain: str, extra_key: str | None, cache_salt: str | None) -> None:
+        tokens = array("q", range(64))
+        request = SimpleNamespace(
+            full_untruncated_fill_ids=tokens, extra_key=extra_key, cache_salt=cache_salt
+        )
+        self.host.used(request, chain, 64, [])
+
+    def load_all(self) -> list[tuple[str | None, str | None]]:
+        for _ in range(10):
+            self.host.tick()
+        return self.asked
+
+    @property
+    def path(self) -> Path:
+        return self.directory / WARM_NAME
+
+    def tenants(self) -> set[bytes]:
+        return {chain.tenant for chain in decode(self.notes.read(WARM_NAME))}
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    """With a list of three kinds of requests on the disk, and a while to go to its next save."""
+    tier = Tier(tmp_path)
+    tier.use("nobody", None, None)
+    tier.use("acme", "acme", "s3cret")
+    tier.use("other", "other", None)
+    tier.host.tick()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(tier.tenants()) < 3:
+        assert time.monotonic() < deadline, "the list is not saved"
+        time.sleep(0.005)
+    yield tier
+    tier.host.close()
+
+
+def finished(purge: Forgetting) -> bool:
+    return purge.wait(TIMEOUT_S)
+
+
+def test_a_purge_is_durable_only_once_the_list_on_the_disk_does_not_name_the_tenant(
+    tier: Tier,
+) -> None:
+    assert finished(tier.host.purge(ACME))
+    assert ACME not in tier.tenants()
+    assert OTHER in tier.tenants()
+    assert finished(tier.host.purge(None))
+    assert not tier.tenants()
+
+
+def test_a_full_disk_leaves_no_list_rather_than_one_that_names_a_purged_tenant(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.notes._device, "replace_file", full)
+        assert finished(tier.host.purge(ACME))
+        assert not tier.path.exists()
+    assert finished(tier.host.purge(None))
+
+
+def test_a_list_that_cannot_be_changed_keeps_the_purge_from_being_durable_until_it_can(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(warm_restart, "SAVE_INTERVAL_S", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.notes._device, "replace_file", broken)
+        patch.setattr(tier.notes._device, "unlink", broken)
+        assert not finished(tier.host.purge(ACME))
+        assert ACME in tier.tenants()
+    deadline = time.monotonic() + TIMEOUT_S
+    while ACME in tier.tenants():
+        assert time.monotonic() < deadline, "it is not tried again"
+        time.sleep(0.005)
+
+
+def test_the_list_holds_no_key_and_no_salt(tier: Tier) -> None:
+    data = tier.path.read_bytes()
+    assert b"acme" not in data and b"s3cret" not in data and b"other" not in data
+
+
+def test_a_tenants_prompts_are_loaded_once_a_request_has_named_its_keys(tier: Tier) -> None:
+    again = Tier(tier.directory)
+    assert again.load_all() == [(None, None)]
+    again.host.named("acme", "wrong")
+    assert again.load_all() == [(None, None)]
+    again.host.named("acme", "s3cret")
+    again.host.named("acme", "s3cret")
+    assert again.load_all() == [(None, None), ("acme", "s3cret")]
+    again.host.purge(OTHER)
+    again.host.named("other", None)
+    assert len(again.load_all()) == 2, "purged before it was named"
+    again.host.close()
+
+
+def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    first = {"version": 1, "chains": [{"tokens": bytes(512), "extra_key": "acme"}]}
+    (tmp_path / WARM_NAME).write_bytes(seal(first))
+    (tmp_path / (WARM_NAME + TEMPORARY_SUFFIX)).write_bytes(b"acme")
+    tier = Tier(tmp_path)
+    assert not list(tmp_path.glob(f"{WARM_NAME}*"))
+    assert tier.load_all() == []
+    tier.host.close()
+
+
+def test_without_the_flag_the_list_of_an_earlier_run_goes(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_list(tier.notes)
+    assert not tier.path.exists()
+    remove_list(tier.notes)
+
+    def broken(name: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tier.notes._device, "unlink", broken)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        remove_list(tier.notes)

@@ -1,0 +1,171 @@
+"""Device and host memory from one budget, on machines of any size; what cannot fit is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_tiered.config import GiB, MiB
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cache import host_size
+from sglang_tiered.integration.cpu import memory
+from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
+from sglang_tiered.integration.launch import accelerator
+
+ROOT = Path(__file__).parents[4]
+HOST_FRACTION = 0.8 * 0.95
+"""What SGLang's ``auto_size_hicache`` takes of the memory that is left, at the most."""
+
+
+def auto_sized_host_bytes(device_bytes: int, left: int, num_ranks: int) -> int:
+    return min(2 * device_bytes, int(left // num_ranks * HOST_FRACTION))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("machine_gib", [6, 16, 24, 128, 2048])
+def test_default_pools_of_all_ranks_fit_the_machine_they_share(
+    machine_gib: int, num_ranks: int
+) -> None:
+    allocatable = machine_gib * GiB - memory.PROCESSES_BYTES - GiB - 500 * MiB
+    device = device_pool_bytes(
+        allocatable, num_ranks=num_ranks, host_bytes=None, has_token_limit=False
+    )
+    left = allocatable - num_ranks * device
+    host = auto_sized_host_bytes(device, left, num_ranks)
+    assert host >= 1.25 * device, "a host tier below the device pool holds nothing of its own"
+    # SGLang's check of the last rank, when all others have touched theirs.
+    assert host <= (left - (num_ranks - 1) * host) // num_ranks
+    assert num_ranks * (device + host) <= 0.65 * allocatable, "activations need memory too"
+    assert num_ranks * device <= 8 * GiB
+
+
+@pytest.mark.parametrize("has_token_limit", [True, False])
+def test_a_host_tier_that_the_user_sized_comes_first(has_token_limit: bool) -> None:
+    device = device_pool_bytes(
+        10 * GiB, num_ranks=1, host_bytes=9 * GiB, has_token_limit=has_token_limit
+    )
+    assert 0 < device <= GiB
+
+
+def test_a_limit_in_tokens_leaves_memory_for_the_host_tier() -> None:
+    device = device_pool_bytes(12 * GiB, num_ranks=1, host_bytes=None, has_token_limit=True)
+    assert device == 9 * GiB
+
+
+def test_no_budget_is_negative() -> None:
+    assert device_pool_bytes(0, num_ranks=2, host_bytes=GiB, has_token_limit=True) == 0
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_it_needs_and_what_is_there() -> None:
+    needed = WorkingSet(weights=16 * GiB, token=128 * 1024)
+    with pytest.raises(ConfigError) as refusal:
+        memory.check_memory(needed, 15 * GiB)
+    sentence = str(refusal.value)
+    assert "at least 18.75GiB" in sentence and "16GiB of it weights" in sentence
+    assert "but 16GiB can be had here" in sentence and "--model-path" in sentence
+    memory.check_memory(needed, 18 * GiB)
+
+
+def test_a_host_tier_that_the_user_asks_for_belongs_to_what_is_needed() -> None:
+    needed = WorkingSet(weights=8 * GiB, token=1024, host=12 * GiB)
+    with pytest.raises(ConfigError, match="--tier-host-bytes"):
+        memory.check_memory(needed, 20 * GiB)
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded", "quantized", "factor"),
+    [
+        ("float32", "float16", False, 0.5),  # what SGLang does by default
+        ("bfloat16", "float32", False, 2.0),
+        ("bfloat16", "float32", True, 1.0),
+        (None, "float32", False, 1.0),
+    ],
+)
+def test_weights_count_as_what_they_take_in_memory(
+    stored: str | None, loaded: str, quantized: bool, factor: float
+) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    hf_config = SimpleNamespace(dtype=stored, quantization_config={} if quantized else None)
+    model = SimpleNamespace(hf_config=hf_config, dtype=getattr(torch, loaded))
+    assert memory._widening(model) == factor
+
+
+def test_a_refusal_of_a_scheduler_is_one_sentence_and_code_2() -> None:
+    program = (
+        "from types import SimpleNamespace\n"
+        "from sglang_tiered.errors import ConfigError\n"
+        "from sglang_tiered.integration import hooks\n"
+        "def original(*_):\n"
+        "    raise ConfigError('too small.')\n"
+        "hooks._around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (2, "sglang-tiered: too small.\n")
+
+
+def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
+    for name, size in (
+        ("model-1.safetensors", 5000),
+        ("model-2.safetensors", 3000),
+        ("consolidated.safetensors", 8000),
+        ("pytorch_model.bin", 8000),
+        ("training_args.bin", 10),
+    ):
+        (tmp_path / name).write_bytes(bytes(size))
+    files = list(tmp_path.iterdir())
+    assert memory._weight_bytes(files) == 8000
+    assert memory._weight_bytes([]) == 0
+
+
+def test_kv_of_a_token_is_what_the_device_pool_takes_for_it(tmp_path: Path) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    maker = ROOT / "scripts" / "make_demo_model.py"
+    subprocess.run([sys.executable, maker, tmp_path / "model"], check=True, timeout=120)
+    model = ModelConfig(str(tmp_path / "model"), dtype="float32")
+    # Keys and values of 3 layers of 2 heads of 64 floats.
+    assert memory.token_bytes(model, "auto") == 2 * 3 * 2 * 64 * 4
+    assert memory.token_bytes(model, "fp8_e4m3") == 2 * 3 * 2 * 64
+
+
+def test_a_host_tier_that_does_not_fit_is_refused_with_the_flags_that_change_it() -> None:
+    host_size.check_host_bytes(GiB, GiB)
+    with pytest.raises(ConfigError, match=r"1GiB a rank .* 512MiB .*--tier-host-bytes"):
+        host_size.check_host_bytes(GiB, 512 * MiB)
+    with pytest.raises(ConfigError, match="0B"):
+        host_size.check_host_bytes(GiB, -GiB)
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from sglang_tiered import launch_server
+    from sglang_tiered.integration import plugin
+
+    if accelerator.is_available():
+        pytest.skip("torch can use the device of this machine")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(accelerator, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
+    assert accelerator.problem() is None
+    (tmp_path / "nvidiactl").touch()
+    sentence = accelerator.problem()
+    assert sentence is not None and "cannot use a GPU" in sentence
+    assert "CUDA_VISIBLE_DEVICES= to serve on the CPU" in sentence
+    with pytest.raises(SystemExit, match="cannot use a GPU"):  # SGLang passes it on
+        plugin.activate_platform()
+    assert launch_server.main(["--model-path", "m"]) == 2
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert accelerator.problem() is None

@@ -1,0 +1,423 @@
+"""Prefill servers are asked for off the scheduler's thread, of SGLang's real bootstrap server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import requests
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+)
+from transfer_pair import eventually
+
+from server_process import free_port
+from sglang_tiered.config import TransferConfig
+from sglang_tiered.errors import TransferError
+from sglang_tiered.integration.disaggregation import bootstrap_client as prefill_lookups
+from sglang_tiered.integration.disaggregation.bootstrap_client import (
+    PrefillLookups,
+    address_of,
+    is_loopback,
+    is_wildcard,
+)
+from sglang_tiered.integration.disaggregation.manager import ZmqKVManager, ZmqKVReceiver
+from sglang_tiered.integration.hooks import _after_decode_queue
+from sglang_tiered.transfer.decode.endpoint import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(60)
+
+RANK = ("192.0.2.7", 4321)
+
+
+@pytest.fixture
+def manager() -> Any:
+    """A decode rank's manager without the endpoint that its constructor makes."""
+    made: Any = ZmqKVManager.__new__(ZmqKVManager)
+    made.prefill_info_table = {}
+    made.kv_args = SimpleNamespace(page_size=64, engine_rank=0, state_types=[])
+    made.kv_cache_dtype_str = "auto"
+    made.kv_layout = made.dsv41_spec_layout = None
+    made.attn_tp_size = made.attn_cp_size = made.pp_size = made.dcp_size = 1
+    made.attn_tp_rank = made.attn_cp_rank = made.pp_rank = 0
+    made.is_mla_backend = made.is_hybrid_mla_backend = False
+    made.enable_all_cp_ranks_for_transfer = False
+    made.connection_lock, made.connection_pool = threading.Lock(), {}
+    made._lookups = PrefillLookups(made, made.check_is_allowed)
+    made._transfer = TransferConfig()
+    return made
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[str]:
+    server = CommonKVBootstrapServer("127.0.0.1", free_port())
+    address = f"127.0.0.1:{server.port}"
+
+    def is_up() -> bool:
+        try:
+            return requests.get(f"http://{address}/health", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    eventually(is_up)
+    yield address
+    server.close()
+
+
+def register(bootstrap: str, *, page_size: int = 64) -> None:
+    """As a prefill rank does."""
+    row = {
+        **{
+            f"attn_{kind}_{what}": what == "size"
+            for kind in ("tp", "cp", "dp")
+            for what in ("size", "rank")
+        },
+        "pp_size": 1,
+        "pp_rank": 0,
+        "system_dp_size": 1,
+        "system_dp_rank": 0,
+        "rank_ip": RANK[0],
+        "rank_port": RANK[1],
+        "page_size": page_size,
+        "kv_cache_dtype": "auto",
+    }
+    row = {key: int(value) if isinstance(value, bool) else value for key, value in row.items()}
+    requests.put(f"http://{bootstrap}/route", json=row, timeout=5).raise_for_status()
+
+
+def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) == RANK
+    assert manager.prefill_info_table[bootstrap].required_prefill_response_num == 1
+    assert manager.why_unknown(bootstrap) is None
+
+
+def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):  # each returns, though the question is still open
+            assert not manager.try_ensure_parallel_info(address)
+        connection, _ = silent.accept()
+        connection.close()
+    eventually(lambda: manager.why_unknown(address) is not None)
+    assert address in manager.why_unknown(address)
+
+
+def test_a_server_with_another_page_size_is_a_reason_and_no_error(
+    manager: Any, bootstrap: str
+) -> None:
+    """In SGLang it ends the decode scheduler."""
+    register(bootstrap, page_size=16)
+    assert not manager.try_ensure_parallel_info(bootstrap)
+    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+    assert "page_size=16" in manager.why_unknown(bootstrap)
+    assert bootstrap not in manager.prefill_info_table
+
+
+def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    assert manager._lookups.forget(("192.0.2.7", 1)) == []
+    assert manager._lookups.forget(RANK) == [bootstrap]
+    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) is None
+
+
+def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
+    manager: Any, bootstrap: str
+) -> None:
+    """A request given up before its prefill server was known would be waited for there."""
+    register(bootstrap)
+    told: list[Any] = []
+    manager.tell_ranks(bootstrap, told.append)
+    eventually(lambda: bool(told))
+    manager.tell_ranks(bootstrap, told.append)  # known by now: at once
+    assert told == [[RANK], [RANK]]
+
+
+def test_who_waits_for_a_server_that_cannot_be_used_is_forgotten(
+    manager: Any, bootstrap: str
+) -> None:
+    register(bootstrap, page_size=16)
+    told: list[Any] = []
+    for _ in range(3):
+        manager.tell_ranks(bootstrap, told.append)
+    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+    assert told == []
+    assert not manager._lookups._waiting
+
+
+def test_addresses_are_told_apart() -> None:
+    assert address_of("192.0.2.7") == "192.0.2.7"
+    assert is_loopback(address_of("localhost"))
+    assert is_wildcard("0.0.0.0") and is_wildcard("::") and not is_wildcard("192.0.2.7")
+
+
+def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client names it: whoever runs it would decide what decode takes for KV."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        CommonKVManager, "try_ensure_parallel_info", lambda _, server: asked.append(server)
+    )
+    for server in ("192.0.2.7:9", "[2001:db8::1]:9"):
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda server=server: manager.why_unknown(server) is not None)
+        assert "--transfer-allow" in manager.why_unknown(server)
+    assert not asked
+    manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
+    manager._lookups = PrefillLookups(manager, manager.check_is_allowed)
+    assert not manager.try_ensure_parallel_info("192.0.2.7:9")
+    eventually(lambda: bool(asked))
+
+
+def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_path: Path) -> None:
+    for networks, refused in ((), False), (("192.0.2.0/24",), True):
+        manager._transfer = TransferConfig(keys_directory=str(tmp_path), allowed_networks=networks)
+        manager.check_is_allowed("192.0.2.7")
+        manager.check_is_allowed("127.0.0.1")
+        if refused:
+            with pytest.raises(TransferError, match="--transfer-allow"):
+                manager.check_is_allowed("203.0.113.1")
+        else:
+            manager.check_is_allowed("203.0.113.1")
+
+
+def test_a_receiver_asks_the_ranks_that_were_looked_up(manager: Any, bootstrap: str) -> None:
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    info = manager.prefill_info_table[bootstrap]
+    receiver: Any = ZmqKVReceiver.__new__(ZmqKVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_addr, receiver.prefill_dp_rank = manager, bootstrap, 0
+    for kind in ("target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"):
+        setattr(receiver, kind, getattr(info, kind))
+    receiver._connection_pool_entries = {}
+    receiver._setup_bootstrap_infos()
+    assert receiver._targets() == [Target(RANK)]
+
+
+GOOD_ROW = {"rank_ip": RANK[0], "rank_port": RANK[1]}
+GOOD_INFO = {
+    **dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1),
+    "page_size": 64,
+    "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": True,
+}
+
+
+@contextmanager
+def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[str]:
+    """A server that a client may run, and name in its request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked = parse_qs(urlsplit(self.path).query)
+            if asked["prefill_dp_rank"] == ["-1"]:
+                self._say(info)
+            else:
+                self._say(row() if callable(row) else row)
+
+        def do_POST(self) -> None:
+            self._say(dp_ranks)
+
+        def _say(self, answer: Any) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> None:
+    """Or the next tests say nothing."""
+    with bootstrap_that_says(GOOD_INFO, {**GOOD_ROW, "more": [1]}) as server:
+        eventually(lambda: manager.try_ensure_parallel_info(server))
+        assert manager.rank_of(server, (0, 0, 0, 0)) == RANK
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"rank_port": 1},
+        {"rank_ip": "127.0.0.1"},
+        {"rank_ip": 2130706433, "rank_port": 1},  # 127.0.0.1 as a number
+        {"rank_ip": None, "rank_port": 1},
+        {"rank_ip": "", "rank_port": 1},
+        {"rank_ip": "127.0.0.1\n", "rank_port": 1},
+        {"rank_ip": "x" * 256, "rank_port": 1},
+        *({"rank_ip": "127.0.0.1", "rank_port": port} for port in ("x", "1", 0, -1, 65536, 1.5)),
+        [],
+        None,
+        "x",
+    ],
+    ids=repr,
+)
+def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
+    row: Any, manager: Any, bootstrap: str
+) -> None:
+    """It ended the scheduler, and kept every later loss from being noticed."""
+    with bootstrap_that_says(GOOD_INFO, row) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert f"the server at {server} cannot be used" in manager.why_unknown(server)
+        assert server not in manager.prefill_info_table
+    register(bootstrap)
+    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    assert manager._lookups.forget(RANK) == [bootstrap]
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])
+@pytest.mark.parametrize("kind", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
+def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
+    kind: str, number: int, manager: Any
+) -> None:
+    """Lists of them took all memory; none at all ended the scheduler."""
+    with bootstrap_that_says({**GOOD_INFO, kind: number}, GOOD_ROW) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert "no ranks, or more than" in manager.why_unknown(server)
+        assert server not in manager.prefill_info_table
+
+
+def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held a thread for hours: each answer came in time."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    pause = threading.Event()
+
+    def slow_row() -> Any:
+        pause.wait(0.02)
+        return GOOD_ROW
+
+    with bootstrap_that_says({**GOOD_INFO, "dp_size": 4096}, slow_row) as server:
+        assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: manager.why_unknown(server) is not None)
+        assert "did not answer within" in manager.why_unknown(server)
+
+
+def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any) -> None:
+    """A client names as many silent ports as it likes, and by any name of the machine."""
+    with ExitStack() as silent:
+        hosts = ("127.0.0.1", "127.0.0.2", "localhost", "[::ffff:127.0.0.1]", "127.0.0.3")
+        servers = []
+        for host in hosts:
+            port = silent.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1]
+            servers.append(f"{host}:{port}")
+        assert len(servers) > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        assert prefill_lookups.MAX_LOOKUPS > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        for server in servers:
+            assert not manager.try_ensure_parallel_info(server)
+        eventually(lambda: any(manager.why_unknown(server) for server in servers))
+        (why,) = filter(None, map(manager.why_unknown, servers))
+        assert "its machine has not answered other questions" in why
+    eventually(lambda: all(map(manager.why_unknown, servers)))
+    assert not manager._lookups._asked
+
+
+def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
+    """A client names as many as it likes."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(6)]
+        before = len(os.listdir("/proc/self/fd"))
+        for server in servers:
+            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_of_many_servers_those_used_last_are_remembered(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_lookups, "MAX_SERVERS", 2)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(3)]
+        for server in servers:
+            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+            manager.connection_pool[f"{server}_0"] = []
+            manager.use_server(servers[0])
+        assert set(manager.prefill_info_table) == {servers[0], servers[2]}
+        assert set(manager.connection_pool) == {f"{servers[0]}_0", f"{servers[2]}_0"}
+        assert manager.rank_of(servers[1], (0, 0, 0, 0)) is None
+        eventually(lambda: manager.try_ensure_parallel_info(servers[1]))  # asked again
+    for port in (1, 2, 3):
+        assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+    eventually(lambda: not manager._lookups._running)
+    assert len(manager._lookups._failures) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "understood"),
+    [
+        ({"7": 1}, {"7": 1}),
+        ({"7": "x"}, {"7": -1}),
+        ({"7": [1]}, {"7": -1}),
+        ([1], {"7": -1}),
+        (None, {"7": -1}),
+    ],
+)
+def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
+    said: Any, understood: dict[str, int], manager: Any
+) -> None:
+    """SGLang makes numbers of them there, and ends on what is none."""
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
+        eventually(lambda: manager.replicas_of(server, [7]) == understood)
+
+
+def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang waited for it on the scheduler's thread, five seconds a step."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):  # each returns, though the question is still open
+            assert manager.replicas_of(server, [7]) == {}
+        eventually(lambda: manager.replicas_of(server, [7]) == {"7": -1})
+
+
+def test_a_room_that_no_replica_has_fails_its_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was pending for ever."""
+    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: manager.replicas_of(server, [7, 8]) == {"7": -1, "8": 1})
+
+
+def test_sglang_asks_us_which_replica_has_a_request(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
+    zmq = SimpleNamespace(value="zmq")
+    _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
+        eventually(lambda: CommonKVReceiver.query_prefill_dp_ranks(server, [8]) == {"8": 1})

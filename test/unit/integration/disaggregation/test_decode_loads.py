@@ -1,0 +1,274 @@
+"""What decode promises prefill, over SGLang's own tree and queues and a real store."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.cpp_utils.native_hash import _load_native_hash_module
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.cache import load_scheduler
+from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+from sglang_tiered.integration.disaggregation import decode_loads
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.launch.resolve import _storage_arguments
+from sglang_tiered.policy.cost_model import PrefillCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PAGE, LAYERS, HEADS, HEAD_DIM = 16, 2, 2, 64
+SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
+TOKENS = array("q", range(20 * PAGE))
+DEVICE_TOKENS = 64 * PAGE
+DEADLINE_S = 30.0
+
+
+class Decode:
+    """A decode instance's cache, and its queue of requests that wait for memory."""
+
+    def __init__(self, directory: Path, server_args: Any, page_size: int) -> None:
+        self.directory, self.page_size = directory, page_size
+        pool = MHATokenToKVPool(
+            DEVICE_TOKENS,
+            page_size=page_size,
+            dtype=torch.float32,
+            head_num=HEADS,
+            head_dim=HEAD_DIM,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            DEVICE_TOKENS,
+            page_size=page_size,
+            dtype=torch.float32,
+            device="cpu",
+            kvcache=pool,
+            need_sort=False,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(4, 1024, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.cache: Any = TieredRadixCache(params)
+        self.cache.init_hicache(server_args, params)
+        self.queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
+        self.queue.tree_cache = self.cache
+        self.queue.token_to_kv_pool = pool
+        self.queue.scheduler = SimpleNamespace(enable_decode_hicache=True)
+        self.queue.queue = []
+        self.num_requests = 0
+
+    def store(self, tokens: array[int] = TOKENS) -> None:
+        """A prompt's KV gets into the store, and out of memory."""
+        value = self.allocator.alloc(len(tokens))
+        self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=value))
+        num_pages = len(tokens) // self.page_size
+        self.until(lambda: self.cache.tier_stats().num_pages == num_pages)
+        self.until(lambda: not self.cache.ongoing_backup)
+        self.cache.reset()
+        self.allocator.clear()
+
+    def damage(self, page: int) -> None:
+        """Flip bytes of a stored page, wherever in the file that is."""
+        (file,) = self.directory.glob("shard-*/region-*.kv")
+        size = self.cache.storage.page_bytes()
+        with file.open("r+b", buffering=0) as region:
+            at = 4096 + page * size + size // 2
+            os.pwrite(region.fileno(), b"damaged!", at)
+            os.fsync(region.fileno())
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Scheduler steps until it is so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.cache.check_hicache_events()
+
+    def arrives(self, tokens: array[int] = TOKENS) -> DecodeRequest:
+        self.num_requests += 1
+        sampling = SamplingParams(max_new_tokens=1)
+        req = Req(f"r{self.num_requests}", "", tokens[:], sampling)
+        entry = DecodeRequest(req=req, kv_receiver=None)
+        self.queue.queue.append(entry)
+        return entry
+
+    def shakes_hands(self) -> None:
+        """SGLang's poll finds prefill ready for all of them; what it is made to go on with."""
+        for entry in self.queue.queue:
+            entry.waiting_for_input = True
+        decode_loads.after_handshakes(None, self.queue)
+
+    def waits(self, entry: DecodeRequest) -> bool:
+        self.cache.check_hicache_events()
+        self.shakes_hands()
+        return not entry.waiting_for_input
+
+    def promise(self, entry: DecodeRequest) -> int:
+        """The tokens that prefill is told not to send."""
+        match = self.queue._match_prefix_and_lock(entry.req)
+        self.queue._start_hicache_prefetch(entry.req, match)
+        decode_loads.after_match(None, self.queue, entry.req, match)
+        entry.prefix_match = match
+        self.queue.queue.remove(entry)
+        decode_loads.after_preallocation(([entry], []), self.queue)
+        return int(match.decode_prefix_len)
+
+    def restores(self, entry: DecodeRequest) -> int:
+        """How much of the promise gets to the device."""
+        req = entry.req
+        loaded, _ = self.cache.init_load_back(
+            InitLoadBackParams(
+                best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req
+            )
+        )
+        return int(req.prefix_len + loaded)
+
+
+@pytest.fixture
+def decode(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Decode]:
+    page_size = getattr(request, "param", PAGE)
+    nvme = NvmeConfig(directory=str(tmp_path / "kv"), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
+    config = TieredConfig(mode=TierMode.NVME, host_bytes=8 * MiB, nvme=nvme, num_ranks=1)
+    environment: dict[str, str] = {}
+    config.to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    # Slow enough that every load pays.
+    slow = PrefillCost((1.0, 1.0, 0.0))
+    monkeypatch.setattr(load_scheduler, "probe_prefill", lambda *_, **__: slow)
+    flags = {
+        flag.lstrip("-").replace("-", "_"): value
+        for flag, value in _storage_arguments(page_size).items()
+    }
+    flags["hicache_storage_prefetch_retry_max_attempts"] = 1_000_000
+    override = get_context().override_server_args(
+        **flags,
+        device="cpu",
+        page_size=page_size,
+        enable_hierarchical_cache=True,
+        hicache_io_backend="direct",
+        hicache_mem_layout="page_first_direct",
+        hicache_write_policy="write_through",
+        disaggregation_mode="decode",
+        disaggregation_decode_enable_radix_cache=True,
+    )
+    with (
+        override as server_args,
+        get_parallel().override(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
+        ),
+    ):
+        decode = Decode(tmp_path / "kv", server_args, page_size)
+        yield decode
+        decode.cache.release_host_resources()
+
+
+def test_no_request_waits_until_the_hash_of_pages_is_compiled(decode: Decode) -> None:
+    _load_native_hash_module.cache_clear()
+    decode.cache.begin_loading(DEVICE_TOKENS)
+    assert _load_native_hash_module.cache_info().currsize == 1
+
+
+def test_nothing_is_promised_before_it_is_in_memory(decode: Decode) -> None:
+    decode.store()
+    entry = decode.arrives()
+    assert decode.promise(entry) == 0
+
+
+def test_a_request_is_held_back_until_its_load_ended_then_promised_all(decode: Decode) -> None:
+    decode.store()
+    entry = decode.arrives()
+    decode.until(lambda: not decode.waits(entry))
+    assert decode.promise(entry) == len(TOKENS)
+    assert decode.restores(entry) == len(TOKENS)
+
+
+def test_a_damaged_page_shortens_the_promise(decode: Decode) -> None:
+    decode.store()
+    decode.damage(page=12)
+    entry = decode.arrives()
+    decode.until(lambda: not decode.waits(entry))
+    promised = decode.promise(entry)
+    assert 0 < promised < len(TOKENS)
+    assert decode.restores(entry) == promised
+
+
+@pytest.mark.parametrize("decode", [SMALL_PAGE], indirect=True)
+def test_a_promise_of_few_tokens_is_kept(decode: Decode) -> None:
+    tokens = TOKENS[: 2 * SMALL_PAGE]
+    decode.store(tokens)
+    entry = decode.arrives(tokens)
+    decode.until(lambda: not decode.waits(entry))
+    assert decode.promise(entry) == len(tokens)
+    assert decode.restores(entry) == len(tokens)
+
+
+def test_ranks_agree_in_the_next_step_and_decode_asks_again(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode.store()
+    cache = decode.cache
+    # Another rank that always says the same.
+    monkeypatch.setattr(cache, "_all_reduce_attn_groups", lambda data, op: None)
+    monkeypatch.setattr(cache, "tp_world_size", 2)
+    del cache.cache_controller.prefetch  # which answers at once where nobody else is asked
+    cache.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+    entry = decode.arrives()
+    assert decode.waits(entry)
+    decode.until(lambda: not decode.waits(entry))
+    assert decode.promise(entry) == len(TOKENS)
+
+
+def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:
+    """Else every load looks free: whoever comes would wait behind all who ever came."""
+    decode.store()
+    promised, failed = decode.arrives(), decode.arrives()
+    decode.until(lambda: not decode.waits(promised))
+    assert decode.cache._planner.queue_wait_s > 0
+    decode.promise(promised)
+    decode.queue.queue.remove(failed)
+    decode_loads.after_preallocation(([], [failed]), decode.queue)
+    assert decode.cache._planner.queue_wait_s == 0
+    assert decode.cache._num_loading_tokens() == 0
+
+
+def test_promised_copies_stay_until_they_are_on_their_way(decode: Decode) -> None:
+    decode.store()
+    entry = decode.arrives()
+    decode.until(lambda: not decode.waits(entry))
+    promised = decode.promise(entry)
+    cache, transfers = decode.cache, SimpleNamespace(tree_cache=decode.cache, queue=[entry])
+    assert cache.evict_host(1 << 20) == 0
+    decode_loads.after_transfers(None, transfers)  # still waits
+    assert cache.evict_host(1 << 20) == 0
+    assert decode.restores(entry) == promised
+    entry.hicache_restore_lock = cache.lock(entry.req.best_match_node)
+    decode_loads.after_transfers(None, transfers)
+    assert not cache.has_promised

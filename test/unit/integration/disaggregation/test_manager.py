@@ -1,0 +1,122 @@
+"""Why a handoff failed, on both of its ends, as SGLang asks for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_tiered.integration.disaggregation.manager import (
+    ZmqKVManager,
+    ZmqKVReceiver,
+    ZmqKVSender,
+)
+
+ROOM = 7
+SERVER = "192.0.2.1:1"
+
+
+def end_of(kind: type[Any], tp_size: int = 1) -> Any:
+    """A handoff of SGLang's classes and ours, without the endpoint that carries it."""
+    manager = manager_of(tp_size)
+    manager.request_status = {ROOM: KVPoll.WaitingForInput}
+    made = kind.__new__(kind)
+    made.kv_mgr, made.bootstrap_room, made.bootstrap_addr = manager, ROOM, SERVER
+    made.conclude_state, made.init_time, made.abort_notified = None, 0.0, False
+    made.trace_ctx = SimpleNamespace(trace_req_finish=lambda: None)
+    made.clear = lambda: manager.request_status.pop(ROOM, None)
+    return made
+
+
+def manager_of(tp_size: int = 1) -> Any:
+    manager: Any = ZmqKVManager.__new__(ZmqKVManager)
+    manager.attn_tp_size, manager.pp_size = tp_size, 1
+    manager.failure_lock, manager.failure_records = threading.Lock(), {}
+    manager.request_status = {}
+    manager.required_prefill_response_num_table = {}
+    manager.prefill_response_tracker, manager.addr_to_rooms_tracker = {}, defaultdict(set)
+    manager.defer_decode_allocation = False
+    manager.deferred_bootstrap = None
+    manager._happened = threading.Event()
+    manager._deferred_ack_targets, manager._deferred_ack_poisoned_rooms = {}, set()
+    manager.transfer_infos, manager.req_to_decode_prefix_len = {}, {}
+    manager._staging_outstanding = {}
+    manager.is_dummy_cp_rank = False
+    manager.sending = manager.receiving = Mock()
+    return manager
+
+
+def reason_of(end: Any) -> KVTransferError:
+    with pytest.raises(KVTransferError) as raised:
+        end.failure_exception()
+    return raised.value
+
+
+BOTH = pytest.mark.parametrize("kind", [ZmqKVReceiver, ZmqKVSender])
+
+
+@BOTH
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_handoff_says_each_time_what_happened(kind: type[Any], tp_size: int) -> None:
+    """SGLang asks again while the request waits to be removed, and tells the client the last."""
+    end = end_of(kind, tp_size)
+    end.kv_mgr.room_failed(ROOM, "PD peer failed: it closed the connection")
+    for _ in range(3):
+        error = reason_of(end)
+        assert error.failure_reason == "PD peer failed: it closed the connection"
+        assert not error.is_from_another_rank, "or SGLang does not log it"
+
+
+@BOTH
+def test_no_single_rank_puts_a_failure_on_another(kind: type[Any]) -> None:
+    error = reason_of(end_of(kind))
+    assert "aborted by this instance" in error.failure_reason
+    assert not error.is_from_another_rank
+
+
+@BOTH
+def test_a_failure_of_another_rank_is_said_to_be_one(kind: type[Any]) -> None:
+    error = reason_of(end_of(kind, tp_size=2))
+    assert "aborted by another rank" in error.failure_reason
+    assert error.is_from_another_rank, "the rank where it happened logs it"
+
+
+@pytest.mark.parametrize("room", [2**64, 2**63, -1, -(2**63) - 1, 10**30])
+@BOTH
+def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
+    kind: type[Any], room: int
+) -> None:
+    """Prefill's scheduler ended on it, and decode waited for an answer without end."""
+    manager = manager_of()
+    with get_parallel().override(num_dp_ranks=1):
+        end = kind(manager, SERVER, room)
+    assert end.poll() == KVPoll.Failed
+    assert "from 0 to 2^63 - 1" in reason_of(end).failure_reason
+    end.clear()
+    said = [name for name, *_ in manager.sending.method_calls]
+    assert not {"expect", "abort", "claim"} & set(said), "no message can hold it"
+    assert not manager.request_status and not manager.addr_to_rooms_tracker
+
+
+@pytest.mark.parametrize("room", [0, 2**63 - 1])
+@BOTH
+def test_the_largest_room_number_that_fits_is_served(kind: type[Any], room: int) -> None:
+    with get_parallel().override(num_dp_ranks=1):
+        assert kind(manager_of(), SERVER, room).conclude_state is None
+
+
+def test_a_request_that_no_replica_has_fails_with_a_sentence() -> None:
+    manager = manager_of()
+    manager._lookups = SimpleNamespace(use=lambda _: None)
+    receiver = ZmqKVReceiver(manager, SERVER, ROOM)
+    receiver.init(-1)
+    assert receiver.poll() == KVPoll.Failed
+    manager.tell_ranks = lambda *_: None
+    assert "does not say which replica" in reason_of(receiver).failure_reason

@@ -1,0 +1,275 @@
+"""Every byte of a file counts, is read once, and is read again whenever it may have changed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.checksummed import seal
+from sglang_tiered.integration.identity import file_digests
+from sglang_tiered.integration.identity.file_digests import FileDigests, SeenFile, see
+from sglang_tiered.storage.region.files import WEIGHTS_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TIMEOUT_S = 20.0
+SIZE = 3 << 20
+NEVER = threading.Event()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    return path
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "kv"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a test are young; take their times for those of old ones."""
+    monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
+
+
+def read(memory: Path, *paths: Path) -> tuple[list[bytes | None], int]:
+    """Digests as a process of its own finds them, and how many bytes it read for that."""
+    digests = FileDigests(memory)
+    seen = [see(path) for path in paths]
+    found = digests.read(seen, NEVER)
+    return [found.get(file) for file in seen], digests.num_bytes_read
+
+
+def known(memory: Path, file: SeenFile) -> bytes | None:
+    digests = FileDigests(memory)
+    digests.recall()
+    return digests.known(file)
+
+
+@pytest.mark.parametrize("position", [0, 7, 4096 + 5, SIZE // 3, SIZE - 4097, SIZE - 1])
+def test_one_byte_anywhere_is_another_digest(memory: Path, file: Path, position: int) -> None:
+    (before,), _ = read(memory, file)
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+    assert read(memory, file)[0] != [before]
+
+
+@pytest.mark.usefixtures("settled")
+def test_second_start_reads_nothing(memory: Path, file: Path) -> None:
+    first, num_bytes = read(memory, file)
+    assert num_bytes == SIZE
+    assert read(memory, file) == (first, 0)
+    assert (memory / WEIGHTS_NAME).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in memory.iterdir()] == [WEIGHTS_NAME]
+
+
+@pytest.mark.usefixtures("settled")
+def test_copy_has_the_same_digest_wherever_and_whenever_it_was_made(
+    memory: Path, file: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "elsewhere.bin"
+    shutil.copyfile(file, copy)
+    os.utime(copy, ns=(1, 1))
+    digests, num_bytes = read(memory, file, copy)
+    assert digests[0] == digests[1]
+    assert num_bytes == 2 * SIZE
+
+
+@pytest.mark.usefixtures("settled")
+def test_edit_that_sets_size_and_time_back_is_read_again(memory: Path, file: Path) -> None:
+    (before,), _ = read(memory, file)
+    status = file.stat()
+    with file.open("r+b") as stream:  # the same inode
+        stream.seek(SIZE // 3)
+        stream.write(b"edit")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
+    assert known(memory, see(file)) is None
+    digests, num_bytes = read(memory, file)
+    assert digests != [before] and num_bytes == SIZE
+
+
+@pytest.mark.usefixtures("settled")
+def test_other_content_under_equal_inode_and_times_is_not_taken_for_the_old(
+    memory: Path, file: Path
+) -> None:
+    """Images of read-only file systems are built with times and inodes of their own choice."""
+    read(memory, file)
+    before = see(file)
+    assert known(memory, before) is not None
+    content = file.read_bytes()
+    file.write_bytes(bytes(SIZE))
+    other = see(file)._replace(stamp=before.stamp)
+    assert known(memory, other) is None
+    file.write_bytes(content)
+
+
+class Statvfs:
+    """What the system says of the file system of a file."""
+
+    def __init__(self, flags: int) -> None:
+        self.f_flag = flags
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_times_that_an_image_made_up_are_not_believed(
+    memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, *, is_read_only: bool
+) -> None:
+    """There ctime is what the builder chose, like mtime: a rebuilt image may repeat all of them."""
+    flags = os.ST_RDONLY if is_read_only else 0
+    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(flags))
+    (digest,), _ = read(memory, file)
+    seen = see(file)
+    assert seen.stamp.changed_ns == seen.stamp.modified_ns
+    digests = FileDigests(memory)
+    digests.recall()
+    assert digests.likely(seen) == digest
+    assert digests.known(seen) == (None if is_read_only else digest)
+    assert read(memory, file) == ([digest], SIZE if is_read_only else 0)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_disk_that_is_mounted_read_only_keeps_times_of_its_own(
+    memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(os.ST_RDONLY))
+    os.utime(file, ns=(1, 1))
+    (digest,), _ = read(memory, file)
+    assert known(memory, see(file)) == digest
+
+
+def test_file_that_changed_a_moment_ago_is_not_remembered(memory: Path, file: Path) -> None:
+    """Within one tick of its file system's clock it could change again unseen."""
+    os.utime(file)
+    assert read(memory, file)[1] == SIZE
+    assert not (memory / WEIGHTS_NAME).exists()
+
+
+def test_file_that_changed_since_it_was_seen_has_no_digest(memory: Path, file: Path) -> None:
+    seen = see(file)
+    file.write_bytes(bytes(SIZE))
+    assert FileDigests(memory).read([seen], NEVER) == {}
+    file.unlink()
+    assert FileDigests(memory).read([seen], NEVER) == {}
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"somebody's notes",
+        seal({"version": 1, "entries": [1, 2]}),
+        seal({"version": 999, "entries": []}),
+        seal([1]),
+    ],
+    ids=["empty", "foreign", "entries", "newer", "kind"],
+)
+def test_memory_that_is_damaged_or_not_ours_costs_a_reading_and_a_line(
+    memory: Path, file: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (memory / WEIGHTS_NAME).write_bytes(content)
+    assert read(memory, file)[1] == SIZE
+    assert sum("weights are read again" in message for message in caplog.messages) == 1
+    assert read(memory, file)[1] == 0
+
+
+@pytest.mark.usefixtures("settled")
+def test_memory_with_a_flipped_bit_is_not_believed(memory: Path, file: Path) -> None:
+    first, _ = read(memory, file)
+    content = bytearray((memory / WEIGHTS_NAME).read_bytes())
+    content[-3] ^= 1  # of the digest
+    (memory / WEIGHTS_NAME).write_bytes(content)
+    assert read(memory, file) == (first, SIZE)
+
+
+def test_digests_are_found_where_nothing_can_be_remembered(
+    tmp_path: Path, memory: Path, file: Path
+) -> None:
+    assert read(tmp_path / "absent", file) == read(memory, file)
+
+
+@pytest.mark.usefixtures("settled")
+def test_memory_forgets_what_was_read_first(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_digests, "MAX_REMEMBERED", 2)
+    paths = [tmp_path / str(number) for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 100)
+    read(memory, *paths)
+    assert [known(memory, see(path)) is not None for path in paths] == [False, True, True]
+
+
+@pytest.mark.usefixtures("settled")
+def test_file_fetched_anew_is_told_by_its_looks_until_it_is_read(
+    memory: Path, file: Path, tmp_path: Path
+) -> None:
+    (digest,), _ = read(memory, file)
+    anew = tmp_path / "anew"
+    shutil.copyfile(file, anew)
+    digests = FileDigests(memory)
+    digests.recall()
+    assert digests.known(see(anew)) is None
+    assert digests.likely(see(anew)) == digest
+    with anew.open("r+b") as stream:
+        stream.seek(8192 + 100)  # between two samples
+        stream.write(b"edit")
+    assert digests.likely(see(anew)) == digest
+    assert digests.read([see(anew)], NEVER) != {see(anew): digest}
+    with anew.open("r+b") as stream:
+        stream.write(b"edit")
+    assert digests.likely(see(anew)) is None
+
+
+def hold(memory: Path) -> int:
+    """Have another process's turn until the descriptor is closed."""
+    fd = os.open(memory, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+@pytest.mark.usefixtures("settled")
+def test_ranks_of_a_server_read_a_file_once(memory: Path, file: Path) -> None:
+    held = hold(memory)
+    ranks = [FileDigests(memory) for _ in range(4)]
+    seen = see(file)
+    found: list[dict[SeenFile, bytes]] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.append(rank.read([seen], NEVER)))
+        for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    os.close(held)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(found) == 4 and all(each == found[0] != {} for each in found)
+    assert sum(rank.num_bytes_read for rank in ranks) == SIZE
+
+
+def test_who_is_stopped_waits_for_no_turn(memory: Path, file: Path) -> None:
+    held = hold(memory)
+    stopped = threading.Event()
+    digests = FileDigests(memory)
+    thread = threading.Thread(target=digests.read, args=([see(file)], stopped))
+    thread.start()
+    stopped.set()
+    thread.join(TIMEOUT_S)
+    os.close(held)
+    assert not thread.is_alive() and digests.num_bytes_read == 0

@@ -1,0 +1,171 @@
+"""What a client says that its images hash to never reaches a page key, unless it is trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.launch import model_support
+
+OF_ANOTHER = 0x1234
+VOCABULARY = 128
+IMAGE = {"format": "processor_output", "feature": [1], "hash": OF_ANOTHER, "pad_value": 7}
+
+Configure = Callable[..., None]
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """Makes this process a server's."""
+    disagg = SimpleNamespace(language_model_only=False, language_only=False)
+    monkeypatch.setattr(tokenizer_manager, "get_disagg", lambda: disagg)
+
+    def configure(mode: TierMode, **nvme: Any) -> None:
+        config = None
+        if mode is TierMode.NVME:
+            config = NvmeConfig(
+                directory="/kv", capacity_bytes=64 * MiB, region_bytes=4 * MiB, **nvme
+            )
+        environment: dict[str, str] = {}
+        TieredConfig(mode=mode, nvme=config).to_environment(environment)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+    return configure
+
+
+def tokenized(**request: Any) -> tuple[MultimodalDataItem, Any]:
+    """The image of a request after SGLang's own tokenizer manager, hooked as in a server, and what
+    the model's processor was given for it."""
+    seen: list[Any] = []
+
+    async def process(image_data: Any, **_: Any) -> MultimodalProcessorOutput:
+        seen.append(image_data)
+        item = MultimodalDataItem(modality=Modality.IMAGE, feature=torch.arange(4.0))
+        return MultimodalProcessorOutput(mm_items=[item], input_ids=[1, 2])
+
+    manager: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["M"]), vocab_size=VOCABULARY
+        ),
+        mm_processor=SimpleNamespace(process_mm_data_async=process, prefer_tokenized_input=False),
+        max_req_input_len=100,
+        _validate_mm_limits=lambda obj: None,
+        _normalize_mm_content_hashes=lambda obj: None,
+        _validate_one_request=lambda obj, ids: None,
+        _create_tokenized_object=lambda obj, text, ids, embeds, mm_inputs, types: mm_inputs,
+    )
+    obj = GenerateReqInput(**{"input_ids": [1, 2], **request})
+    work = tokenizer_manager.TokenizerManager._tokenize_one_request(manager, obj)
+    (item,) = asyncio.run(work).mm_items
+    return item, seen[0]
+
+
+def test_an_image_keeps_its_own_hash_whatever_the_client_says(configure: Configure) -> None:
+    configure(TierMode.NVME)
+    item, _ = tokenized(image_data="image", mm_hashes=[f"{OF_ANOTHER:x}"])
+    assert item.hash is None, "SGLang computes it from the image"
+    item.set_pad_value()
+    other, _ = tokenized(image_data="image")
+    other.set_pad_value()
+    assert item.padding_values() == other.padding_values()
+
+
+@pytest.mark.parametrize("images", [IMAGE, [IMAGE], [[IMAGE, "image"]]])
+def test_an_image_given_as_an_object_brings_no_hash_along(
+    configure: Configure, images: Any
+) -> None:
+    configure(TierMode.NVME)
+    _, given = tokenized(image_data=images)
+    assert str(OF_ANOTHER) not in str(given) and "pad_value" not in str(given)
+    assert "feature" in str(given)
+    assert IMAGE["hash"] == OF_ANOTHER, "the caller's own object stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("mode", "nvme"),
+    [
+        (TierMode.NVME, {"trust_mm_hashes": True}),
+        (TierMode.HOST, {}),
+        (TierMode.OFF, {}),
+    ],
+)
+def test_hashes_of_trusted_clients_and_of_servers_that_keep_nothing_are_sglangs_business(
+    configure: Configure, mode: TierMode, nvme: dict[str, Any]
+) -> None:
+    configure(mode, **nvme)
+    item, given = tokenized(image_data=[IMAGE], mm_hashes=[f"{OF_ANOTHER:x}"])
+    assert item.hash == OF_ANOTHER
+    assert given == [IMAGE]
+
+
+def stand_in() -> int:
+    """What an image is in page keys, as anybody who has it can compute."""
+    item = MultimodalDataItem(modality=Modality.IMAGE, feature=torch.arange(4.0))
+    item.set_pad_value()
+    return int(item.pad_value)
+
+
+def requests_with_stand_ins() -> list[dict[str, Any]]:
+    image = {"format": "processor_output", "feature": [1]}
+    return [
+        {"input_ids": [1, *[stand_in()] * 3, 2]},
+        {"input_ids": [1, 2, -1]},
+        {"input_ids": [1, 2, stand_in() + (1 << 32)]},
+        {"image_data": {**image, "input_ids": [1, stand_in()]}},
+        {"image_data": ["image", {**image, "input_ids": [[1, 2], [3, stand_in()]]}]},
+        {"image_data": [{**image, "input_ids": torch.tensor([[1, stand_in()]])}]},
+        {"image_data": [{**image, "input_ids": [[1], stand_in()]}]},
+    ]
+
+
+@pytest.mark.parametrize("request_", requests_with_stand_ins())
+def test_nobody_names_an_image_by_the_numbers_that_stand_for_it(
+    configure: Configure, request_: dict[str, Any]
+) -> None:
+    """Text requests that held them stored pages, which requests with the image then found."""
+    configure(TierMode.NVME)
+    with pytest.raises(ValueError, match="input_ids holds .* which is no token of the model"):
+        tokenized(**{"image_data": "image", **request_})
+    configure(TierMode.NVME, trust_mm_hashes=True)
+    tokenized(**{"image_data": "image", **request_})
+
+
+def test_one_of_a_batch_that_names_an_image_is_refused(configure: Configure) -> None:
+    configure(TierMode.NVME)
+    batch = GenerateReqInput(input_ids=[[3, stand_in()], [1, 2]])
+    batch.normalize_batch_and_arguments()
+    manager: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+    manager._batch_has_text = lambda *_: False
+    tokenize = tokenizer_manager.TokenizerManager._tokenize_one_request
+    manager._tokenize_one_request = lambda obj: tokenize(manager, obj)
+    work = tokenizer_manager.TokenizerManager._batch_tokenize_and_process(manager, 2, batch)
+    with pytest.raises(ValueError, match=f"input_ids holds {stand_in()}, which is no token"):
+        asyncio.run(work)
+
+
+def test_a_models_tokens_for_images_behind_its_vocabulary_are_taken(configure: Configure) -> None:
+    configure(TierMode.NVME)
+    tokenized(input_ids=[VOCABULARY - 1, VOCABULARY], image_data="image")
+    tokenized(image_data={"format": "processor_output", "feature": [1], "input_ids": []})
+
+
+def test_tokenizer_workers_that_would_believe_clients_are_refused_with_images() -> None:
+    with pytest.raises(ConfigError, match="--tokenizer-worker-num 2 takes hashes"):
+        model_support._check_media(is_multimodal=True, num_tokenizer_workers=2)
+    model_support._check_media(is_multimodal=True, num_tokenizer_workers=1)
+    model_support._check_media(is_multimodal=False, num_tokenizer_workers=2)

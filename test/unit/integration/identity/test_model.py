@@ -1,0 +1,270 @@
+"""Different weights never share an identity; the same weights always do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_tiered.integration.identity.file_digests import FileDigests
+from sglang_tiered.integration.identity.model import (
+    Contents,
+    find_weight_files,
+    identify_files,
+    identify_model,
+    spell_out,
+)
+
+NUM_TENSORS = 12
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer.{i}": torch.randn(64, 64, generator=generator) for i in range(NUM_TENSORS)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    root = tmp_path / "model"
+    root.mkdir()
+    save_file(tensors(), root / "model.safetensors")
+    (root / "config.json").write_text('{"rope_theta": 10000}')
+    return root
+
+
+def name(identity: Contents | str | None) -> str:
+    """What an identity comes to once its files are read."""
+    digests = {}
+    if isinstance(identity, Contents):
+        files = [file for _, file in identity.files]
+        digests = FileDigests(Path("/nonexistent")).read(files, threading.Event())
+    return str(spell_out(identity, digests))
+
+
+def digest(path: Path | str, load_format: str = "auto", download_dir: Path | None = None) -> str:
+    place = None if download_dir is None else str(download_dir)
+    return name(identify_model(str(path), None, load_format, place))
+
+
+def is_unresolved(identity: str) -> bool:
+    return identity.startswith("unresolved-")
+
+
+def test_copy_and_touch_keep_the_identity(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    assert not is_unresolved(before)
+    shutil.copytree(model, tmp_path / "copy")
+    os.utime(tmp_path / "copy" / "model.safetensors", ns=(1, 1))
+    assert digest(model) == before == digest(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("changed", range(NUM_TENSORS))
+def test_one_retrained_tensor_changes_the_identity(model: Path, changed: int) -> None:
+    before = digest(model)
+    edited = tensors()
+    edited[f"layer.{changed}"] += 1e-3
+    save_file(edited, model / "model.safetensors")
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize("row", [0, 1, 31, 62, 63])
+def test_one_edited_row_of_a_tensor_changes_the_identity(model: Path, row: int) -> None:
+    """A few embeddings or one head: nothing that samples of a tensor would show."""
+    before = digest(model)
+    edited = tensors()
+    edited["layer.5"][row, :2] += 1e-3
+    save_file(edited, model / "model.safetensors")
+    assert digest(model) != before
+
+
+def test_changed_configuration_changes_the_identity(model: Path) -> None:
+    before = digest(model)
+    (model / "config.json").write_text('{"rope_theta": 20000}')
+    assert digest(model) != before
+
+
+def test_shards_that_changed_places_are_another_model(model: Path) -> None:
+    for number in (0, 1):
+        shard = {"w": torch.full((8,), float(number))}
+        save_file(shard, model / f"model-rank-{number}-part-0.safetensors")
+    before = digest(model, "sharded_state")
+    one, two = (model / f"model-rank-{number}-part-0.safetensors" for number in (0, 1))
+    one.rename(model / "x")
+    two.rename(one)
+    (model / "x").rename(two)
+    assert digest(model, "sharded_state") != before
+
+
+@pytest.mark.parametrize("folder", ["transformer", "vision_encoder/deep", "presharded/tp2"])
+def test_weights_in_subfolders_count(model: Path, folder: str) -> None:
+    part = model / folder / "part.safetensors"
+    part.parent.mkdir(parents=True)
+    save_file({"w": torch.zeros(8)}, part)
+    before = digest(model)
+    save_file({"w": torch.ones(8)}, part)
+    assert digest(model) != before
+
+
+def test_weights_of_a_kind_nobody_thought_of_count(model: Path) -> None:
+    before = digest(model)
+    (model / "experts.kt").write_bytes(b"quantised experts")
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "README.md",
+        ".cache/huggingface/download/x.metadata",
+        "original/consolidated.00.pth",
+        "checkpoint-500/model.safetensors",
+        "optimizer.pt",
+        "training_args.bin",
+        "train.log",
+    ],
+)
+def test_what_no_loader_reads_does_not_count(model: Path, path: str) -> None:
+    before = digest(model)
+    file = model / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"something")
+    assert digest(model) == before
+
+
+def test_links_are_followed_and_may_lead_in_circles(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    (model / "loop").symlink_to(model)
+    assert digest(model) == before
+    blob = tmp_path / "blob"
+    shutil.move(model / "model.safetensors", blob)
+    (model / "model.safetensors").symlink_to(blob)
+    assert digest(model) == before
+
+
+def test_quantised_file_of_its_own_is_a_model(tmp_path: Path) -> None:
+    one, two = tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
+    for path, content in ((one, b"GGUF one"), (two, b"GGUF two")):
+        path.parent.mkdir()
+        path.write_bytes(content)
+        (path.parent / "somebody's notes.txt").write_text(str(path))
+    assert digest(one, "gguf") != digest(two, "gguf")
+    two.write_bytes(b"GGUF one")
+    assert digest(one, "gguf") == digest(two, "gguf")
+
+
+# ---- Weights that cannot be told start anew ----
+
+
+def test_folder_without_a_weight_file_is_nobody_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    names = {digest(tmp_path) for _ in range(2)}
+    assert len(names) == 2 and all(map(is_unresolved, names))
+    assert "no file of them is found" in caplog.text and "start anew" in caplog.text
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "remote", "remote_instance", "private", "new"])
+def test_weights_from_elsewhere_are_not_what_lies_in_the_folder(
+    model: Path, load_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {digest(model, load_format) for _ in range(2)}
+    assert len(names) == 2 and all(map(is_unresolved, names))
+    assert f"--load-format {load_format}" in caplog.text
+
+
+def test_unknown_hub_name_is_shared_with_nobody() -> None:
+    names = {digest("no/such-model") for _ in range(2)}
+    assert len(names) == 2 and all(map(is_unresolved, names))
+
+
+def test_weights_that_change_while_they_are_read_are_nobody_s(model: Path) -> None:
+    identity = identify_model(str(model), None, "auto")
+    (model / "config.json").write_text('{"rope_theta": 20000}')
+    names = {name(identity) for _ in range(2)}
+    assert len(names) == 2 and all(map(is_unresolved, names))
+
+
+# ---- Hub names ----
+
+
+def put_into_hub(cache: Path, files: dict[str, bytes], commit: str = "c" * 40) -> None:
+    """A snapshot as ``huggingface_hub`` leaves it: links into a folder of blobs."""
+    repo = cache / "models--org--model"
+    (repo / "blobs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs").mkdir(exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    for file, content in files.items():
+        blob = repo / "blobs" / f"{hash((file, content)):x}"
+        blob.write_bytes(content)
+        link = repo / "snapshots" / commit / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's own cache."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+CONFIG, OLD, NEW = {"config.json": b"{}"}, {"m.safetensors": b"old"}, {"m.safetensors": b"new"}
+
+
+def test_hub_name_is_the_files_of_its_snapshot(hub: Path, tmp_path: Path) -> None:
+    put_into_hub(hub, {**CONFIG, **OLD})
+    local = tmp_path / "local"
+    local.mkdir()
+    for file, content in {**CONFIG, **OLD}.items():
+        (local / file).write_bytes(content)
+    assert digest("org/model") == digest(local)
+    put_into_hub(hub, {**CONFIG, **NEW}, "d" * 40)
+    assert digest("org/model") != digest(local)
+
+
+def test_weights_in_the_download_folder_go_before_those_of_the_hub_s_cache(
+    hub: Path, tmp_path: Path
+) -> None:
+    put_into_hub(hub, {**CONFIG, **OLD})
+    old = digest("org/model")
+    put_into_hub(tmp_path / "other", NEW)
+    new = digest("org/model", download_dir=tmp_path / "other")
+    assert new != old and not is_unresolved(new)
+    assert find_weight_files("org/model", None, str(tmp_path / "other"))[0].read_bytes() == b"new"
+    # SGLang takes what there is, and the configuration from the hub's cache.
+    assert digest("org/model", download_dir=tmp_path / "absent") == old
+    put_into_hub(tmp_path / "same", OLD)
+    assert digest("org/model", download_dir=tmp_path / "same") == old
+
+
+def test_configuration_of_downloaded_weights_counts(hub: Path, tmp_path: Path) -> None:
+    put_into_hub(tmp_path / "other", OLD)
+    put_into_hub(hub, CONFIG)
+    before = digest("org/model", download_dir=tmp_path / "other")
+    put_into_hub(hub, {"config.json": b'{"rope_theta": 1}'}, "d" * 40)
+    assert digest("org/model", download_dir=tmp_path / "other") != before
+
+
+# ---- Files that settings name ----
+
+
+def test_file_of_a_setting_counts_by_its_bytes(tmp_path: Path) -> None:
+    scales, copy = tmp_path / "scales.json", tmp_path / "a" / "scales.json"
+    copy.parent.mkdir()
+    scales.write_text("1")
+    copy.write_text("1")
+    assert name(identify_files(str(scales))) == name(identify_files(str(copy)))
+    copy.write_text("2")
+    assert name(identify_files(str(scales))) != name(identify_files(str(copy)))
+    assert identify_files(None) is None
+    assert is_unresolved(name(identify_files(str(tmp_path / "absent"))))

@@ -1,0 +1,131 @@
+"""What would run without tiers is refused, not served silently."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_tiered import launch_server
+from sglang_tiered.config import TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
+from sglang_tiered.integration.launch import model_support
+
+ROOT = Path(__file__).resolve().parents[4]
+
+SERVED: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "has_radix_cache": True,
+    "is_hybrid_swa": False,
+    "full_attention_layers": None,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"is_hybrid_swa": True, "full_attention_layers": [1, 3]},
+        {"is_hybrid_swa": True, "full_attention_layers": None},  # DeepSeek V4 has no such list
+    ],
+)
+def test_what_hicache_serves_is_served(change: dict[str, Any]) -> None:
+    model_support._check(**{**SERVED, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"has_radix_cache": False}, "turns its radix cache off for LlamaForCausalLM"),
+        (
+            {"is_hybrid_swa": True, "full_attention_layers": []},
+            "every layer of LlamaForCausalLM has a sliding window",
+        ),
+    ],
+)
+def test_model_that_would_run_without_tiers_is_refused(
+    change: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        model_support._check(**{**SERVED, **change})
+    message = str(caught.value)
+    assert message.endswith("pass --tier-mode off.") and "\n" not in message
+
+
+def test_anything_runs_without_tiers() -> None:
+    model_support.check_model(None, TieredConfig(mode=TierMode.OFF))
+
+
+def test_speculative_decoding_without_a_gpu_is_refused_before_the_first_request() -> None:
+    """SGLang checks the platform for the EAGLE family only; n-grams would end the scheduler."""
+    arguments = SimpleNamespace(speculative_algorithm="NGRAM")
+    with pytest.raises(ConfigError, match="--speculative-algorithm NGRAM needs a GPU"):
+        ReferenceCpuPlatform().apply_server_args_defaults(arguments)
+
+
+@pytest.mark.parametrize("given", [{"lora_paths": ["a=b"]}, {"enable_lora": True}])
+def test_adapters_without_a_gpu_are_refused_before_a_model_is_loaded(given: dict[str, Any]) -> None:
+    settings = {"speculative_algorithm": None, "lora_paths": None, "enable_lora": None, **given}
+    with pytest.raises(ConfigError, match="--enable-lora and --lora-paths need a GPU"):
+        ReferenceCpuPlatform().apply_server_args_defaults(SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ValueError("two\n  lines."), "SGLang refuses this command line: two lines (test_model_su"),
+        (AssertionError(), "SGLang refuses this command line: AssertionError (test_model_support"),
+    ],
+)
+def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) -> None:
+    def refuse() -> None:
+        raise error
+
+    with pytest.raises(ConfigError) as caught:
+        launch_server._complete(SimpleNamespace(resolve_once=refuse))
+    message = str(caught.value)
+    assert sentence in message and "\n" not in message and message.endswith(").")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM needs a GPU"),
+        pytest.param(
+            ["--mamba-radix-cache-strategy", "extra_buffer"],
+            "SGLang refuses this command line:",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["ours", "sglang's"],
+)
+def test_refused_launch_prints_one_sentence_and_ends_with_code_2(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(model)],
+        check=True,
+        timeout=60,
+    )
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang_tiered.launch_server", "--model-path", str(model)),
+            *("--port", "0"),
+            *("--tier-dir", str(tmp_path / "kv"), *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("sglang-tiered:")]
+    assert ended.returncode == 2, ended.stderr[-2000:]
+    assert len(lines) == 1 and sentence in lines[0]
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,151 @@
+"""The flags of sharing between servers: one sentence for what cannot work, before anything is
+touched, and never a password in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_index
+from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.wire.keys import PEER, make_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.config import IndexConfig
+
+URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"
+
+
+def resolve(
+    *, num_ranks: int = 1, environment: dict[str, str] | None = None, **explicit: Any
+) -> IndexConfig | None:
+    return resolve_index(explicit, num_ranks, environment or {})
+
+
+@pytest.fixture
+def taken() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_without_a_url_nothing_is_shared() -> None:
+    assert resolve() is None
+    assert resolve(host="127.0.0.1") is None
+    assert resolve(environment={URL_VARIABLE: ""}) is None
+
+
+def test_the_url_comes_from_the_flag_or_else_from_the_environment() -> None:
+    other = {URL_VARIABLE: "redis://:pw@192.0.2.2"}
+    flag, variable = resolve(tier_index=URL, environment=other), resolve(environment=other)
+    assert flag is not None and flag.url == URL
+    assert variable is not None and variable.url == "redis://:pw@192.0.2.2"
+
+
+@pytest.mark.parametrize(
+    ("explicit", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "127.0.0.2"}, "127.0.0.2"),
+        ({"host": "0.0.0.0"}, "0.0.0.0"),
+        ({"host": "::"}, "::"),
+        ({"host": "0.0.0.0", "tier_peer_host": "127.0.0.3"}, "127.0.0.3"),
+        ({"tier_peer_host": "localhost"}, "127.0.0.1"),
+    ],
+)
+def test_pages_are_served_where_the_server_listens_unless_told(
+    explicit: dict[str, str], expected: str
+) -> None:
+    if expected == "::" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    config = resolve(tier_index=URL, **explicit)
+    assert config is not None
+    assert config.host == expected
+
+
+def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
+    config = resolve(tier_index=URL)
+    assert config is not None
+    assert [peer_settings(config, rank).listen_port for rank in range(2)] == [0, 0]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = resolve(tier_index=URL, tier_peer_port=str(port))
+    assert config is not None
+    assert [peer_settings(config, rank).listen_port for rank in range(2)] == [port, port + 1]
+    with pytest.raises(ConfigError, match=f"--tier-peer-port {taken} is in use on 127.0.0.1"):
+        resolve(tier_index=URL, tier_peer_port=str(taken - 1), num_ranks=2)
+
+
+def test_everything_reaches_the_settings(tmp_path: Path) -> None:
+    make_keys(tmp_path, (PEER,))
+    config = resolve(tier_index=URL, tier_peer_host="127.0.0.1", tier_peer_keys=str(tmp_path))
+    assert config is not None
+    settings = peer_settings(config, 0)
+    assert (settings.index_url, settings.listen_host) == (URL, "127.0.0.1")
+    assert settings.keys_directory == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("explicit", "sentence"),
+    [
+        ({"tier_peer_port": "4000"}, "--tier-peer-port 4000 needs --tier-index"),
+        ({"tier_peer_keys": "x"}, "--tier-peer-keys x needs --tier-index"),
+        ({"tier_index": "http://:hunter2@host"}, "does not begin with redis://"),
+        ({"tier_index": "redis.example:6379"}, "does not begin with redis://"),
+        ({"tier_index": "redis://:hunter2@"}, "names no host"),
+        ({"tier_index": "redis://:hunter2@host:99999"}, "--tier-index"),
+        ({"tier_index": "redis://:hun/ter2@host"}, "--tier-index"),
+        ({"tier_index": URL, "tier_peer_port": "0"}, "--tier-peer-port 0 must be from 1 to 65535"),
+        ({"tier_index": URL, "tier_peer_port": "65536"}, "must be from 1 to 65535"),
+        ({"tier_index": URL, "tier_peer_port": "-1"}, "must be from 1 to 65535"),
+        ({"tier_index": URL, "tier_peer_port": "http"}, "must be from 1 to 65535"),
+        ({"tier_index": URL, "tier_peer_host": "192.0.2.1"}, "cannot be listened on"),
+        ({"tier_index": URL, "tier_peer_host": "no such host"}, "is no host that this machine"),
+        ({"tier_index": URL, "pp_size": 2}, "--tier-index cannot run with --pp-size 2"),
+        ({"tier_index": URL, "tier_peer_keys": "/nowhere"}, "/nowhere has no peer.key_secret"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_without_a_password(
+    explicit: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(**explicit)
+    message = str(caught.value)
+    assert sentence in message and message.endswith(".") and "\n" not in message
+    assert "hun" not in message and "ter2" not in message
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path, (PEER,))
+    os.chmod(tmp_path / "peer.key_secret", 0o644)
+    with pytest.raises(ConfigError, match="can be read by others; chmod 600 it"):
+        resolve(tier_index=URL, tier_peer_keys=str(tmp_path))
+
+
+def test_the_last_rank_needs_a_port_too() -> None:
+    with pytest.raises(ConfigError, match="must be from 1 to 65534"):
+        resolve(tier_index=URL, tier_peer_port="65535", num_ranks=2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_sharing_with_other_machines_without_keys_is_said(host: str, tmp_path: Path) -> None:
+    if host == "::" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    warning = exposure(resolve(tier_index=URL, host=host))
+    assert warning is not None and "--tier-peer-keys" in warning and host in warning
+    make_keys(tmp_path, (PEER,))
+    assert exposure(resolve(tier_index=URL, host=host, tier_peer_keys=str(tmp_path))) is None
+    assert exposure(resolve(tier_index=LOCAL_URL, host="localhost")) is None
+    assert exposure(None) is None
+
+
+def test_a_redis_elsewhere_is_said_also_where_this_server_is_reached_from_here_only() -> None:
+    warning = exposure(resolve(tier_index=URL, host="localhost"))
+    assert warning is not None and "whoever writes to the Redis" in warning
+    for url in ("redis://localhost:6379/0", "redis://[::1]/0", "unix:///run/redis.sock"):
+        assert exposure(resolve(tier_index=url, host="localhost")) is None

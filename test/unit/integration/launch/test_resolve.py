@@ -1,0 +1,333 @@
+"""Bad flags get one sentence before anything is touched; good ones come to SGLang's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.config import GiB, MiB, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.launch import flags as tier_flags
+from sglang_tiered.integration.launch import resolve as server_args
+from sglang_tiered.integration.storage import tiers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="test")
+    ServerArgs.add_cli_args(parser)
+    tier_flags.add_tier_arguments(parser)
+    return parser
+
+
+@pytest.fixture
+def resolve(parser: argparse.ArgumentParser, tmp_path: Path) -> Any:
+    def resolve(line: str, *, on_cpu: bool = True) -> server_args.Resolved:
+        words = ["--model-path", "m", *line.format(tmp=tmp_path).split()]
+        arguments = tier_flags.join_tier_values(words)
+        explicit = server_args.explicit_arguments(parser, arguments)
+        return server_args.resolve(explicit, arguments, on_cpu=on_cpu)
+
+    return resolve
+
+
+def option(resolved: server_args.Resolved, flag: str) -> str:
+    return resolved.sglang_arguments[resolved.sglang_arguments.index(flag) + 1]
+
+
+def test_tiering_is_on_by_default_and_capped(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv")
+    assert resolved.config.mode is TierMode.NVME
+    assert 0 < resolved.config.nvme.capacity_bytes <= 256 * GiB
+    assert resolved.config.host_bytes is None and "--hicache-size" not in resolved.sglang_arguments
+    assert option(resolved, "--radix-cache-backend") == "tiered"
+    assert option(resolved, "--page-size") == "64"
+    assert "--enable-hierarchical-cache" in resolved.sglang_arguments
+    extra = json.loads(option(resolved, "--hicache-storage-backend-extra-config"))
+    assert extra["class_name"] == "TieredStorage" and extra["prefetch_threshold"] == 64
+
+
+def test_mode_off_is_stock_sglang(resolve: Any) -> None:
+    resolved = resolve("--tier-mode off --page-size 1")
+    # On a CPU an idle server does not take a core from those that compute.
+    assert resolved.sglang_arguments == [
+        *("--model-path", "m", "--page-size", "1"),
+        "--sleep-on-idle",
+    ]
+
+
+def test_mode_host_names_no_storage(resolve: Any) -> None:
+    resolved = resolve("--tier-mode=host --tier-host-bytes=64MiB")
+    assert resolved.config.host_bytes == 64 * MiB
+    assert "--hicache-storage-backend" not in resolved.sglang_arguments
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_layout_and_copies_are_left_to_sglang_and_its_platform(resolve: Any, on_cpu: bool) -> None:
+    arguments = resolve("--tier-dir {tmp}/kv", on_cpu=on_cpu).sglang_arguments
+    assert "--hicache-mem-layout" not in arguments and "--hicache-io-backend" not in arguments
+
+
+def test_writes_are_unlimited_unless_the_user_says_otherwise(resolve: Any) -> None:
+    assert resolve("--tier-dir {tmp}/kv").config.nvme.writes_per_day is None
+    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-writes-per-day=500GiB --tp 2")
+    assert resolved.config.nvme.writes_per_day == 500 * GiB
+    assert resolved.config.nvme_writes_per_day_per_rank == 250 * GiB
+    assert not any("writes" in argument for argument in resolved.sglang_arguments)
+
+
+def test_what_the_user_says_wins(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --page-size=32 --hicache-mem-layout layer_first")
+    arguments = resolved.sglang_arguments
+    assert "--page-size=32" in arguments and "--page-size" not in arguments
+    assert arguments.count("--hicache-mem-layout") == 1
+    extra = json.loads(option(resolved, "--hicache-storage-backend-extra-config"))
+    assert extra["prefetch_threshold"] == 32
+
+
+def test_sglang_size_of_the_host_tier_is_kept(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --hicache-ratio 3")
+    assert resolved.config.host_bytes is None
+    assert "--hicache-size" not in resolved.sglang_arguments
+
+
+def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
+    config = resolve("--tier-dir {tmp}/kv --tp 2 --dp-size 2 --tier-nvme-bytes 1GiB").config
+    assert config.num_ranks == 4
+    assert config.nvme_bytes_per_rank == 256 * MiB
+    assert config.nvme.region_bytes == 32 * MiB
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--tier-mode tape", "--tier-mode tape is unknown"),
+        ("--tier-host-bytes 0", "--tier-host-bytes 0 must be greater"),
+        ("--tier-host-bytes -1GiB", "--tier-host-bytes -1GiB must be greater"),
+        ("--tier-host-bytes 5G", "--tier-host-bytes '5G' is not a size"),
+        ("--tier-host-bytes 9000TiB", "of memory that can be allocated here"),
+        ("--tier-nvme-bytes 0", "--tier-nvme-bytes 0 must be greater"),
+        ("--tier-nvme-bytes 1MiB", "--tier-nvme-bytes 1MiB is too small"),
+        ("--tier-nvme-bytes 64MiB --tier-nvme-region-bytes 64MiB", "must hold 2 regions of 64MiB"),
+        ("--tier-nvme-region-bytes 5000000", "must be a multiple of 4096"),
+        ("--tier-nvme-region-bytes 4096", "at least 4MiB"),
+        ("--tier-nvme-writes-per-day 0", "greater than zero; drop it to write without a limit"),
+        ("--tier-nvme-writes-per-day -5GiB", "--tier-nvme-writes-per-day -5GiB must be greater"),
+        ("--tier-nvme-writes-per-day much", "--tier-nvme-writes-per-day 'much' is not a size"),
+        (
+            "--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB",
+            "--tier-nvme-writes-per-day 1MiB is too small: it must allow 10 regions of 128MiB",
+        ),
+        (
+            "--tier-mode host --tier-nvme-writes-per-day 1GiB",
+            "--tier-nvme-writes-per-day 1GiB has no meaning with --tier-mode host",
+        ),
+        ("--tier-mode off --tier-dir x", "--tier-dir x has no meaning with --tier-mode off"),
+        ("--tier-mode host --tier-nvme-bytes 1GiB", "no meaning with --tier-mode host"),
+        ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
+        ("--enable-lmcache", "--enable-lmcache cannot run with tiering"),
+        ("--radix-cache-backend flexkv", "--radix-cache-backend cannot run with tiering"),
+        (
+            "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache",
+            "--disaggregation-decode-enable-offload-kvcache cannot run with tiering; drop it",
+        ),
+        ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
+        ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
+        ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
+        ("--page-size 0", "--page-size 0 must be at least 1"),
+        ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
+        ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
+        ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
+        ("--elastic-ep-backend mooncake", "--elastic-ep-backend cannot run with tiering; drop it"),
+        ("--tier-object-url bucket", "--tier-object-url bucket is not a place for objects"),
+        ("--tier-object-url s3://me:pw@b/p", "carries credentials or options"),
+        ("--tier-object-ttl 7d", "--tier-object-ttl 7d needs --tier-object-url"),
+        ("--tier-object-url s3://b/p --tier-object-ttl soon", "--tier-object-ttl soon is not a"),
+        ("--tier-object-url s3://b/p --tier-object-bytes 0", "must be greater than zero"),
+        ("--tier-object-url s3://b/p --tier-object-writes-per-day x", "writes-per-day 'x' is not"),
+        ("--tier-object-url s3://b/p --tier-object-requests-per-day 1e3", "is not a number above"),
+        ("--tier-object-url s3://b/p --tier-object-codec gzip", "choose one of none, zstd"),
+        ("--tier-object-url s3://b/p --tier-object-sse rot13", "choose one of AES256"),
+        ("--tier-object-url s3://b/p --tier-object-sse-kms-key k", "needs --tier-object-sse"),
+        ("--tier-mode host --tier-object-url s3://b/p", "no meaning with --tier-mode host"),
+        ("--tier-mode off --tier-object-url s3://b/p", "no meaning with --tier-mode off"),
+        ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
+        ("--tier-mode off --tier-peer-port 4000", "--tier-peer-port 4000 has no meaning with"),
+        (
+            "--enable-unified-cache-external-linker",
+            "--enable-unified-cache-external-linker cannot run with tiering",
+        ),
+    ],
+)
+def test_bad_combination_is_one_sentence(
+    resolve: Any, line: str, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(line)
+    message = str(caught.value)
+    assert sentence in message and message.endswith(".") and "\n" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
+    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 900TiB")
+    assert "stops growing when the disk is full" in resolved.notes[0]
+
+
+def test_sharing_with_other_machines_without_keys_is_noted_not_refused(resolve: Any) -> None:
+    shared = "--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB --tier-index redis://192.0.2.1"
+    (note,) = resolve(f"{shared} --host 0.0.0.0").notes
+    assert "--tier-peer-keys" in note
+    (note,) = resolve(shared).notes  # whoever writes to that Redis
+    assert "--tier-peer-keys" in note
+    assert resolve(shared.replace("192.0.2.1", "127.0.0.1")).notes == ()
+
+
+def test_unknown_flag_ends_with_code_2(resolve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        resolve("--tier-colour blue")
+    assert ended.value.code == 2
+    assert "--tier-colour" in capsys.readouterr().err
+
+
+def test_parser_keeps_its_defaults_after_it_was_asked_for_explicit_ones(
+    parser: argparse.ArgumentParser,
+) -> None:
+    server_args.explicit_arguments(parser, ["--model-path", "m"])
+    assert parser.parse_args(["--model-path", "m"]).tp_size == 1
+
+
+def test_tier_flags_are_frozen() -> None:
+    """A flag is a promise; adding or dropping one is a decision, made here and in docs/flags.md."""
+    assert list(tier_flags.TIER_FLAGS) == [
+        "--tier-mode",
+        "--tier-dir",
+        "--tier-host-bytes",
+        "--tier-nvme-bytes",
+        "--tier-nvme-region-bytes",
+        "--tier-nvme-writes-per-day",
+        "--tier-load",
+        "--tier-warm-host",
+        "--tier-tenant-share",
+        "--tier-flush",
+        "--tier-trust-mm-hashes",
+    ]
+
+    assert list(tier_flags.OBJECT_FLAGS) == [
+        "--tier-object-url",
+        "--tier-object-bytes",
+        "--tier-object-ttl",
+        "--tier-object-writes-per-day",
+        "--tier-object-requests-per-day",
+        "--tier-object-codec",
+        "--tier-object-sse",
+        "--tier-object-sse-kms-key",
+    ]
+    assert list(tier_flags.PEER_FLAGS) == [
+        "--tier-index",
+        "--tier-peer-host",
+        "--tier-peer-port",
+        "--tier-peer-keys",
+    ]
+
+
+def test_there_is_no_object_tier_unless_a_url_names_one(resolve: Any, tmp_path: Path) -> None:
+    assert resolve("--tier-dir {tmp}/kv").config.object is None
+    shared = resolve("--tier-dir {tmp}/kv --tier-object-url {tmp}/shared").config.object
+    assert shared.url == (tmp_path / "shared").as_uri()
+    assert shared.codec == "none"
+
+
+def test_a_bucket_does_not_grow_for_ever_by_default(resolve: Any) -> None:
+    config = resolve("--tier-dir {tmp}/kv --tp 2 --tier-object-url {tmp}/shared").config
+    assert config.object.capacity_bytes == 1 << 40
+    settings = tiers.object_settings(config)
+    assert settings is not None and settings.capacity_bytes == 1 << 39
+    assert "Default: 1TiB" in tier_flags.OBJECT_FLAGS["--tier-object-bytes"][1]
+
+
+def test_limits_of_the_object_tier_are_shared_by_the_ranks(resolve: Any) -> None:
+    line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
+    more = " --tier-object-bytes 1TiB --tier-object-ttl 7d --tier-object-requests-per-day 1000"
+    config = resolve(line + more).config
+    settings = tiers.object_settings(config)
+    assert settings is not None
+    assert (settings.capacity_bytes, settings.requests_per_day) == (1 << 39, 500)
+    assert settings.ttl_s == 7 * 86400
+
+
+@pytest.mark.parametrize("cap", ["1MiB", "40MiB", "200MiB", "1TiB"])
+def test_a_cap_smaller_than_an_object_would_keep_nothing(resolve: Any, cap: str) -> None:
+    """It goes by whole objects, so several must fit, with tensor parallelism too."""
+    line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
+    settings = tiers.object_settings(resolve(f"{line} --tier-object-bytes {cap}").config)
+    assert settings is not None and settings.capacity_bytes is not None
+    assert settings.object_bytes <= min(32 << 20, settings.capacity_bytes // 8)
+
+
+@pytest.mark.parametrize(
+    ("codec", "lossy"), [("none", None), ("zstd", None), ("fp8", "fp8"), ("int8", "int8")]
+)
+def test_a_codec_that_changes_kv_is_part_of_every_namespace(
+    resolve: Any, codec: str, lossy: str | None
+) -> None:
+    line = f"--tier-dir {{tmp}}/kv --tier-object-url s3://b/p --tier-object-codec {codec}"
+    assert tiers.lossy_codec(resolve(line).config) == lossy
+
+
+def test_missing_compiler_leaves_the_host_tier_and_says_what_to_install(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
+    words += ["--tier-nvme-writes-per-day", "1TiB"]
+    arguments = tier_flags.join_tier_values(words)
+    explicit = server_args.explicit_arguments(parser, arguments)
+    resolved = server_args.resolve_without_nvme(
+        explicit, arguments, on_cpu=True, problem="c++ not found"
+    )
+    assert resolved.config.mode is TierMode.HOST and resolved.config.nvme is None
+    assert "--hicache-storage-backend" not in resolved.sglang_arguments
+    assert resolved.sglang_arguments[:2] == ["--model-path", "m"]
+    assert "c++ not found" in resolved.notes[-1] and "apt-get install g++" in resolved.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        (["--tier-host-bytes", "-1GiB"], ["--tier-host-bytes=-1GiB"]),
+        (["--tier-mode", "--tp", "2"], ["--tier-mode", "--tp", "2"]),
+        (["--tier-mode=off", "x"], ["--tier-mode=off", "x"]),
+        (["--tier-mode"], ["--tier-mode"]),
+    ],
+)
+def test_value_is_joined_to_its_flag_and_nothing_else_is(
+    words: list[str], joined: list[str]
+) -> None:
+    assert tier_flags.join_tier_values(words) == joined
+
+
+def test_the_pod_backend_is_judged_before_anything_is_touched(resolve: Any) -> None:
+    mixed = "--attention-backend pod --enable-mixed-chunk --chunked-prefill-size 64"
+    with pytest.raises(ConfigError, match="no whole page of 64 left beside a running request"):
+        resolve(f"{mixed} --tier-dir {{tmp}}/kv")
+    assert option(resolve(f"{mixed} --tier-mode off"), "--attention-backend") == "pod"
+    with pytest.raises(ConfigError, match="would never see a mixed batch"):
+        resolve("--decode-attention-backend pod --tier-mode off")
+
+
+def test_regions_by_flag_that_no_process_may_hold_open_are_refused(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_args, "max_regions", lambda: 10)
+    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 64MiB"
+    with pytest.raises(ConfigError, match=r"4MiB makes 16 files of each rank's 64MiB.* for 10;"):
+        resolve(line + " --tier-nvme-region-bytes 4MiB")
+    assert resolve(line).config.nvme.region_bytes == 8 * MiB

@@ -1,0 +1,103 @@
+"""The flags of disaggregation: one sentence for what cannot work, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.config import MiB, TransferConfig
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
+from sglang_tiered.wire.keys import make_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def resolve(**explicit: Any) -> TransferConfig | None:
+    return resolve_transfer({"disaggregation_mode": "decode", **explicit})
+
+
+def test_a_server_that_does_both_has_no_transfer() -> None:
+    assert resolve_transfer({}) is None
+    assert resolve_transfer({"disaggregation_mode": "null"}) is None
+    assert transfer_arguments({}, None, has_tiers=True) == {}
+
+
+def test_another_backend_is_left_alone() -> None:
+    assert resolve(disaggregation_transfer_backend="mooncake") is None
+
+
+def test_zmq_is_the_default_backend_and_decode_uses_its_tiers() -> None:
+    for role in ("prefill", "decode"):
+        explicit = {"disaggregation_mode": role}
+        config = resolve_transfer(explicit)
+        assert config == TransferConfig()
+        added = transfer_arguments(explicit, config, has_tiers=True)
+        assert added["--disaggregation-transfer-backend"] == "zmq"
+        assert ("--disaggregation-decode-enable-radix-cache" in added) == (role == "decode")
+        without = transfer_arguments(explicit, config, has_tiers=False)
+        assert "--disaggregation-decode-enable-radix-cache" not in without
+
+
+def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    config = resolve(
+        transfer_keys=str(tmp_path),
+        transfer_encrypt="all",
+        transfer_same_host="off",
+        transfer_window_bytes="8MiB",
+        transfer_connections="3",
+        transfer_codec="int8",
+        transfer_peer_timeout="2.5",
+    )
+    assert config == TransferConfig(
+        keys_directory=str(tmp_path),
+        encrypt_data=True,
+        same_host=False,
+        window_bytes=8 * MiB,
+        num_connections=3,
+        codec="int8",
+        peer_timeout_s=2.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("explicit", "sentence"),
+    [
+        ({"transfer_encrypt": "some"}, "--transfer-encrypt some is unknown"),
+        ({"transfer_same_host": "yes"}, "--transfer-same-host yes is unknown"),
+        ({"transfer_window_bytes": "0"}, "--transfer-window-bytes 0 must be greater than zero"),
+        ({"transfer_window_bytes": "lots"}, "--transfer-window-bytes 'lots' is not a size"),
+        ({"transfer_connections": "0"}, "--transfer-connections 0 must be from 1 to"),
+        ({"transfer_connections": "many"}, "--transfer-connections many is not a whole number"),
+        ({"transfer_connections": "1.5"}, "--transfer-connections 1.5 is not a whole number"),
+        ({"transfer_codec": "gzip"}, "--transfer-codec gzip is unknown; choose one of none, int8"),
+        ({"transfer_peer_timeout": "1"}, "--transfer-peer-timeout 1 must be from 2"),
+        ({"transfer_peer_timeout": "soon"}, "--transfer-peer-timeout soon is not a number"),
+        ({"transfer_peer_timeout": "nan"}, "--transfer-peer-timeout nan must be from 2"),
+        ({"transfer_encrypt": "all"}, "needs --transfer-keys"),
+        ({"transfer_keys": "/nowhere"}, "--transfer-keys /nowhere has no decode.key_secret"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 cannot run with the zmq"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    explicit: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=".") as caught:
+        resolve(**explicit)
+    assert sentence in str(caught.value)
+
+
+def test_flags_without_a_role_or_with_another_backend_are_refused() -> None:
+    for explicit in (
+        {"transfer_connections": "2"},
+        {
+            "disaggregation_mode": "decode",
+            "disaggregation_transfer_backend": "nixl",
+            "transfer_connections": "2",
+        },
+    ):
+        with pytest.raises(ConfigError, match="--transfer-connections 2 is for"):
+            resolve_transfer(explicit)

@@ -1,0 +1,599 @@
+"""``TieredStorage`` over a real region store, with host pools made of plain tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from slow_weights import Weights
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.model import identify_model
+from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
+from sglang_tiered.integration.identity.tenants import Fence, key_of_request, tenant_digest
+from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.storage import backend
+from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.files import NAMESPACE_NAME
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+TIMEOUT_S = 20.0
+
+
+class Fixture:
+    """Opens storages on one directory and closes them all."""
+
+    def __init__(self, directory: Path, num_ranks: int) -> None:
+        nvme = NvmeConfig(
+            directory=str(directory),
+            capacity_bytes=64 * MiB,
+            region_bytes=4 * MiB,
+            writes_per_day=num_ranks * 40 * MiB,  # a burst of one region each
+        )
+        self.config = TieredConfig(
+            mode=TierMode.NVME, host_bytes=MiB, nvme=nvme, num_ranks=num_ranks
+        )
+        self.opened: list[TieredStorage] = []
+
+    def open(self, pool: Pool, extra: dict[PoolName, Pool] | None = None, **rank: Any) -> Any:
+        storage = TieredStorage(storage_config(**rank), {})
+        self.opened.append(storage)
+        storage.register_mem_pool_host(pool)
+        for name, other in (extra or {}).items():
+            storage.register_mem_host_pool_v2(other, name)
+        storage.on_host_pools_registered()
+        return storage
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Fixture]:
+    fixture = Fixture(tmp_path / "kv", num_ranks=getattr(request, "param", 1))
+    environment: dict[str, str] = {}
+    fixture.config.to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
+    yield fixture
+    for storage in fixture.opened:
+        storage.close()
+
+
+def test_pages_come_back_into_other_slots_bit_for_bit(make: Fixture) -> None:
+    pool = make_pool(0)
+    storage = make.open(pool)
+    before = pool.buffer.clone()
+    keys = hashes("a", "b", "c")
+    assert storage.batch_set_v1(keys, slots(3, 1, 7)) == [True] * 3
+    assert storage.batch_exists([*keys, *hashes("d")]) == 3
+    pool.buffer.zero_()
+    assert storage.batch_get_v1(keys, slots(10, 11, 12)) == [True] * 3
+    for source, target in zip((3, 1, 7), (10, 11, 12), strict=True):
+        assert torch.equal(pool.buffer[:, target], before[:, source])
+    assert not pool.buffer[:, :10].any() and not pool.buffer[:, 13:].any()
+
+
+def test_missing_page_fails_alone(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a", "c"), slots(0, 1))
+    assert storage.batch_get_v1(hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
+
+
+def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
+    kv, window = make_pool(0), make_pool(1, page_bytes=500)
+    storage = make.open(kv, {PoolName.SWA: window})
+    keys = hashes("a", "b")
+    storage.batch_set_v1(keys, slots(0, 1))
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+    expected = window.buffer.clone()
+    back = PoolTransfer(PoolName.SWA, host_indices=slots(5, 6), keys=keys)
+    assert storage.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
+    assert torch.equal(window.buffer[:, 5:7], expected[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("policy", "held", "num_trailing", "expected"),
+    [
+        (PoolHitPolicy.ALL_PAGES, "abcd", 0, (4, [1, 2, 3, 4])),
+        (PoolHitPolicy.ALL_PAGES, "abd", 0, (2, [1, 2])),
+        (PoolHitPolicy.ALL_PAGES, "", 0, (0, [])),
+        (PoolHitPolicy.TRAILING_PAGES, "cd", 2, (4, [4])),
+        (PoolHitPolicy.TRAILING_PAGES, "bd", 1, (4, [2, 4])),
+        (PoolHitPolicy.TRAILING_PAGES, "ac", 2, (1, [1])),
+    ],
+)
+def test_prefix_is_only_as_long_as_every_pool_can_restore(
+    make: Fixture,
+    policy: PoolHitPolicy,
+    held: str,
+    num_trailing: int,
+    expected: tuple[int, list[int]],
+) -> None:
+    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
+    keys = hashes(*"abcd")
+    storage.batch_set_v1(keys, slots(0, 1, 2, 3))
+    if held:
+        pages = slots(*range(len(held)))
+        storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=pages, keys=hashes(*held))])
+    query = PoolTransfer(PoolName.SWA, keys=keys[-num_trailing:], hit_policy=policy)
+    result = storage.batch_exists_v2([*keys, *hashes("e")], [query])
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == expected
+
+
+def test_restart_finds_the_pages_and_another_geometry_does_not(make: Fixture) -> None:
+    make.open(make_pool(0)).batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+    again = make.open(make_pool(0))
+    assert again.exists(hashes("a")[0])
+    make.opened.pop().close()
+    other = make_pool(0)
+    other.page_size = 2
+    assert not make.open(other).exists(hashes("a")[0])
+
+
+def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
+    make: Fixture,
+) -> None:
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a"), slots(0))
+    storage.change_weights(tree_is_empty=False)
+    assert storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    storage.tree_was_reset()
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert storage.batch_exists(hashes("a")) == 1
+
+
+def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:
+    """By SGLang's own function: it clears the storage, then resets the tree."""
+    from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
+
+    storage = make.open(make_pool(0))
+    storage.batch_set_v1(hashes("a"), slots(0))
+    emptied: list[str] = []
+    pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
+    scheduler: Any = SimpleNamespace(
+        disable_radix_cache=False,
+        tree_cache=SimpleNamespace(
+            clear_storage_backend=storage.clear, reset=lambda: emptied.append("tree")
+        ),
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=pool,
+    )
+    _release_prefix_cache_for_role_switch(scheduler)
+    assert emptied == ["tree", "pool", "pool"]
+    assert storage.batch_exists(hashes("a")) == 1
+    assert storage.region_engine.stats().num_pages_purged == 0
+
+
+def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
+    storage, fence = make.open(make_pool(0)), Fence()
+    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
+    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
+        key = key_of_request(extra_key + (lora_id or ""), lora_id)
+        tenant = fence.tenant_of(key, "salt")
+        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
+        assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
+    assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
+    assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
+
+
+def gate_that_admits(
+    monkeypatch: pytest.MonkeyPatch, storage: TieredStorage, *pages: int
+) -> list[bool]:
+    """Stand in for admission: so many leading pages of each call. Returns which were KV."""
+    answers, calls = iter(pages), []
+
+    def num_admitted(hashes: list[str], *, is_kv: bool) -> int:
+        calls.append(is_kv)
+        return next(answers)
+
+    monkeypatch.setattr(storage.gate, "num_admitted", num_admitted)
+    return calls
+
+
+def test_dropped_pages_are_answered_false_and_never_touched(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(0)
+    storage = make.open(pool)
+    gate_that_admits(monkeypatch, storage, 0, 2)
+    before = tier_stats(storage)
+    keys = hashes("a", "b", "c")
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
+    assert tier_stats(storage) == before
+    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
+    expected = pool.buffer.clone()
+    assert storage.batch_exists(keys) == 2
+    assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
+    assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
+
+
+def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
+    calls = gate_that_admits(monkeypatch, storage, 1, 2)
+    keys = hashes("a", "b")
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, False]}
+    assert storage.batch_set_v1(keys, slots(0, 1)) == [True, True]
+    assert calls == [False, True]
+
+
+def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) -> None:
+    storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
+    for first in range(0, 24, 8):
+        keys = hashes(*(str(number) for number in range(first, first + 8)))
+        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
+        storage.batch_set_v1(keys, slots(*range(8)))
+    stats = tier_stats(storage)
+    assert 8 <= stats.num_pages < 12
+    assert stats.bytes_written <= 4 * MiB
+    assert stats.admission[Outcome.ADMITTED] == stats.num_pages
+    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - stats.num_pages
+    assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
+    assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+
+
+def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
+    storage = make.open(make_pool(0))
+    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    storage.tree_was_reset()
+    assert len(storage.gate._offers) == 0
+
+
+def test_every_rank_of_a_latent_attention_model_keeps_books_of_what_is_stored(
+    make: Fixture,
+) -> None:
+    config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
+    TieredStorage(config, {})
+    assert config.is_storage_writer, "SGLang asks it for stores, which it leaves to the first rank"
+
+
+@pytest.mark.parametrize("make", [2], indirect=True)
+def test_replicas_with_equal_ranks_get_shards_of_their_own(make: Fixture) -> None:
+    first, second = make.open(make_pool(0)), make.open(make_pool(0))
+    first.batch_set_v1(hashes("a"), slots(0))
+    assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
+    with pytest.raises(StoreLockedError):
+        make.open(make_pool(0))
+
+
+def test_start_without_our_launcher_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_TIERED_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=r"python -m sglang_tiered\.launch_server"):
+        TieredStorage(storage_config(), {})
+
+
+class HeldLock:
+    """A lock at which one thread waits until it is let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.held: threading.Thread | None = None
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self.held:
+            self.reached.set()
+            assert self.let_go.wait(TIMEOUT_S)
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
+    make: Fixture,
+) -> None:
+    storage = make.open(make_pool(0))
+    storage.gate.lock = lock = HeldLock(storage.gate.lock)
+    stored: list[bool] = []
+    lock.held = threading.Thread(
+        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+    )
+    lock.held.start()
+    assert lock.reached.wait(TIMEOUT_S)
+    storage.change_weights(tree_is_empty=False)
+    lock.let_go.set()
+    lock.held.join(TIMEOUT_S)
+    assert stored == [False]
+    assert storage.batch_exists(hashes("a")) == 0
+    storage.tree_was_reset()
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_a_change_of_weights_waits_for_no_disk_and_what_lands_late_is_not_found(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make.open(make_pool(0))
+    reached, let_go, write = threading.Event(), threading.Event(), FileDevice.writev
+
+    def hang(*arguments: Any) -> int:
+        reached.set()
+        assert let_go.wait(TIMEOUT_S)
+        return write(*arguments)
+
+    monkeypatch.setattr(FileDevice, "writev", hang)
+    stored: list[bool] = []
+    storing = threading.Thread(
+        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+    )
+    storing.start()
+    assert reached.wait(TIMEOUT_S)
+    storage.change_weights(tree_is_empty=True)
+    storage.clear()
+    assert storing.is_alive(), "it waited for the disk"
+    let_go.set()
+    storing.join(TIMEOUT_S)
+    assert stored == [True]
+    assert storage.batch_exists(hashes("a")) == 0
+
+
+# ---- Weights that take long to read ----
+
+
+@pytest.fixture
+def weights(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    return Weights(tmp_path / "model", tmp_path / "kv", monkeypatch)
+
+
+def a_run_that_stored_a(make: Fixture, weights: Weights) -> None:
+    """With these weights, before the restart that a test is about."""
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    make.opened.pop().close()
+
+
+def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    storage.settle_namespace()
+    assert not storage.knows_namespace and not storage.takes_stores
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    assert storage.batch_exists(hashes("a")) == 0 and not storage.holds(hashes("a")[0])
+    weights.are_read(storage)
+    assert storage.takes_stores
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    make.opened.pop().close()
+    again = make.open(make_pool(None))
+    assert again.knows_namespace, "they are remembered"
+    assert again.batch_get_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
+    make: Fixture, weights: Weights
+) -> None:
+    a_run_that_stored_a(make, weights)
+    weights.are_fetched_anew()
+    weights.take_long()
+    pool = make_pool(None)
+    storage = make.open(pool)
+    keys = hashes("a")
+    assert storage.region_engine.stats().num_pages == 1
+    assert storage.batch_exists(keys) == 0 and storage.num_kept(keys) == 0
+    assert storage.lookup_spans(keys) == [] and set(storage.pages_by_tier(keys).values()) == {0}
+    assert storage.batch_exists_v2(keys).kv_hit_pages == 0
+    assert storage.batch_get_v1(keys, slots(0)) == [False]
+    assert not pool.buffer.any()
+    assert make_durable(storage, keys, Tier.NVME, b"t" * 16, work_s=0.0) == 0
+    weights.are_read(storage)
+    assert storage.batch_get_v1(keys, slots(0)) == [True]
+
+
+def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
+    make: Fixture, weights: Weights
+) -> None:
+    a_run_that_stored_a(make, weights)
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read(
+    make: Fixture, weights: Weights
+) -> None:
+    a_run_that_stored_a(make, weights)
+    weights.are_forgotten()
+    weights.take_long()
+    pool = make_pool(None)
+    storage = make.open(pool)
+    assert storage.region_engine.stats().num_pages == 1
+    assert not storage.knows_namespace and storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False] and not pool.buffer.any()
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [True]
+
+
+def test_pages_of_other_weights_are_never_used_although_nothing_says_which_were_read(
+    make: Fixture, weights: Weights
+) -> None:
+    a_run_that_stored_a(make, weights)
+    weights.are_forgotten()
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    make.opened.pop().close()
+    storage = make.open(make_pool(None))
+    assert storage.knows_namespace and not storage.exists(hashes("a")[0])
+
+
+def test_namespace_of_replaced_weights_is_not_what_the_next_start_tries(
+    make: Fixture, weights: Weights
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    storage.change_weights(tree_is_empty=True)
+    storage.batch_set_v1(hashes("b"), slots(0))
+    make.opened.pop().close()
+    weights.are_forgotten()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.exists(hashes("a")[0]) and not storage.exists(hashes("b")[0])
+
+
+@pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
+def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
+    make: Fixture, weights: Weights, note: bytes
+) -> None:
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    storage.batch_set_v1(hashes("a"), slots(0))
+    notes = storage.notes
+    make.opened.pop().close()
+    weights.are_forgotten()
+    notes.write(NAMESPACE_NAME, note)
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    make.opened.pop().close()
+    assert unseal(notes.read(NAMESPACE_NAME), bytes) == storage._namespace
+
+
+def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(
+    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run_that_stored_a(make, weights)
+    weights.are_fetched_anew(edit=b"edit")
+    weights.take_long()
+
+    def search(*arguments: Any) -> NamespaceSearch:
+        begun = NamespaceSearch(*arguments)
+        assert begun.answer is None
+        weights.let_go()
+        deadline = time.monotonic() + TIMEOUT_S
+        while begun.answer is None:
+            assert time.monotonic() < deadline
+        return begun
+
+    monkeypatch.setattr(backend, "NamespaceSearch", search)
+    storage = make.open(make_pool(None))
+    assert storage.batch_exists(hashes("a")) == 0
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    storage.settle_namespace()
+    assert storage.knows_namespace
+    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+
+
+def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    storage.change_weights(tree_is_empty=True)
+    assert storage.knows_namespace
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    weights.are_read(storage)
+    assert storage.exists(hashes("a")[0])
+    make.opened.pop().close()
+    storage = make.open(make_pool(0))
+    weights.are_read(storage)
+    assert not storage.exists(hashes("a")[0])
+
+
+@pytest.fixture
+def bucket(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below NVMe."""
+    place = ObjectConfig(url=(tmp_path / "bucket").as_uri())
+    environment: dict[str, str] = {}
+    msgspec.structs.replace(make.config, object=place).to_environment(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
+    make: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a server of their namespace nobody would ever collect them."""
+    monkeypatch.setattr(
+        namespace, "server_identity", lambda _: {"m": identify_model("m", None, "dummy")}
+    )
+    storage = make.open(make_pool(0))
+    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert storage.layered_engine.layered_stats().demote_backlog == 0
+    assert storage.layered_engine._demoter._suspended
+
+
+@pytest.mark.usefixtures("bucket")
+def test_pages_of_a_nameless_setting_stay_out_of_the_bucket_although_the_weights_were_guessed(
+    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guess holds the same nameless part, so the answer equals it."""
+    weights.are_read(make.open(make_pool(0)))
+    make.opened.pop().close()
+    weights.are_fetched_anew()
+    weights.take_long()
+    of_weights = namespace.server_identity
+    monkeypatch.setattr(
+        namespace,
+        "server_identity",
+        lambda config: {**of_weights(config), "draft": identify_model("m", None, "dummy")},
+    )
+    storage = make.open(make_pool(0))
+    guess = storage._namespace
+    weights.are_read(storage)
+    assert storage._namespace == guess
+    assert storage.layered_engine._demoter._suspended
+
+
+@pytest.mark.usefixtures("bucket")
+def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    assert storage._far_tiers.collector is None, "it would collect for nobody"
+    weights.are_read(storage)
+    assert storage._far_tiers.collector is not None
+    assert storage._far_tiers.lower.namespace == storage._namespace
+    keys = hashes("a")
+    storage.batch_set_v1(keys, slots(0))
+    assert make_durable(storage, keys, Tier.OBJECT, b"t" * 16, work_s=TIMEOUT_S) == 1
+    deadline = time.monotonic() + TIMEOUT_S
+    while not storage.layered_engine.layered_stats().num_demoted:
+        assert time.monotonic() < deadline
+
+
+def test_closing_waits_for_no_weights_also_where_the_tiers_did_not_open(
+    make: Fixture, weights: Weights
+) -> None:
+    weights.take_long()
+    make.open(make_pool(0))
+    with pytest.raises(StoreLockedError):
+        make.open(make_pool(0))
+    for storage in make.opened:
+        storage.close()
+    assert "tier-weights" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,203 @@
+"""Two storages with an index between them, in one process: pools of every kind come from the other
+one bit for bit, what it holds does not count as kept here, and purges cross over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from host_pools import Pool, hashes, make_pool, slots, storage_config
+from redis_server import RedisServer
+from sglang.srt.mem_cache.hicache_storage import (
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+
+from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.identity import namespace, namespace_search
+from sglang_tiered.integration.identity.model import identify_model
+from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.storage.stack.tiers import Span, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+TIMEOUT_S = 20.0
+TENANT = b"a" * 16
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@dataclass
+class Side:
+    storage: Any
+    pools: dict[PoolName, Pool]
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def open_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
+) -> Iterator[Callable[[str, int | None], Side]]:
+    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": str(tmp_path)})
+    opened: list[TieredStorage] = []
+
+    def open_side(name: str, seed: int | None) -> Side:
+        config = TieredConfig(
+            mode=TierMode.NVME,
+            host_bytes=MiB,
+            nvme=NvmeConfig(
+                directory=str(tmp_path / name), capacity_bytes=64 * MiB, region_bytes=4 * MiB
+            ),
+            index=IndexConfig(url=redis.url),
+        )
+        environment: dict[str, str] = {}
+        config.to_environment(environment)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        storage = TieredStorage(storage_config(), {})
+        opened.append(storage)
+        other = None if seed is None else seed + 1
+        pools = {PoolName.KV: make_pool(seed), PoolName.SWA: make_pool(other, 500)}
+        storage.register_mem_pool_host(pools[PoolName.KV])
+        storage.register_mem_host_pool_v2(pools[PoolName.SWA], PoolName.SWA)
+        storage.on_host_pools_registered()
+        return Side(storage, pools)
+
+    yield open_side
+    for storage in opened:
+        storage.close()
+
+
+def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENANT) -> None:
+    storage = side.storage
+    storage.gate.announce(keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant)
+    transfer = PoolTransfer(PoolName.SWA, host_indices=pages, keys=keys)
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True] * len(keys)}
+    assert storage.batch_set_v1(keys, pages) == [True] * len(keys)
+
+
+def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
+    open_side: Callable[[str, int | None], Side],
+) -> None:
+    a, b = open_side("a", 7), open_side("b", None)
+    keys = hashes("x", "y", "z")
+    store(a, keys, slots(3, 1, 7))
+    until(lambda: b.storage.lookup_leading(keys) == 3, "not found")
+    assert b.storage.lookup_spans(keys) == [Span(Tier.PEER, 3)]
+    window = PoolTransfer(PoolName.SWA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert b.storage.batch_exists_v2(keys, [window]).kv_hit_pages == 3
+    b.storage.transfers.expect_load(keys, TENANT)
+    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(8, 9, 10), keys=keys)
+    assert b.storage.batch_get_v2([transfer]) == {PoolName.SWA: [True] * 3}
+    assert b.storage.batch_get_v1(keys, slots(8, 9, 10)) == [True] * 3
+    for name in (PoolName.KV, PoolName.SWA):
+        for source, target in zip((3, 1, 7), (8, 9, 10), strict=True):
+            found, expected = b.pools[name].buffer, a.pools[name].buffer
+            assert torch.equal(found[:, target], expected[:, source])
+    until(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
+    stats = tier_stats(b.storage).peer
+    assert (stats.num_fetched, stats.num_promoted, stats.num_peers) == (6, 6, 1)
+    assert tier_stats(a.storage).peer.num_served == 6
+
+
+def test_what_the_other_holds_is_not_kept_here(
+    open_side: Callable[[str, int | None], Side],
+) -> None:
+    """Else it would never be stored here, and be lost when the other gives it up."""
+    a, b = open_side("a", 7), open_side("b", None)
+    keys = hashes("x", "y")
+    store(a, keys, slots(0, 1))
+    until(lambda: b.storage.lookup_leading(keys) == 2, "not found")
+    assert not b.storage.holds(keys[0])
+    assert b.storage.num_kept(keys) == 0
+    assert b.storage.pages_by_tier(keys) == {Tier.NVME: 0, Tier.PEER: 2}
+    assert not b.storage.has_object_tier
+    store(b, keys, slots(0, 1))
+    assert b.storage.holds(keys[0])
+    assert b.storage.num_kept(keys) == 2
+
+
+def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
+    open_side: Callable[[str, int | None], Side],
+) -> None:
+    a, b = open_side("a", 7), open_side("b", 7)
+    keys, other = hashes("x", "y"), hashes("z")
+    store(b, keys, slots(0, 1))
+    store(b, other, slots(2), tenant=b"b" * 16)
+    until(lambda: a.storage.lookup_leading(keys) == 2, "not found")
+    purge = a.storage.begin_purge(TENANT)
+    assert purge.wait(TIMEOUT_S)
+    until(lambda: b.storage.num_kept(keys) == 0, "still there")
+    until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
+    assert b.storage.num_kept(other) == 1
+    b.storage.gate.announce(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
+    assert b.storage.batch_set_v1(keys, slots(0, 1)) == [False] * 2, "memory may still hold it"
+    store(b, hashes("new"), slots(3), tenant=b"b" * 16)
+
+
+def test_after_a_weight_update_nothing_is_shared(
+    open_side: Callable[[str, int | None], Side],
+) -> None:
+    """Nobody can name the weights that a running server was given."""
+    a, b = open_side("a", 7), open_side("b", None)
+    keys = hashes("x")
+    store(a, keys, slots(0))
+    until(lambda: b.storage.lookup_leading(keys) == 1, "not found")
+    b.storage.change_weights(tree_is_empty=True)
+    assert b.storage.lookup_leading(keys) == 0
+    a.storage.change_weights(tree_is_empty=True)
+    store(a, keys, slots(0))
+    assert b.storage._layered.peers.refresh(TIMEOUT_S)
+    assert b.storage.lookup_leading(keys) == 0
+
+
+def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
+    open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the index and the bucket a purge is of a namespace, which nobody knows yet."""
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(b"weights")
+    identity = {"model": identify_model(str(model), None, "auto")}
+    monkeypatch.setattr(namespace, "server_identity", lambda _: identity)
+    a = open_side("a", 7)
+    keys = hashes("x")
+    store(a, keys, slots(0))
+    (tmp_path / "b").mkdir()
+    held = os.open(tmp_path / "b", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
+    b = open_side("b", None)
+    assert not b.storage.knows_namespace
+    purge = b.storage.begin_purge(TENANT)
+    assert not purge.done and not purge.wait(0.0)
+    assert a.storage.num_kept(keys) == 1
+    os.close(held)
+
+    def is_settled() -> bool:
+        b.storage.settle_namespace()
+        return bool(b.storage.knows_namespace)
+
+    until(is_settled, "weights were not read")
+    assert purge.wait(TIMEOUT_S) and purge.done
+    until(lambda: a.storage.num_kept(keys) == 0, "not purged")

@@ -1,0 +1,357 @@
+"""Two ranks of latent attention over one shard, in threads of this process; only their meeting is
+not SGLang's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from host_pools import hashes, storage_config
+from redis_server import RedisServer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.storage import shared_pages
+from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.format import region_name
+from sglang_tiered.storage.stack.tiers import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+TIMEOUT_S = 20.0
+PAGE, LAYERS, PAGES = 16, 2, 8
+PAGE_BYTES = PAGE * LAYERS * 80 * 2
+KEYS = hashes("a", "b", "c")
+
+
+def latent_pool(seed: int | None = None) -> MLATokenToKVPoolHost:
+    device = MLATokenToKVPool(
+        size=PAGE * PAGES,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return filled(MLATokenToKVPoolHost, device, seed, target_layer_num=LAYERS)
+
+
+def pool_of_heads() -> MHATokenToKVPoolHost:
+    device = MHATokenToKVPool(
+        size=PAGE * PAGES,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=32,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return filled(MHATokenToKVPoolHost, device, None)
+
+
+def filled(kind: Any, device: Any, seed: int | None, **extent: int) -> Any:
+    (info,) = device.get_device_pool_infos()
+    extent |= {"device_capacity_tokens": device.size, "start_layer": 0, "end_layer": LAYERS - 1}
+    pool = kind(info.buffer_info, 2.0, 0, PAGE, "page_first_direct", **extent)
+    pool.kv_buffer.zero_()
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        pool.kv_buffer.copy_(torch.rand(pool.kv_buffer.shape, generator=generator))
+    return pool
+
+
+def slots(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+class Ranks:
+    """Opens the storages of all ranks of a server, each in its thread, and closes them all."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self._patch = monkeypatch
+        self.opened: list[TieredStorage] = []
+        self.identities: list[Any] = [{"model": "m"}] * 3
+        monkeypatch.setattr(namespace, "has_draft", lambda: False)
+
+    def configure(self, num_ranks: int, **settings: Any) -> None:
+        nvme = NvmeConfig(
+            directory=str(self.directory), capacity_bytes=64 * MiB, region_bytes=4 * MiB
+        )
+        config = TieredConfig(
+            mode=TierMode.NVME,
+            host_bytes=MiB,
+            nvme=nvme,
+            num_ranks=num_ranks,
+            tp_size=num_ranks,
+            **settings,
+        )
+        environment: dict[str, str] = {}
+        config.to_environment(environment)
+        for name, value in environment.items():
+            self._patch.setenv(name, value)
+
+    def open(self, *pools: Any, **settings: Any) -> list[TieredStorage]:
+        """A rank for each pool. Raises what the first rank that fails does."""
+        number = len(pools)
+        self.configure(number, **settings)
+        ranks, values = threading.local(), [None] * number
+        meeting = threading.Barrier(number)
+
+        def gather(value: Any) -> list[Any]:
+            values[ranks.own] = value
+            meeting.wait(TIMEOUT_S)
+            gathered = list(values)
+            meeting.wait(TIMEOUT_S)
+            return gathered
+
+        def identity(where: Any) -> Any:
+            own = self.identities[ranks.own]
+            if isinstance(own, Exception):
+                raise own
+            return {**own, "tp": [where.tp_rank, where.tp_size]}
+
+        def start(rank: int) -> None:
+            ranks.own = rank
+            storages[rank].on_host_pools_registered()
+
+        self._patch.setattr(shared_pages, "gather_over_ranks", gather)
+        self._patch.setattr(namespace, "server_identity", identity)
+        storages = []
+        for rank, pool in enumerate(pools):
+            where = storage_config(tp_rank=rank, tp_size=number, is_mla_model=True)
+            storage = TieredStorage(where, {})
+            storage.register_mem_pool_host(pool)
+            storages.append(storage)
+        self.opened += storages
+        with ThreadPoolExecutor(number) as threads:
+            started = [threads.submit(start, rank) for rank in range(number)]
+        failures = [each.exception() for each in started]
+        assert all(failures) or not any(failures), f"all ranks have the tiers, or none: {failures}"
+        if failures[0] is not None:
+            raise failures[0]
+        return storages
+
+    def close(self) -> None:
+        for storage in reversed(self.opened):  # what hangs shows sooner
+            storage.close()
+        self.opened.clear()
+
+    def shards(self) -> list[str]:
+        return sorted(path.name for path in self.directory.glob("shard-*"))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    opened = Ranks(tmp_path / "kv", monkeypatch)
+    yield opened
+    opened.close()
+
+
+def store(storages: Sequence[TieredStorage]) -> None:
+    """As SGLang asks of every rank."""
+    for storage in storages:
+        assert storage.batch_set_v1(KEYS, slots(0, 1, 2)) == [True] * 3
+
+
+def load(storage: TieredStorage) -> list[bool]:
+    return storage.batch_get_v1(KEYS, slots(5, 6, 7))
+
+
+SHARD = "shard-tp0of1-pp0of1-dp0-0"
+
+
+def test_pages_are_stored_once_and_loaded_by_every_rank(ranks: Ranks) -> None:
+    pools = [latent_pool(1), latent_pool(1), latent_pool(1)]
+    storages = ranks.open(*pools)
+    expected = pools[0].kv_buffer[0:3].clone()
+    store(storages)
+    assert [storage.region_engine.stats().stored_bytes for storage in storages] == [
+        *(3 * PAGE_BYTES, 0, 0)
+    ]
+    for storage, pool in zip(storages, pools, strict=True):
+        pool.kv_buffer.zero_()
+        assert storage.batch_exists(KEYS) == 3
+        assert load(storage) == [True] * 3
+        assert torch.equal(pool.kv_buffer[5:8], expected)
+        assert storage.ledger.fates.num_dirty == 0
+    assert ranks.shards() == [SHARD]
+    assert storages[0].region_engine.stats().capacity_bytes == 64 * MiB
+
+
+def test_a_server_with_another_number_of_ranks_finds_the_pages(ranks: Ranks) -> None:
+    for number in (1, 3, 2, 1):
+        storages = ranks.open(*(latent_pool(1) for _ in range(number)))
+        if number == 1 and not tier_stats(storages[0]).num_pages:
+            store(storages)
+        assert [load(storage) for storage in storages] == [[True] * 3] * number
+        ranks.close()
+    assert ranks.shards() == [SHARD]
+
+
+def test_a_rank_that_took_other_weights_gets_no_page_of_them(ranks: Ranks) -> None:
+    ranks.identities = [{"model": "m"}, {"model": "of another revision"}]
+    first, second = ranks.open(latent_pool(1), latent_pool(1))
+    store([first, second])
+    assert load(first) == [True] * 3
+    assert load(second) == [False] * 3
+
+
+def test_a_rank_that_knows_its_weights_in_the_instant_it_opens_gets_their_pages(
+    ranks: Ranks,
+) -> None:
+    storages = ranks.open(latent_pool(1), latent_pool(None))
+    store(storages)
+    lender, borrower = storages
+    # The search gave up waiting, and its thread ended before anybody looked.
+    search: Any = SimpleNamespace(namespace=None, answer=lender._namespace, is_nameless=False)
+    borrower._use_borrowed(search)
+    borrower._region.lender = lender.region_engine.directory  # type: ignore[union-attr]
+    borrower.settle_namespace()
+    assert load(borrower) == [True] * 3
+
+
+def test_weights_changed_on_one_rank_before_another_mix_nothing(ranks: Ranks) -> None:
+    first, second = storages = ranks.open(latent_pool(1), latent_pool(1))
+    store(storages)
+    second.change_weights(tree_is_empty=True)
+    assert load(second) == [False] * 3, "of the weights before"
+    first.change_weights(tree_is_empty=True)
+    assert load(second) == [False] * 3
+    store(storages)
+    assert [load(storage) for storage in storages] == [[True] * 3] * 2
+    first.change_weights(tree_is_empty=True)
+    store([first])
+    assert load(second) == [False] * 3, "of the weights after"
+
+
+def test_purged_pages_are_gone_for_every_rank(ranks: Ranks) -> None:
+    storages = ranks.open(latent_pool(1), latent_pool(1))
+    store(storages)
+    purges = [storage.begin_purge(None) for storage in reversed(storages)]
+    assert all(purge.wait(TIMEOUT_S) for purge in purges)
+    assert [load(storage) for storage in storages] == [[False] * 3] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_tiers_that_one_rank_cannot_open_are_open_on_none(ranks: Ranks, failing: int) -> None:
+    ranks.identities[failing] = ConfigError("the weights are gone")
+    with pytest.raises(ConfigError, match="the weights are gone"):
+        ranks.open(latent_pool(), latent_pool())
+    ranks.identities = [{"model": "m"}] * 2
+    store(ranks.open(latent_pool(1), latent_pool(1)))  # the shard was let go
+
+
+def test_all_ranks_answer_for_the_same_tiers(ranks: Ranks, tmp_path: Path) -> None:
+    """Their answers are reduced as one tensor, so each must name as many."""
+    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
+    first, second = storages = ranks.open(latent_pool(1), latent_pool(1), object=bucket)
+    store(storages)
+    assert first.has_object_tier and second.has_object_tier
+    assert [make_durable(each, KEYS, Tier.OBJECT, bytes(16)) for each in storages] == [3, 3]
+    assert [make_durable(each, KEYS, Tier.NVME, bytes(16)) for each in storages] == [3, 3]
+    assert first.pages_by_tier(KEYS) == second.pages_by_tier(KEYS) == {Tier.NVME: 3, Tier.OBJECT: 3}
+
+
+def test_what_only_the_bucket_holds_comes_to_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
+    storages = ranks.open(latent_pool(1), latent_pool(1), object=bucket)
+    store(storages)
+    assert make_durable(storages[0], KEYS, Tier.OBJECT, bytes(16)) == 3
+    ranks.close()
+    for path in sorted((ranks.directory / SHARD).glob("region-*")):
+        path.unlink()
+    pools = [latent_pool(), latent_pool()]
+    first, second = ranks.open(*pools, object=bucket)
+    deadline = time.monotonic() + TIMEOUT_S
+    while first.batch_exists(KEYS) < 3:  # the bucket is listed in the background
+        assert time.monotonic() < deadline
+    assert second.layered_engine is None
+    assert load(second) == [True] * 3
+    expected = latent_pool(1).kv_buffer[0:3]
+    assert torch.equal(pools[1].kv_buffer[5:8], expected)
+
+
+def test_of_ranks_that_share_pages_one_is_a_peer_of_other_servers(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with RedisServer() as redis:
+        index = IndexConfig(url=redis.url)
+        (other,) = ranks.open(latent_pool(1), index=index)
+        store([other])
+        ranks.directory = tmp_path / "two"
+        ranks.directory.mkdir()
+        pools = [latent_pool(), latent_pool()]
+        first, second = ranks.open(*pools, index=index)
+        deadline = time.monotonic() + TIMEOUT_S
+        while first.batch_exists(KEYS) < 3 or not tier_stats(other).peer.num_peers:
+            assert time.monotonic() < deadline
+        assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
+        assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
+        assert load(second) == [True] * 3
+        assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
+        assert tier_stats(other).peer.num_peers == 1
+        assert second.remote_purges is not None, "the first rank's news reach it"
+        ranks.close()
+
+
+def test_the_part_of_all_ranks_needs_no_more_open_files_than_that_of_one(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_pages, "max_regions", lambda: 8)
+    first, _ = ranks.open(latent_pool(1), latent_pool(1))
+    store([first])
+    (region,) = (ranks.directory / SHARD).glob("region-*")
+    assert region.stat().st_size == 8 * MiB
+    assert first.region_engine.stats().capacity_bytes == 64 * MiB
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_ranks_kept_of_another_model_takes_no_space(
+    ranks: Ranks, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {True: ["tp0of1"], False: ["tp0of2", "tp1of2"]}
+    for kind in (True, False):
+        for name in names[kind]:
+            shard = shard_path(ranks.directory, f"{name}-pp0of1-dp0-0")
+            shard.mkdir()
+            (shard / region_name(0)).write_bytes(b"pages")
+    monkeypatch.setattr(namespace, "has_draft", lambda: not shares)
+    ranks.open(latent_pool(), latent_pool())
+    assert ranks.shards() == [f"shard-{name}-pp0of1-dp0-0" for name in names[shares]]
+
+
+def test_ranks_whose_pages_differ_keep_their_own(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By heads, or with a draft model's pool, which may be by heads."""
+    where = storage_config(tp_rank=1, tp_size=2)
+
+    def same(*pools: Any, is_replicated: bool = True, **changes: Any) -> bool:
+        changed = storage_config(tp_rank=1, **{"tp_size": 2, **changes})
+        return shared_pages.are_pages_same(changed, pools, is_replicated=is_replicated)
+
+    latent, heads = latent_pool(), pool_of_heads()
+    assert where.tp_size == 2 and same(latent)
+    assert not same(latent, heads) and not same(heads) and not same(latent, is_replicated=False)
+    assert not same(latent, attn_cp_size=2)
+    monkeypatch.setattr(namespace, "has_draft", lambda: True)
+    assert not same(latent)

@@ -1,0 +1,101 @@
+"""The fault decorators do what a test tells them, no more."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kit.faulty import Fault, FaultyDevice, FaultyEngine
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRun = Callable[..., Run]
+Blank = Callable[[Run], Run]
+
+
+def device(path: Path, *faults: Fault, **kwargs: float) -> FaultyDevice:
+    return FaultyDevice(FileDevice(path, direct=False), faults, **kwargs)  # type: ignore[arg-type]
+
+
+def test_operation_n_fails_and_its_neighbours_do_not(tmp_path: Path) -> None:
+    faulty = device(tmp_path, Fault(2, error=errno.EIO), Fault(1, "sync", error=errno.ENOSPC))
+    fd = faulty.create("f", 8192)
+    faulty.sync(fd)
+    with pytest.raises(OSError, match="Input/output"):
+        faulty.free_bytes()
+    with pytest.raises(OSError, match="No space"):
+        faulty.sync(fd)
+    faulty.sync(fd)
+    assert faulty.calls == ["create", "sync", "free_bytes", "sync", "sync"]
+    faulty.close(fd)
+
+
+def test_flipped_bit_and_short_transfers(tmp_path: Path) -> None:
+    faulty = device(tmp_path, Fault(0, "readv", flip_bit=9), Fault(1, "readv", short_bytes=5000))
+    fd = faulty.create("f", 8192)
+    buffer = memoryview(bytearray(8192))
+    assert faulty.readv(fd, [buffer], 0) == 8192
+    assert buffer[1] == 2
+    assert faulty.readv(fd, [buffer], 0) == 4096
+    faulty.close(fd)
+
+
+def test_same_seed_same_failures(tmp_path: Path) -> None:
+    def outcomes(seed: int) -> list[bool]:
+        faulty = device(tmp_path, seed=seed, failure_rate=0.5)
+        results = []
+        for _ in range(50):
+            try:
+                faulty.free_bytes()
+                results.append(True)
+            except OSError:
+                results.append(False)
+        return results
+
+    assert outcomes(1) == outcomes(1) != outcomes(2)
+    assert 10 < sum(outcomes(1)) < 40
+
+
+def test_space_runs_out_and_comes_back(tmp_path: Path) -> None:
+    faulty = device(tmp_path, writable_bytes=8192)
+    faulty.close(faulty.create("a", 8192))
+    with pytest.raises(OSError, match="No space"):
+        faulty.create("b", 4096)
+    faulty.unlink("a")
+    faulty.close(faulty.create("b", 4096))
+
+
+def test_chosen_jobs_fail_unseen_by_the_engine(make_run: MakeRun, blank: Blank) -> None:
+    engine = FaultyEngine(MemoryEngine(1 << 20), {1: Reason.IO_ERROR})
+    run = make_run(1, [100])
+    assert engine.submit_store(run).reasons == [Reason.OK]
+    failed = engine.submit_load(blank(run))
+    assert failed.done
+    assert failed.reasons == [Reason.IO_ERROR]
+    assert engine.submit_load(blank(run)).reasons == [Reason.OK]
+    assert failed in engine.poll()
+
+
+def test_held_jobs_finish_on_release(make_run: MakeRun, blank: Blank) -> None:
+    engine = FaultyEngine(MemoryEngine(1 << 20))
+    run = make_run(1, [100])
+    engine.hold()
+    store, load, cancelled = (
+        engine.submit_store(run),
+        engine.submit_load(blank(run)),
+        engine.submit_load(blank(run)),
+    )
+    cancelled.cancel()
+    assert not engine.drain(0.0)
+    assert engine.lookup(run.keys).num_hits == 0
+    engine.release()
+    assert (store.reasons, load.reasons) == ([Reason.OK], [Reason.OK])
+    assert cancelled.reasons == [Reason.CANCELLED]
+    assert engine.drain(0.0)

@@ -1,0 +1,125 @@
+"""What was announced reaches the storage thread, and what never arrives does not stay."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sglang_tiered.policy import pending_stores
+from sglang_tiered.policy.pending_stores import Offer, Offers
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def announced(*operations: str) -> Offers:
+    """Operations of one-letter pages; one token a page, each chain as long as its pages."""
+    table = Offers(Clock())
+    for pages in operations:
+        table.announce(pages, num_tokens=len(pages), prefix_tokens=len(pages), tenant=A)
+    return table
+
+
+def test_operation_arrives_with_what_was_known_of_it() -> None:
+    clock = Clock()
+    table = Offers(clock)
+    table.announce("abc", num_tokens=192, prefix_tokens=900, tenant=A)
+    table.announce("de", num_tokens=128, prefix_tokens=128, tenant=B)
+    clock.now = 2.5
+    assert table.take("ab") == Offer(("a", "b", "c"), 900, 2.5, 128, A)
+    assert table.take("ab") is None
+    assert table.num_tokens == 128
+
+
+@pytest.mark.parametrize("call", ["abc", "a", "c", "bc"])
+def test_operation_is_known_by_its_first_and_by_its_last_page(call: str) -> None:
+    """A window of another pool covers the last pages only."""
+    offer = announced("xy", "abc").take(call)
+    assert offer is not None and offer.hashes == ("a", "b", "c")
+
+
+def test_operation_that_was_not_announced_takes_nothing() -> None:
+    table = announced("abc", "de")
+    assert table.take("b") is None
+    assert len(table) == 2
+
+
+def test_what_never_arrives_is_forgotten_with_the_next_arrival() -> None:
+    table = announced("ab", "cde", "fg", "h")
+    offer = table.take("fg")
+    assert offer is not None and offer.tokens_behind == 1
+    assert len(table) == 1 and table.num_tokens == 1
+    assert table.take("ab") is None
+
+
+def test_chain_that_grew_while_waiting_counts_as_long() -> None:
+    table = announced("ab")
+    assert table.lengthen("a", 5000) and table.lengthen("a", 100)
+    assert not table.lengthen("b", 5000)
+    offer = table.take("ab")
+    assert offer is not None and offer.prefix_tokens == 5000
+
+
+def test_operation_announced_twice_waits_once_with_the_later_figures() -> None:
+    table = announced("ab", "c")
+    table.announce("abd", num_tokens=30, prefix_tokens=7, tenant=A)
+    assert len(table) == 2 and table.num_tokens == 31
+    assert table.take("c") is not None
+    assert table.take("ab") == Offer(("a", "b", "d"), 7, 0.0, 0, A)
+
+
+def test_node_without_pages_is_no_operation() -> None:
+    assert len(announced("")) == 0
+
+
+def test_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_stores, "MAX_WAITING", 5)
+    table = announced(*"abcdefghij")
+    assert len(table) == 5 and table.num_tokens == 5
+    assert table.take("e") is None and table.take("f") is not None
+
+
+def test_emptied_queue_leaves_nothing() -> None:
+    table = announced("ab", "c")
+    table.clear()
+    assert len(table) == 0 and table.num_tokens == 0
+    assert table.take("ab") is None
+
+
+def test_two_threads_lose_nothing() -> None:
+    table = Offers(Clock())
+    taken: list[int] = []
+    count = 2000
+
+    def store() -> None:
+        number = 0
+        while number < count:
+            if table.take([f"{number}"]) is not None:
+                taken.append(number)
+                number += 1
+
+    thread = threading.Thread(target=store, daemon=True)
+    thread.start()
+    for number in range(count):
+        table.announce([f"{number}"], num_tokens=3, prefix_tokens=3, tenant=A)
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert taken == list(range(count)) and table.num_tokens == 0
+
+
+def test_what_waits_of_a_purged_tenant_is_known_as_such_when_it_arrives() -> None:
+    for tenant, expected in ((A, [None, B]), (B, [A, None]), (None, [None, None])):
+        table = Offers(Clock())
+        table.announce("ab", num_tokens=2, prefix_tokens=2, tenant=A)
+        table.announce("cd", num_tokens=2, prefix_tokens=2, tenant=B)
+        table.purge(tenant)
+        offers = [table.take("ab"), table.take("cd")]
+        assert [offer.tenant for offer in offers if offer is not None] == expected

@@ -1,0 +1,197 @@
+"""The resident set keeps a part of the host tier out of a rotation larger than the tier."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy import residents as resident
+from sglang_tiered.policy.residents import NEW_CHAINS_PER_TRIAL, Offer, ResidentSet
+
+
+def test_set_fills_in_order_and_then_refuses() -> None:
+    residents = ResidentSet[int](300)
+    assert residents.offer(1, 200) == Offer(True, [])
+    assert residents.offer(2, 200) == Offer(False, [])
+    assert residents.offer(3, 100) == Offer(True, [])
+    assert residents.offer(4, 301) == Offer(False, [])
+    assert 1 in residents and 2 not in residents
+    assert residents.num_tokens == 300
+
+
+def test_returning_chain_takes_the_place_of_one_idle_for_longer_than_it_was_away() -> None:
+    residents = ResidentSet[str](100)
+    residents.offer("dead", 100)
+    residents.evicted(50)
+    residents.offer("returning", 100)
+    residents.evicted(500)
+    assert residents.offer("returning", 100) == Offer(True, ["dead"])
+
+
+def test_resident_that_has_not_had_its_turn_yet_stays() -> None:
+    residents = ResidentSet[str](100)
+    residents.offer("early", 200)
+    residents.evicted(50)
+    residents.offer("resident", 100)
+    residents.evicted(500)
+    assert residents.offer("early", 90) == Offer(False, [])
+    assert "resident" in residents
+
+
+def test_stream_of_new_chains_replaces_what_nobody_used() -> None:
+    residents = ResidentSet[int](100)
+    residents.offer(0, 100)
+    offers = [residents.offer(chain, 100) for chain in range(1, NEW_CHAINS_PER_TRIAL + 1)]
+    assert [offer.accepted for offer in offers] == [False] * (NEW_CHAINS_PER_TRIAL - 1) + [True]
+    assert offers[-1].dismissed == [0]
+
+
+def test_stream_of_new_chains_does_not_replace_what_is_used() -> None:
+    residents = ResidentSet[int](100)
+    residents.offer(0, 100)
+    residents.offer(0, 100)
+    assert not any(residents.offer(chain, 100).accepted for chain in range(1, 100))
+
+
+def test_pressure_dismisses_the_least_recently_used() -> None:
+    residents = ResidentSet[int](300)
+    for chain in (1, 2, 3, 1):
+        residents.offer(chain, 100)
+    assert [residents.give_up() for _ in range(4)] == [2, 3, 1, None]
+    residents.check_integrity()
+
+
+def test_chain_that_must_be_computed_again_outlives_one_that_can_be_loaded() -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("computed", 100, cost=9.0)
+    residents.evicted(100)
+    residents.offer("loaded", 100, cost=1.0)
+    residents.evicted(100)
+    assert [residents.give_up(), residents.give_up()] == ["loaded", "computed"]
+
+
+def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("computed", 100, cost=3.0)
+    residents.evicted(300)
+    residents.offer("loaded", 100, cost=1.0)
+    residents.evicted(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
+    assert residents.give_up() == "computed"
+
+
+@pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
+def test_costly_chain_takes_the_place_of_a_cheap_one_used_since(
+    cost: float, accepted: bool
+) -> None:
+    residents = ResidentSet[str](100)
+    residents.offer("returning", 200)  # too large for now; its last use is remembered
+    residents.evicted(30)
+    residents.offer("cheap", 100, cost=1.0)
+    residents.evicted(60)  # away for 90, idle for 60
+    assert residents.offer("returning", 100, cost=cost).accepted is accepted
+
+
+@pytest.mark.parametrize("by_use", [False, True])
+def test_resident_that_reached_the_disk_counts_as_cheap_from_then_on(by_use: bool) -> None:
+    residents = ResidentSet[str](200)
+    residents.offer("a", 100, cost=9.0)
+    residents.offer("b", 100, cost=2.0)
+    if by_use:
+        residents.offer("a", 100, cost=1.0)
+    else:
+        residents.price("a", 1.0)
+        residents.price("unknown", 1.0)
+    residents.evicted(100)
+    assert residents.give_up() == "a"
+
+
+def test_clear_makes_room_again() -> None:
+    residents = ResidentSet[int](300)
+    residents.offer(1, 300)
+    residents.clear()
+    assert residents.offer(2, 300).accepted
+
+
+def test_memory_of_past_chains_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "MAX_REMEMBERED", 10)
+    residents = ResidentSet[int](1)
+    for chain in range(1000):
+        residents.offer(chain, 5)
+    assert len(residents._last_used) == 10
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_set_that_keeps_nothing_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="keeps nothing"):
+        ResidentSet(capacity)
+
+
+def simulate(rounds: list[range], tier_chains: int, *, with_residents: bool) -> list[int]:
+    """Hits of each round over chains of equal size in a least-recently-used tier."""
+    size = 100
+    residents = ResidentSet[int](tier_chains * size // 3)
+    pinned: set[int] = set()
+    tier: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for chains in rounds:
+        hits.append(0)
+        for chain in chains:
+            if chain in tier:
+                hits[-1] += 1
+                tier.move_to_end(chain)
+            else:
+                while len(tier) >= tier_chains:
+                    del tier[next(c for c in tier if c not in pinned)]
+                    residents.evicted(size)
+                tier[chain] = None
+            if with_residents:
+                offer = residents.offer(chain, size)
+                pinned -= set(offer.dismissed)
+                if offer.accepted:
+                    pinned.add(chain)
+            residents.check_integrity()
+    return hits
+
+
+def test_rotation_larger_than_the_tier_still_hits() -> None:
+    rounds = [range(48)] * 4
+    assert simulate(rounds, 9, with_residents=False) == [0, 0, 0, 0]
+    with_residents = simulate(rounds, 9, with_residents=True)
+    assert with_residents[0] == 0 and all(hits == 3 for hits in with_residents[1:])
+
+
+def test_dead_chains_do_not_hold_the_places_of_a_rotation_that_follows() -> None:
+    rounds = [range(1000, 1016), *[range(48)] * 3]
+    hits = simulate(rounds, 9, with_residents=True)
+    assert hits[:2] == [0, 0] and hits[2] >= 2 and hits[3] >= 3
+
+
+def test_tier_that_holds_everything_is_not_made_worse() -> None:
+    assert simulate([range(9)] * 3, 9, with_residents=True) == [0, 9, 9]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["offer", "evict", "give_up"]), st.integers(0, 20)),
+        max_size=80,
+    )
+)
+def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> None:
+    residents = ResidentSet[int](300)
+    pinned: set[int] = set()
+    for operation, number in operations:
+        if operation == "offer":
+            offer = residents.offer(number, number * 10 + 1, cost=1.0 + number % 3)
+            pinned -= set(offer.dismissed)
+            if offer.accepted:
+                pinned.add(number)
+        elif operation == "evict":
+            residents.evicted(number * 1000)
+        else:
+            pinned.discard(residents.give_up() or -1)
+            pinned -= {chain for chain in pinned if chain not in residents}
+        residents.check_integrity()
+        assert pinned == {chain for chain in range(21) if chain in residents}

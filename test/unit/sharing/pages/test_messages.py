@@ -1,0 +1,146 @@
+"""What the page protocol takes for a message, how fetches are cut, and which addresses are ours."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.landing import Fetch, Outcome, cut_requests
+from sglang_tiered.sharing.pages.link import check_address
+from sglang_tiered.sharing.pages.messages import (
+    MAX_CLIENT_FRAME_BYTES,
+    MAX_PAGE_BYTES,
+    MAX_REQUEST_PAGES,
+    VERSION_FRAME,
+    encode,
+)
+
+NAMESPACE = b"n" * 32
+
+
+def keys(count: int) -> list[bytes]:
+    return [number.to_bytes(32, "little") for number in range(count)]
+
+
+def test_every_message_survives_the_way() -> None:
+    fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
+    for message in (fetch, messages.Cancel(3)):
+        assert messages.decode_from_client([VERSION_FRAME, encode(message)]) == message
+    answers = (messages.Found(1, [2**64 - 1, None, 0]), messages.Busy(2), messages.Refuse("no"))
+    for answer in answers:
+        assert messages.decode_from_server([VERSION_FRAME, encode(answer), b"x"]) == answer
+    assert fetch.split_keys() == keys(3)
+    assert fetch.num_bytes == 18
+
+
+def test_the_largest_request_fits_the_frame_that_a_server_takes() -> None:
+    lengths = [MAX_PAGE_BYTES // MAX_REQUEST_PAGES] * MAX_REQUEST_PAGES
+    fetch = messages.Fetch(
+        (1 << 62) - 1, NAMESPACE, b"".join(keys(MAX_REQUEST_PAGES)), lengths, 3_600_000
+    )
+    assert fetch.split_keys()
+    assert len(encode(fetch)) < MAX_CLIENT_FRAME_BYTES
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [(b"sgt-pages/2", "version 2"), (b"sgt-kv/2", "does not speak"), (b"", "does not speak")],
+)
+def test_another_version_is_named(frame: bytes, said: str) -> None:
+    for decode in (messages.decode_from_client, messages.decode_from_server):
+        with pytest.raises(TransferError, match=said):
+            decode([frame, encode(messages.Busy(1))])
+
+
+def test_the_worked_bytes_of_the_checksum() -> None:
+    """XXH3-64 over namespace, key and bytes: whoever speaks the protocol gets the same number."""
+    assert messages.page_checksum(b"n" * 32, b"k" * 32, [b"pa", b"", b"ge"]) == 0x8D8E221F6F8F2683
+    assert msgspec.msgpack.decode(encode(messages.Busy(7))) == ["busy", 7]
+
+
+def test_whatever_is_changed_in_a_message_is_a_message_or_a_breach() -> None:
+    source = random.Random(1)
+    fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
+    found = messages.Found(1, [2**64 - 1, None, 0])
+    for frame in map(encode, (fetch, messages.Cancel(3), found, messages.Refuse("because"))):
+        for _ in range(2000):
+            changed = bytearray(frame)
+            for _ in range(source.randrange(1, 4)):
+                changed[source.randrange(len(changed))] = source.randrange(256)
+            cut = (
+                changed[: source.randrange(len(changed) + 1)] if source.random() < 0.3 else changed
+            )
+            for decode in (messages.decode_from_client, messages.decode_from_server):
+                with contextlib.suppress(TransferError):
+                    message = decode([VERSION_FRAME, bytes(cut)])
+                    if isinstance(message, messages.Fetch):
+                        message.split_keys()
+
+
+def fetch_of(lengths: list[int]) -> Fetch:
+    pages = [(memoryview(bytearray(length)),) for length in lengths]
+    return Fetch("", NAMESPACE, keys(len(lengths)), pages, None, lambda _: None)
+
+
+def spans(fetch: Fetch, request_bytes: int) -> list[tuple[int, int]]:
+    return [
+        (request.start, request.stop)
+        for request in cut_requests(fetch, request_bytes, itertools.count(1))
+    ]
+
+
+def test_fetches_are_cut_into_requests_of_consecutive_pages() -> None:
+    assert spans(fetch_of([100] * 5), 250) == [(0, 2), (2, 4), (4, 5)]
+    assert spans(fetch_of([100, 1000, 100]), 250) == [(0, 1), (1, 2), (2, 3)]
+    assert spans(fetch_of([1] * (MAX_REQUEST_PAGES + 1)), 1 << 20) == [
+        (0, MAX_REQUEST_PAGES),
+        (MAX_REQUEST_PAGES, MAX_REQUEST_PAGES + 1),
+    ]
+    assert spans(fetch_of([]), 250) == []
+
+
+def test_pages_that_nobody_may_send_are_not_asked_for() -> None:
+    fetch = fetch_of([100, 0, 100])
+    fetch.lengths[2] = MAX_PAGE_BYTES + 1
+    assert spans(fetch, 250) == [(0, 1)]
+    assert fetch.outcomes == [Outcome.LOST, Outcome.MISS, Outcome.MISS]
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:1", "tcp://192.0.2.7:65535", "tcp://[::1]:9000"]
+)
+def test_an_ip_address_and_a_port_are_an_address(address: str) -> None:
+    check_address(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:1/x",
+        "tcp://127.0.0.1:*",
+        "tcp://*:9000",
+        "tcp://localhost:9000",
+        "tcp://::1:9000",
+        "tcp://[::g]:9000",
+        "tcp://127.0.0.1.5:9000",
+        "tcp://eth0;127.0.0.1:9000",
+        "ipc:///tmp/x",
+        "inproc://x",
+        "udp://127.0.0.1:9000",
+        "tcp://127.0.0.1:9000\n",
+    ],
+)
+def test_anything_else_is_none(address: str) -> None:
+    with pytest.raises(TransferError, match="tcp://IP:PORT"):
+        check_address(address)

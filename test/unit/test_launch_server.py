@@ -1,0 +1,377 @@
+"""The launcher refuses a directory it must not use with one sentence and code 2, untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import pathlib
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from host_pools import storage_config
+
+from sglang_tiered import launch_server
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.storage.shards import has_geometry, shard_name
+from sglang_tiered.integration.storage.tiers import open_shard
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.region import directory, format
+from sglang_tiered.storage.region.lock import DirectoryLock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.storage.region.store import RegionEngine
+
+TIMEOUT_S = 20.0
+
+ANY = ("--model-path", "no/model", "--port", "0")
+"""A port that nobody listens on, whoever serves on the default one."""
+
+
+def fingerprint(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Start on ``path``; returns the one line printed. The model path does not even exist."""
+    code = launch_server.main([*ANY, "--tier-dir", str(path)])
+    error = capsys.readouterr().err
+    assert code == 2
+    (line,) = [line for line in error.splitlines() if line.startswith("sglang-tiered:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tier-colour", "blue"], "unrecognized arguments: --tier-colour blue; --help lists"),
+        (["--tier-mode"], "--tier-mode: expected one argument; --help lists"),
+        (["--port", "70000"], "--port 70000 is not a port"),
+        (["--tp", "two"], "invalid int value: 'two'; --help lists"),
+        (["--tier-nvme-bytes", "-1GiB"], "--tier-nvme-bytes -1GiB must be greater than zero"),
+    ],
+)
+def test_unusable_command_line_is_one_sentence_without_usage(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_server.main([*ANY, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("SGLANG_CACHE_DIR", "restored with the rest")  # what main sets too
+    monkeypatch.delenv("SGLANG_CACHE_DIR")
+    assert launch_server.main([*ANY]) == 2
+    line = capsys.readouterr().err
+    assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("content", ["tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None])
+def test_a_configuration_file_is_read_and_judged_like_flags(
+    joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    if content is not None:
+        file.write_text(content)
+    words = [f"--config={file}"] if joined else ["--config", str(file)]
+    assert launch_server.main([*ANY, *words]) == 2
+    line = capsys.readouterr().err
+    expected = {
+        "tier-mode: blue": "--tier-mode blue is unknown",
+        "tier-mode: off\ntier-dir: d": "--tier-dir d has no meaning with --tier-mode off",
+    }.get(content or "", "--config cannot be used")
+    assert expected in line and line.count("\n") == 1
+
+
+def test_port_in_use_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert launch_server.main(["--model-path", "m", "--port", str(port)]) == 2
+    assert f"--port {port} is in use on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_foreign_directory_is_refused_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = fingerprint(tmp_path)
+    line = refuse(tmp_path, capsys)
+    assert "thesis.tex" in line and "--tier-dir" in line
+    assert fingerprint(tmp_path) == before
+
+
+def test_file_in_place_of_the_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    assert "not a directory" in refuse(path, capsys)
+    assert path.read_text() == "x"
+
+
+def test_directory_below_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    line = refuse(tmp_path / "file" / "kv", capsys)
+    assert str(tmp_path / "file" / "kv") in line
+
+
+def test_place_without_disk_space_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refuse(pathlib.Path("/proc/sglang-tiered-test"), capsys)
+    assert "--tier-dir /proc/sglang-tiered-test has only 0B" in line
+
+
+def test_unwritable_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*args: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    # As a read-only mount answers; the tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr(directory, "_write_manifest", read_only)
+    line = refuse(tmp_path / "kv", capsys)
+    assert "not writable (Read-only file system)" in line
+
+
+def test_directory_of_a_running_server_is_refused_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_server, "LOCK_TIMEOUT_S", 0.0)
+    path = tmp_path / "kv"
+    directory.prepare(path)
+    with DirectoryLock(path):
+        before = fingerprint(tmp_path)
+        line = refuse(path, capsys)
+        assert "in use by process" in line and "--tier-dir" in line
+        assert fingerprint(tmp_path) == before
+
+
+def test_store_of_a_newer_format_is_refused_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    with monkeypatch.context() as newer:
+        newer.setattr(directory, "FORMAT_VERSION", format.FORMAT_VERSION + 1)
+        directory.prepare(path)
+    before = fingerprint(tmp_path)
+    assert "newer" in refuse(path, capsys)
+    assert fingerprint(tmp_path) == before
+
+
+def test_unsupported_sglang_is_refused_before_it_is_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_server.compat, "SUPPORTED_VERSIONS", ("0.0.1",))
+    assert launch_server.main([]) == 2
+    assert "install sglang==0.0.1" in capsys.readouterr().err
+
+
+def test_shards_of_other_parallel_sizes_give_their_space_back(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    directory.prepare(path)
+    names = [
+        shard_name(tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, dp_rank=0, replica=0)
+        for size in (1, 2)
+        for rank in range(size)
+    ]
+    for name in names:
+        shard = directory.shard_path(path, name)
+        shard.mkdir()
+        with DirectoryLock(shard):
+            (shard / format.region_name(0)).write_bytes(b"pages")
+
+    held = directory.shard_path(path, names[1])
+    with DirectoryLock(held):
+        removed = directory.remove_shards(
+            path,
+            keep=lambda name: has_geometry(name, num_ranks=1, tp_size=1, pp_size=1, dp_size=1),
+        )
+    assert removed == [names[2]]
+    kept = {shard.name.removeprefix("shard-") for shard in path.glob("shard-*")}
+    assert kept == {names[0], names[1]}
+    assert (directory.shard_path(path, names[0]) / format.region_name(0)).read_bytes() == b"pages"
+
+
+def shard_of_two_ranks(path: Path) -> Path:
+    """What a server of two ranks left in a tier directory."""
+    directory.prepare(path)
+    name = shard_name(tp_rank=0, tp_size=2, pp_rank=0, pp_size=1, dp_rank=0, replica=0)
+    shard = directory.shard_path(path, name)
+    shard.mkdir()
+    (shard / format.region_name(0)).write_bytes(b"pages")
+    return shard
+
+
+def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
+    """One mistyped model, and all that a larger server had stored was gone."""
+    from sglang.srt.server_args import prepare_server_args
+
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "kv"
+    shard = shard_of_two_ranks(path)
+    flags = ["--model-path", str(tmp_path / "empty"), "--port", "0", "--tier-dir", str(path)]
+    resolved = launch_server._resolve(flags)
+    assert resolved.config.nvme is not None
+    with contextlib.ExitStack() as held:
+        launch_server._claim_directory(resolved.config, held)
+        with pytest.raises(ConfigError, match="SGLang refuses this command line"):
+            launch_server._run(prepare_server_args(resolved.sglang_arguments), resolved.config)
+    assert (shard / format.region_name(0)).read_bytes() == b"pages"
+
+
+def test_shards_of_other_parallel_sizes_are_gone_when_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sglang.launch_server
+
+    path = tmp_path / "kv"
+    shard = shard_of_two_ranks(path)
+    nvme = NvmeConfig(directory=str(path), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
+    config = TieredConfig(mode=TierMode.NVME, nvme=nvme)
+    found: list[bool] = []
+    monkeypatch.setattr(sglang.launch_server, "run_server", lambda _: found.append(shard.exists()))
+    with contextlib.ExitStack() as held:
+        launch_server._claim_directory(config, held)
+        assert shard.exists()
+        launch_server._run(SimpleNamespace(encoder_only=True), config)
+    assert found == [False]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"),
+    [
+        ({"num_ranks": 1}, {(1, 0, 0)}),
+        ({"num_ranks": 2}, {(1, 0, 0), (1, 0, 1)}),  # --dp-size 2
+        # Whether its ranks share pages, in the shard of one rank, shows when they know the model.
+        ({"num_ranks": 2, "tp_size": 2}, {(2, 0, 0), (1, 0, 0)}),
+        # --tp-size 2 --dp-size 2
+        ({"num_ranks": 4, "tp_size": 2}, {(2, 0, 0), (2, 0, 1), (1, 0, 0), (1, 0, 1)}),
+        # --tp-size 4 --dp-size 2 --enable-dp-attention, on one machine and on two
+        (
+            {"num_ranks": 4, "tp_size": 2, "dp_size": 2},
+            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
+        ),
+        (
+            {"num_ranks": 2, "tp_size": 2, "dp_size": 2},
+            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
+        ),
+    ],
+)
+def test_shards_are_those_of_a_servers_own_replicas(
+    ranks: dict[str, int], kept: set[tuple[int, int, int]]
+) -> None:
+    places = [(tp, dp, replica) for tp in (1, 2) for dp in range(3) for replica in range(3)]
+
+    def is_kept(tp: int, dp: int, replica: int) -> bool:
+        name = shard_name(tp_rank=0, tp_size=tp, pp_rank=0, pp_size=1, dp_rank=dp, replica=replica)
+        return has_geometry(name, **{"tp_size": 1, "pp_size": 1, "dp_size": 1, **ranks})
+
+    assert {place for place in places if is_kept(*place)} == kept
+
+
+def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_back(
+    tmp_path: Path,
+) -> None:
+    tenant, namespace = b"t" * 16, b"n" * 32
+    capacity = 64 * MiB
+
+    def config(num_ranks: int) -> TieredConfig:
+        nvme = NvmeConfig(
+            directory=str(tmp_path / "kv"), capacity_bytes=capacity, region_bytes=4 * MiB
+        )
+        return TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=num_ranks)
+
+    @contextlib.contextmanager
+    def serving(num_ranks: int) -> Iterator[list[RegionEngine]]:
+        """As the launcher and its schedulers do."""
+        settings = config(num_ranks)
+        with contextlib.ExitStack() as held:
+            launch_server._claim_directory(settings, held)
+            launch_server._remove_other_shards(settings)
+            engines = []
+            for _ in range(num_ranks):
+                engine, _ = open_shard(settings, storage_config(), namespace, 4096, tp_size=1)
+                held.callback(engine.close)
+                engines.append(engine)
+            yield engines
+
+    def run_of(number: int, num_pages: int) -> Run:
+        keys = [hashlib.sha256(f"{number}/{page}".encode()).digest() for page in range(num_pages)]
+        page = (memoryview(bytes(MiB)),)
+        return Run(tuple(keys), (page,) * num_pages, tenant)
+
+    def store(engine: RegionEngine, run: Run) -> None:
+        job = engine.submit_store(run)
+        assert job.wait(TIMEOUT_S) and set(job.reasons) == {Reason.OK}
+
+    runs = [run_of(0, 24), run_of(1, 24)]
+    with serving(2) as engines:
+        for engine, run in zip(engines, runs, strict=True):
+            store(engine, run)
+    with serving(1) as (engine,):
+        assert engine.lookup(runs[0].keys).num_hits == 24
+        for number in range(2, 6):
+            store(engine, run_of(number, 16))
+        on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("region-*"))
+        assert on_disk <= capacity
+        assert engine.purge(tenant, TIMEOUT_S)
+    with serving(2) as engines:
+        for engine in engines:
+            assert [engine.lookup(run.keys).num_hits for run in runs] == [0, 0]
+
+
+def test_shard_with_a_foreign_file_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    directory.prepare(path)
+    shard = directory.shard_path(path, "old")
+    shard.mkdir()
+    (shard / "notes.txt").write_text("mine")
+    assert directory.remove_shards(path, keep=lambda name: False) == []
+    assert (shard / "notes.txt").read_text() == "mine"
+
+
+def test_banner_quotes_a_request_that_parses() -> None:
+    import json
+
+    nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
+    config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
+    args = SimpleNamespace(
+        host="0.0.0.0",
+        port=30000,
+        served_model_name='odd "name"',
+        disaggregation_mode="null",
+    )
+    info = {
+        "max_total_num_tokens": 8192,
+        "sglang_tiered_host": {"num_tokens": 16448, "num_bytes": 48 * MiB},
+    }
+    text = launch_server.banner(args, config, info)
+    assert "http://127.0.0.1:30000" in text and "64MiB in /kv" in text
+    assert "8,192 tokens" in text and "16,448 tokens in 48MiB" in text
+    body = text.split("-d '", 1)[1].split("'\n", 1)[0]
+    assert json.loads(body)["model"] == 'odd "name"'
+    assert "object" not in text
+    config = TieredConfig(mode=TierMode.NVME, nvme=nvme, object=ObjectConfig(url="s3://b/p"))
+    assert "object  1TiB in s3://b/p, shared" in launch_server.banner(args, config, info)

@@ -1,0 +1,199 @@
+"""The command line: help, one sentence for what cannot work, and each command as a process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_tiered.storage.region import directory as directory_module
+from sglang_tiered.storage.region.directory import prepare
+from sglang_tiered.storage.region.files import MANIFEST_NAME
+from sglang_tiered.storage.region.format import region_name
+
+COMMANDS = ("stat", "verify", "dump", "gc", "bench")
+
+Cli = Callable[..., Any]
+Digest = Callable[[Path], dict[str, object]]
+
+
+def run_module(
+    *arguments: object, stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_tiered.tools.store", *map(str, arguments)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        # Buffered, as for a user: what is left in the buffer may fail when Python ends.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_as_a_process(command: str, tier: Path, tmp_path: Path) -> None:
+    directory = tmp_path if command == "bench" else tier
+    flags = ["--bytes", "16MiB"] if command == "bench" else []
+    result = run_module(command, directory, "--json", *flags)
+    assert (result.returncode, result.stderr) == (0, "")
+    for text in result.stdout.splitlines() if command == "dump" else [result.stdout]:
+        assert json.loads(text)
+
+
+def test_help_of_all_and_of_each(cli: Cli) -> None:
+    outcome = cli("--help")
+    assert outcome.code == 0
+    for word in (*COMMANDS, "exit code"):
+        assert word in outcome.out
+    for command in COMMANDS:
+        outcome = cli(command, "--help")
+        assert outcome.code == 0
+        assert f"examples:\n  python -m sglang_tiered store {command} " in outcome.out
+        assert max(len(line) for line in outcome.out.splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("stat",), ("verifi", "/"), ("stat", "/", "--deleet"), ("stat", "/", "--jobs", "x")],
+)
+def test_a_command_line_that_cannot_work_is_one_sentence(
+    cli: Cli, arguments: tuple[str, ...]
+) -> None:
+    outcome = cli(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("sglang-tiered: ")
+    assert outcome.err.count("\n") == 1
+
+
+def empty(_: Path) -> None:
+    pass
+
+
+def foreign(path: Path) -> None:
+    (path / "thesis.tex").write_text("years")
+
+
+def newer(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory_module, "FORMAT_VERSION", 77)
+        prepare(path)
+
+
+def fifo_as_manifest(path: Path) -> None:
+    os.mkfifo(path / MANIFEST_NAME)
+
+
+def foreign_shard(path: Path) -> None:
+    (path / "shard-0").mkdir()
+    (path / "shard-0" / "thesis.tex").write_text("years")
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (empty, "is empty"),
+        (foreign, "holds 'thesis.tex', which is not ours"),
+        (newer, "format 77, newer than"),
+        (fifo_as_manifest, "holds 'STORE', which is not ours"),
+        (foreign_shard, "holds 'thesis.tex', which is not ours"),
+    ],
+)
+def test_a_directory_that_is_no_store_is_refused_untouched(
+    cli: Cli, tmp_path: Path, digest: Digest, command: str, make: Callable[[Path], None], what: str
+) -> None:
+    path = tmp_path / "directory"
+    path.mkdir()
+    make(path)
+    before = digest(path)
+    outcome = cli(command, path, *(["--delete"] if command == "gc" else []))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert what in outcome.err
+    assert ("--tier-dir of a server" in outcome.err) == (make is not newer)
+    assert outcome.err.count("\n") == 1
+    assert digest(path) == before
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+def test_no_directory_is_one_sentence(cli: Cli, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name, what in (
+        ("absent", "does not exist"),
+        ("file", "is not a directory"),
+        ("dangling", "does not exist"),
+        ("file/below", "is not a directory"),
+        ("x" * 300, "cannot be read (File name too long)"),
+    ):
+        outcome = cli(command, tmp_path / name)
+        assert outcome.code == 2
+        assert what in outcome.err
+        assert "--tier-dir of a server" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+def test_a_directory_we_may_not_read_is_one_sentence(
+    cli: Cli, tier: Path, shard: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the system is made to refuse."""
+    original = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == shard:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(shard))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    outcome = cli(command, tier)
+    assert outcome.code == 2
+    assert "cannot be read (Permission denied)" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+def test_a_tier_without_shards_and_a_shard_without_regions(
+    cli: Cli, tmp_path: Path, command: str
+) -> None:
+    prepare(tmp_path / "tier")
+    assert cli(command, tmp_path / "tier").code == 0
+    (tmp_path / "tier" / "shard-0").mkdir()
+    (tmp_path / "tier" / "shard-0" / "LOCK").touch()
+    assert cli(command, tmp_path / "tier").code == 0
+    assert cli(command, tmp_path / "tier" / "shard-0").code == 0
+
+
+def test_names_that_would_command_a_terminal_are_escaped(cli: Cli, tier: Path, shard: Path) -> None:
+    os.mkfifo(shard / region_name(9))
+    evil = tier.rename(tier.parent / "\x1b[2J\udcff")
+    for command in ("stat", "verify", "gc"):
+        outcome = cli(command, evil)
+        assert "\x1b" not in outcome.out + outcome.err
+        assert json.loads(cli(command, evil, "--json").out)
+
+
+@pytest.mark.parametrize("command", ["stat", "dump", "--help"])
+def test_an_output_nobody_reads_is_no_error(tier: Path, command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = run_module(command, tier, stdout=writing)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["stat", "dump"])
+def test_an_output_that_is_full_is_one_sentence(tier: Path, command: str) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    result = run_module(command, tier, stdout=full)
+    os.close(full)
+    assert result.returncode == 2
+    assert "No space left on device" in result.stderr
+    assert result.stderr.count("\n") == 1

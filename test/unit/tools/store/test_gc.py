@@ -1,0 +1,357 @@
+"""``gc`` plans without touching, deletes only what it planned, and only what is ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_tiered.integration.storage.shards import shard_name
+from sglang_tiered.storage.base import NO_TENANT, Run
+from sglang_tiered.storage.lending.wire import short_path
+from sglang_tiered.storage.region import RegionEngine, purges
+from sglang_tiered.storage.region import format as region_format
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
+from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
+from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.tools.store import gc
+
+REGION = 64 * 1024
+NAMESPACE = b"\x11" * 32
+OTHER_NAMESPACE = b"\x22" * 32
+SIZES = [12_288, 12_000, 9_000]
+
+Cli = Callable[..., Any]
+Flip = Callable[[Path, int], None]
+Digest = Callable[[Path], dict[str, object]]
+MakeRun = Callable[..., Run]
+Open = Callable[..., RegionEngine]
+Store = Callable[[RegionEngine, Run], None]
+
+
+def plan(cli: Cli, path: Path, *flags: str) -> dict[str, str]:
+    """What could go, by its path within the directory, and why."""
+    outcome = cli("gc", path, "--json", *flags)
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    return {os.path.relpath(c["path"], path): c["reason"] for c in report["candidates"]}
+
+
+@pytest.fixture
+def untidy(
+    tier: Path, shard: Path, flip: Flip, open_engine: Open, make_run: MakeRun, store: Store
+) -> Path:
+    """A tier with something to give back of every kind within one shard: region 0 is damaged,
+    1 was stored again in 3, 4 is of another namespace."""
+    engine = open_engine(shard)
+    engine.set_namespace(OTHER_NAMESPACE)
+    engine.set_namespace(NAMESPACE)
+    store(engine, make_run(1, SIZES))
+    engine.set_namespace(OTHER_NAMESPACE)
+    store(engine, make_run(7, SIZES))
+    engine.close()
+    flip(shard / region_name(0), 8)
+    (shard / "PROBE").write_bytes(b"")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender, short_path(shard) as path:
+        lender.bind(path)
+    (shard / "CHECKPOINT.tmp").write_bytes(b"x")
+    for name in NOTE_NAMES:
+        (shard / name).write_bytes(b"x")
+    (shard / "NAMESPACE.tmp").write_bytes(b"x")
+    (tier / "STORE.tmp-123").write_bytes(b"x")
+    (tier / "WEIGHTS.tmp-123").write_bytes(b"x")
+    (tier / "WEIGHTS").write_bytes(b"x")
+    return tier
+
+
+@pytest.fixture
+def expected(shard: Path) -> dict[str, str]:
+    return {
+        "STORE.tmp-123": "a file that was never finished",
+        "WEIGHTS.tmp-123": "a file that was never finished",
+        f"{shard.name}/CHECKPOINT.tmp": "left by a process that died",
+        f"{shard.name}/LENDING": "left by a process that died",
+        f"{shard.name}/NAMESPACE.tmp": "left by a process that died",
+        f"{shard.name}/PROBE": "left by a process that died",
+        f"{shard.name}/{region_name(0)}": "its header does not verify",
+        f"{shard.name}/{region_name(1)}": "every page of it was stored again later",
+    }
+
+
+def test_a_tidy_store_gives_nothing_back(cli: Cli, tier: Path) -> None:
+    assert plan(cli, tier) == {}
+    assert "nothing to give back" in cli("gc", tier).out
+
+
+def test_the_plan_touches_nothing(
+    cli: Cli, untidy: Path, digest: Digest, expected: dict[str, str]
+) -> None:
+    before = digest(untidy)
+    assert plan(cli, untidy) == expected
+    outcome = cli("gc", untidy)
+    assert "8 could go" in outcome.out
+    assert "nothing was deleted" in outcome.out
+    assert digest(untidy) == before
+
+
+def test_notes_are_ours_and_stay(cli: Cli, untidy: Path, shard: Path) -> None:
+    report = json.loads(cli("gc", untidy, "--delete", "--json").out)
+    assert report["kept"] == []
+    assert all((shard / name).exists() for name in NOTE_NAMES)
+    (untidy / "STORE").unlink()
+    assert cli("gc", shard).code == 0
+
+
+def test_deleting_leaves_a_store_that_serves_the_rest(
+    cli: Cli,
+    untidy: Path,
+    shard: Path,
+    expected: dict[str, str],
+    open_engine: Open,
+    make_run: MakeRun,
+) -> None:
+    assert plan(cli, untidy, "--delete") == expected
+    for name in expected:
+        assert not (untidy / name).exists(), name
+    assert plan(cli, untidy) == {}
+    assert cli("verify", untidy).code == 0
+    engine = open_engine(shard)
+    for seed in (1, 2):
+        assert engine.lookup(make_run(seed, SIZES).keys).num_hits == 3
+    engine.check_integrity()
+
+
+def test_namespaces_to_keep_give_the_others_back(cli: Cli, untidy: Path, shard: Path) -> None:
+    reasons = plan(cli, untidy, "--keep-namespace", "11" * 4)
+    assert reasons[f"{shard.name}/{region_name(4)}"] == "holds no page of a namespace to keep"
+    assert f"{shard.name}/{region_name(2)}" not in reasons
+    both = plan(cli, untidy, "--keep-namespace", "11" * 4, "--keep-namespace", "22" * 32)
+    assert f"{shard.name}/{region_name(4)}" not in both
+
+
+def test_a_mistyped_namespace_does_not_empty_the_store(
+    cli: Cli, tier: Path, digest: Digest
+) -> None:
+    before = digest(tier / "shard-tp0of1-pp0of1-dp0-0")
+    outcome = cli("gc", tier, "--delete", "--keep-namespace", "12345678")
+    assert outcome.code == 2
+    assert "matches nothing stored" in outcome.err
+    after = digest(tier / "shard-tp0of1-pp0of1-dp0-0")
+    assert {k: v for k, v in after.items() if ".kv" in k} == {
+        k: v for k, v in before.items() if ".kv" in k
+    }
+    assert cli("gc", tier, "--keep-namespace", "1111111").code == 2
+
+
+def test_a_page_that_was_stored_again_only_in_part_keeps_its_region(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard)
+    engine.set_namespace(OTHER_NAMESPACE)
+    engine.set_namespace(NAMESPACE)
+    run = make_run(1, SIZES)
+    store(engine, Run(run.keys[:2], run.pages[:2]))
+    engine.close()
+    assert plan(cli, tier) == {}
+
+
+def test_a_later_copy_that_is_damaged_supersedes_nothing(
+    cli: Cli, untidy: Path, shard: Path, flip: Flip
+) -> None:
+    flip(shard / region_name(3), REGION - 1)
+    assert f"{shard.name}/{region_name(1)}" not in plan(cli, untidy)
+
+
+def test_a_running_server_keeps_everything(
+    cli: Cli, untidy: Path, shard: Path, digest: Digest, open_engine: Open
+) -> None:
+    engine = open_engine(shard)
+    before = digest(shard)
+    outcome = cli("gc", untidy, "--delete")
+    assert outcome.code == 2
+    assert f"in use by process {os.getpid()}" in outcome.err
+    assert digest(shard) == before
+    assert "--delete is refused until it ends" in cli("gc", untidy).out
+    engine.check_integrity()
+
+
+def test_what_a_running_server_writes_is_not_in_the_plan(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard, namespace=OTHER_NAMESPACE)
+    store(engine, make_run(0, [4096]))
+    (shard / "PROBE").write_bytes(b"")
+    (shard / region_name(9)).write_bytes(bytes(REGION))
+    assert plan(cli, tier, "--keep-namespace", "11" * 4) == {}
+
+
+def plant_region(shard: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(region_format, "FORMAT_VERSION", version)
+    block = pack_region_header(RegionHeader(REGION, 9, b"n" * 16, 0))
+    monkeypatch.undo()
+    (shard / region_name(9)).write_bytes(block.ljust(REGION, b"\0"))
+    return f"{shard.name}/{region_name(9)}"
+
+
+def test_an_older_format_goes_and_a_newer_one_stays(
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = plant_region(shard, 1, monkeypatch)
+    assert plan(cli, tier) == {name: "format 1, not 3"}
+    plant_region(shard, 77, monkeypatch)
+    assert plan(cli, tier, "--delete") == {}
+    assert (tier / name).exists()
+    assert "is of format 77, newer than" in cli("gc", tier).out
+
+
+def test_what_is_not_ours_stays(cli: Cli, tier: Path, shard: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("precious")
+    (shard / region_name(20)).symlink_to(tmp_path / "target")
+    os.mkfifo(shard / region_name(21))
+    (shard / region_name(22)).mkdir()
+    (shard / "PROBE").symlink_to(tmp_path / "target")
+    (shard / "thesis.tex").write_text("years")
+    (tier / "STORE.tmp-x").write_text("mine")
+    (shard / "\x1b[31m").write_text("red")
+    names = set(os.listdir(shard))
+    assert plan(cli, tier, "--delete") == {}
+    assert set(os.listdir(shard)) == names
+    assert (tier / "STORE.tmp-x").exists()
+    outcome = cli("gc", tier)
+    for text in ("thesis.tex is not ours", "a symbolic link", "a FIFO", "PROBE is not a regular"):
+        assert text in outcome.out, text
+    assert "\x1b" not in outcome.out
+
+
+def test_a_file_swapped_after_the_plan_stays(
+    cli: Cli, untidy: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan = gc._make_plan
+
+    def swap(*arguments: Any, **options: Any) -> Any:
+        made = make_plan(*arguments, **options)
+        (shard / "new").write_bytes(b"new")
+        (shard / "new").rename(shard / region_name(0))
+        return made
+
+    monkeypatch.setattr(gc, "_make_plan", swap)
+    outcome = cli("gc", untidy, "--delete")
+    assert outcome.code == 1
+    assert "NOT DELETED: is another file than it was" in outcome.out
+    assert (shard / region_name(0)).read_bytes() == b"new"
+    assert not (shard / region_name(1)).exists()
+
+
+def test_shards_for_other_sizes_go_but_for_those_used_last(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    """The names are those the server gives its shards."""
+    for rank in (0, 1):
+        name = shard_name(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, dp_rank=0, replica=0)
+        engine = open_engine(shard_path(tier, name))
+        store(engine, make_run(3, SIZES))
+        engine.close()
+    (tier / "shard-mine").mkdir()
+    reasons = plan(cli, tier)
+    assert set(reasons) == {shard.name}
+    assert "for tensor parallel 1, pipeline parallel 1; those used last are 2 and 1" in set(
+        reasons.values()
+    )
+    assert set(plan(cli, tier, "--delete")) == {shard.name}
+    kept = ["LOCK", MANIFEST_NAME, "shard-mine"]
+    assert sorted(os.listdir(tier))[:3] == kept
+    assert sorted(os.listdir(tier))[3:] == [
+        "shard-tp0of2-pp0of1-dp0-0",
+        "shard-tp1of2-pp0of1-dp0-0",
+    ]
+    assert cli("verify", tier).code == 0
+
+
+def test_a_shard_in_use_keeps_its_sizes(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard_path(tier, "tp0of2-pp0of1-dp0-0"))
+    store(engine, make_run(3, SIZES))
+    engine.close()
+    open_engine(shard)
+    assert plan(cli, tier) == {}
+
+
+def test_a_stray_file_keeps_a_shard_for_other_sizes(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard_path(tier, "tp0of2-pp0of1-dp0-0"))
+    store(engine, make_run(3, SIZES))
+    engine.close()
+    (shard / "thesis.tex").write_text("years")
+    outcome = cli("gc", tier, "--delete")
+    assert outcome.code == 1
+    assert "NOT DELETED" in outcome.out
+    assert (shard / "thesis.tex").read_text() == "years"
+
+
+def test_a_shard_alone_is_deleted_from_only_when_it_is_ours(
+    cli: Cli, tier: Path, shard: Path, flip: Flip, tmp_path: Path
+) -> None:
+    flip(shard / region_name(0), 8)
+    (shard / "thesis.tex").write_text("years")
+    assert set(plan(cli, shard, "--delete")) == {region_name(0)}  # the tier's manifest says so
+    flip(shard / region_name(1), 8)
+    stray = tmp_path / "documents"
+    shard.rename(stray)
+    outcome = cli("gc", stray, "--delete")
+    assert outcome.code == 2
+    assert "'thesis.tex', which is not ours" in outcome.err
+    assert (stray / region_name(1)).exists()
+    (stray / "thesis.tex").unlink()
+    assert set(plan(cli, stray, "--delete")) == {region_name(1)}
+
+
+def test_what_cannot_be_deleted_is_told(
+    cli: Cli, untidy: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.name == region_name(0):
+            raise PermissionError(13, "Permission denied", os.fspath(self))
+        original(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    outcome = cli("gc", untidy, "--delete", "--json")
+    assert outcome.code == 1
+    report = json.loads(outcome.out)
+    failures = [c["failure"] for c in report["candidates"] if not c["deleted"]]
+    assert failures == ["Permission denied"]
+    assert report["deleted_bytes"] < report["candidate_bytes"]
+    assert "7 of 8" in cli_text(report)
+
+
+def cli_text(report: dict[str, Any]) -> str:
+    done = sum(candidate["deleted"] for candidate in report["candidates"])
+    return f"{done} of {len(report['candidates'])}"
+
+
+def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shard: Path) -> None:
+    bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
+    (shard / PURGES_NAME).write_bytes(purges.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
+    name = f"{shard.name}/{region_name(0)}"
+    assert plan(cli, tier) == {
+        name: "every page of it was purged",
+        f"{shard.name}/{region_name(1)}": "every page of it was purged",
+    }
+    report = json.loads(cli("stat", tier, "--json").out)
+    assert report["total"]["purged_pages"] == 6
+    assert report["total"]["tenants"] == [
+        {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
+    ]
+    outcome = cli("gc", tier, "--delete")
+    assert "is not ours" not in outcome.out
+    assert (shard / PURGES_NAME).exists()
+    assert not (tier / name).exists()

@@ -1,0 +1,206 @@
+"""``stat`` counts what is stored, says who uses it, and leaves it as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import format as region_format
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME, MANIFEST_NAME
+from sglang_tiered.storage.region.format import (
+    FORMAT_VERSION,
+    RegionHeader,
+    pack_region_header,
+    region_name,
+)
+from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
+
+REGION = 64 * 1024
+PAYLOAD = 12_288 + 12_000 + 9_000
+OTHER_NAMESPACE = b"\x22" * 32
+
+Cli = Callable[..., Any]
+Flip = Callable[[Path, int], None]
+Digest = Callable[[Path], dict[str, object]]
+MakeRun = Callable[..., Run]
+Open = Callable[..., RegionEngine]
+Store = Callable[[RegionEngine, Run], None]
+
+
+def stat(cli: Cli, path: Path) -> tuple[int, dict[str, Any]]:
+    outcome = cli("stat", path, "--json")
+    return outcome.code, json.loads(outcome.out)
+
+
+def test_the_figures_are_those_of_the_store(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard, namespace=OTHER_NAMESPACE)
+    store(engine, make_run(7, [5000, 5000]))
+    engine.close()
+    code, report = stat(cli, tier)
+    total = report["total"]
+    assert (code, report["ok"], report["format_version"]) == (0, True, FORMAT_VERSION)
+    assert total["regions"] == {
+        "all": 4,
+        "sealed": 4,
+        "open": 0,
+        "damaged": 0,
+        "other_format": 0,
+    }
+    assert (total["pages"], total["superseded_pages"]) == (11, 0)
+    assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
+    assert total["utilisation"] == pytest.approx((3 * PAYLOAD + 10_000) / (4 * REGION))
+    assert total["namespaces"] == [
+        {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD},
+        {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000},
+    ]
+    assert total["oldest_region_age_s"] >= total["newest_region_age_s"] >= 0
+    assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
+
+
+def test_the_table_for_people_says_the_same(cli: Cli, tier: Path) -> None:
+    outcome = cli("stat", tier)
+    assert outcome.code == 0
+    first, *_ = outcome.out.splitlines()
+    assert f"tier directory, format {FORMAT_VERSION}, not in use" in first
+    for text in ("97.52KiB", "192KiB", "50.8%", "11" * 8, "3 regions"):
+        assert text in outcome.out, text
+    assert "\x1b" not in outcome.out
+    assert not [line for line in outcome.out.splitlines() if line != line.rstrip()]
+
+
+def test_a_shard_by_itself(cli: Cli, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = stat(cli, shard)
+    assert (code, report["kind"], report["total"]["pages"]) == (0, "shard", 9)
+    monkeypatch.chdir(shard)
+    assert stat(cli, Path("."))[1]["shards"][0]["name"] == shard.name
+
+
+def test_a_tier_reached_through_a_link(cli: Cli, tier: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tier)
+    assert stat(cli, tmp_path / "link")[1]["total"]["pages"] == 9
+
+
+def test_pages_stored_again_are_superseded(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard)
+    engine.set_namespace(OTHER_NAMESPACE)
+    engine.set_namespace(b"\x11" * 32)
+    store(engine, make_run(0, [12_288, 12_000, 9_000]))
+    engine.close()
+    _, report = stat(cli, tier)
+    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (12, 3)
+
+
+def test_several_shards_are_added_up(
+    cli: Cli, tier: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard_path(tier, "tp1of1-pp0of1-dp0-0"))
+    store(engine, make_run(0, [12_288, 12_000, 9_000]))
+    engine.close()
+    _, report = stat(cli, tier)
+    assert [shard["pages"] for shard in report["shards"]] == [9, 3]
+    # Ranks hold different bytes under the same keys: nothing is superseded.
+    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (12, 0)
+    assert "total" in cli("stat", tier).out
+
+
+def test_a_running_server_is_named_and_undisturbed(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard)
+    store(engine, make_run(8, [5000]))
+    code, report = stat(cli, tier)
+    assert (code, report["total"]["regions"]["open"], report["total"]["pages"]) == (0, 1, 10)
+    assert report["shards"][0]["lock"] == {"held": True, "pid": os.getpid()}
+    assert f"in use by process {os.getpid()}" in cli("stat", tier).out
+    store(engine, make_run(9, [5000]))
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(("offset", "part"), [(8, "header"), (REGION - 1, "trailer")])
+def test_damage_on_the_way_is_listed(
+    cli: Cli, tier: Path, shard: Path, flip: Flip, offset: int, part: str
+) -> None:
+    flip(shard / region_name(1), offset)
+    code, report = stat(cli, tier)
+    assert (code, report["total"]["regions"]["damaged"]) == (1, 1)
+    assert [problem["part"] for problem in report["shards"][0]["problems"]] == [part]
+    outcome = cli("stat", tier)
+    assert outcome.code == 1
+    assert f"{region_name(1)}: {part} at" in outcome.out
+
+
+def test_payloads_are_left_to_verify(cli: Cli, tier: Path, shard: Path, flip: Flip) -> None:
+    flip(shard / region_name(1), 9000)
+    assert stat(cli, tier)[0] == 0
+
+
+def test_a_damaged_checkpoint_shows(cli: Cli, tier: Path, shard: Path, flip: Flip) -> None:
+    flip(shard / CHECKPOINT_NAME, 30)
+    assert "does not verify" in cli("stat", tier).out
+    (shard / CHECKPOINT_NAME).unlink()
+    os.mkfifo(shard / CHECKPOINT_NAME)
+    code, report = stat(cli, tier)
+    assert (code, report["shards"][0]["checkpoint"]["valid"]) == (0, False)
+    (shard / CHECKPOINT_NAME).unlink()
+    assert not stat(cli, tier)[1]["shards"][0]["checkpoint"]["present"]
+
+
+def test_regions_of_another_format_are_counted_apart(
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_format, "FORMAT_VERSION", 1)
+    block = pack_region_header(RegionHeader(REGION, 9, b"n" * 16, 0))
+    monkeypatch.undo()
+    (shard / region_name(9)).write_bytes(block.ljust(REGION, b"\0"))
+    code, report = stat(cli, tier)
+    assert (code, report["total"]["regions"]["other_format"]) == (0, 1)
+    assert report["shards"][0]["format_versions"] == [1, FORMAT_VERSION]
+    assert "1 regions of format 1" in cli("stat", tier).out
+
+
+def test_a_lost_manifest_is_a_note(cli: Cli, tier: Path) -> None:
+    (tier / MANIFEST_NAME).unlink()
+    code, report = stat(cli, tier)
+    assert (code, report["format_version"], report["total"]["pages"]) == (0, None, 9)
+    assert MANIFEST_NAME in report["notes"][0]
+
+
+def test_a_region_that_vanishes_is_not_missed(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ReadOnlyDevice.list_names
+    ghost = region_name(99)
+    monkeypatch.setattr(ReadOnlyDevice, "list_names", lambda self: [*original(self), ghost])
+    code, report = stat(cli, tier)
+    assert (code, report["shards"][0]["regions_gone_meanwhile"]) == (0, 1)
+    assert report["total"]["regions"]["all"] == 3
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, Path.touch])
+def test_a_shard_that_is_no_directory_is_left_alone(
+    cli: Cli, tier: Path, plant: Callable[[Path], object]
+) -> None:
+    plant(tier / "shard-odd")
+    (tier / "shard-link").symlink_to(tier)
+    code, report = stat(cli, tier)
+    assert (code, report["total"]["pages"]) == (0, 9)
+    assert "'shard-link' is not a directory" in report["notes"][0]
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--jobs", "3")])
+def test_nothing_is_changed(cli: Cli, tier: Path, digest: Digest, flags: tuple[str, ...]) -> None:
+    before = digest(tier)
+    assert cli("stat", tier, *flags).code == 0
+    assert digest(tier) == before

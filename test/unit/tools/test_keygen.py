@@ -1,0 +1,127 @@
+"""``keygen``: what it writes, what it says, and one sentence for what cannot work."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from transfer_pair import decode, prefill
+
+from sglang_tiered.tools.keygen import main
+from sglang_tiered.wire.keys import load_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(60)
+
+FILES = {"prefill.key", "prefill.key_secret", "decode.key", "decode.key_secret"}
+
+
+def test_the_keys_of_a_directory_let_both_roles_talk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path / "keys")]) == 0
+    out = capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == FILES
+    assert all(name in out for name in FILES)
+    # Each role gets what the command says, and no more.
+    hosts = {
+        "prefill": {"prefill.key_secret", "decode.key"},
+        "decode": {"decode.key_secret", "prefill.key"},
+    }
+    keys = {}
+    for role, names in hosts.items():
+        directory = tmp_path / role
+        directory.mkdir()
+        for name in names:
+            copied = directory / name
+            copied.write_bytes((tmp_path / "keys" / name).read_bytes())
+            copied.chmod(stat.S_IMODE((tmp_path / "keys" / name).stat().st_mode))
+        keys[role] = load_keys(directory, role)
+    with prefill(keys=keys["prefill"]) as sender, decode(keys=keys["decode"]) as receiver:
+        sender.endpoint.expect(1)
+        receiver.open(1, [sender], [1])
+        sender.events.wait_for("ready", 1)
+
+
+def test_servers_that_share_pages_have_one_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--role", "peer", "--out", str(tmp_path / "keys")]) == 0
+    out = capsys.readouterr().out
+    names = {"peer.key", "peer.key_secret"}
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == names
+    assert all(name in out for name in names)
+    assert "--tier-peer-keys" in out
+    keys = load_keys(tmp_path / "keys", "peer")
+    assert keys.peer_public == keys.public
+
+
+def test_secret_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert main(["--out", str(tmp_path / "keys")]) == 0
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "keys").iterdir():
+        readable = stat.S_IMODE(path.stat().st_mode) & 0o077
+        assert bool(readable) == (path.suffix == ".key")
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
+
+
+def test_keys_in_use_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--out", str(tmp_path)])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    (tmp_path / "prefill.key").unlink()
+    assert main(["--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "exists" in error
+    assert error.count("\n") == 1
+    del before["prefill.key"]
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--out"],
+        ["--out", "x", "--bits", "4"],
+        ["--out", "x", "--role", "king"],
+    ],
+)
+def test_a_command_line_that_is_none_is_answered_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "--help tells" in error
+    assert error.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["--out", str(tmp_path / "file" / "keys")]) == 2
+    error = capsys.readouterr().err
+    assert "file" in error
+    assert error.count("\n") == 1
+
+
+def test_it_runs_as_a_module_and_helps(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_tiered", "keygen", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "prefill.key_secret" in done.stdout
+    assert done.stderr == ""

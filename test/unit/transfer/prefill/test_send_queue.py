@@ -1,0 +1,174 @@
+"""The queue to one decode rank: credit, resends and what a room leaves behind; no sockets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transfer_pair import Pool, Shape, indices
+
+from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.messages import Open
+from sglang_tiered.transfer.prefill.send_queue import (
+    MAX_RESENDS,
+    MAX_UNCONFIRMED,
+    Chunk,
+    SendQueue,
+    SlabBuffers,
+)
+from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.wire.keys import Tagger
+
+if TYPE_CHECKING:
+    from sglang_tiered.transfer.prefill.send_queue import Parcel
+
+PAGE_BYTES = 4 * 512
+
+
+@pytest.fixture
+def queue() -> SendQueue:
+    pool = Pool(Shape(), 1)
+    pairs = pair_buffers(pool.layout, pool.layout)
+    return SendQueue(pool.memories, pairs, 4, Tagger(b""), SlabBuffers(), 10 * PAGE_BYTES)
+
+
+def opened(room: int = 1, num_pages: int = 4) -> Open:
+    return Open(room, 7, num_pages, [], 0, 1, False)
+
+
+def add(queue: SendQueue, pages: list[int], fence: Fence | None = None, **changes: Any) -> None:
+    room = changes.pop("room", 1)
+    chunk = Chunk(indices(pages), changes.pop("start", 0), changes.pop("is_last", True), **changes)
+    queue.add(opened(room), chunk, fence or Fence())
+
+
+def post(queue: SendQueue, now: float = 0.0) -> Parcel:
+    parcel = queue.next_parcel()
+    assert parcel is not None
+    queue.sent(parcel, now)
+    return parcel
+
+
+def test_credit_is_taken_and_comes_back_once(queue: SendQueue) -> None:
+    add(queue, [1, 2, 3, 4])
+    slab, last = post(queue), post(queue)
+    assert last.is_last
+    assert queue.credit_bytes == 6 * PAGE_BYTES
+    for _ in range(2):
+        queue.confirm(slab.key, 1.0)
+        assert queue.credit_bytes == 10 * PAGE_BYTES
+    queue.confirm((9, 9, 9), 1.0)
+    assert queue.credit_bytes == 10 * PAGE_BYTES
+
+
+def test_more_pages_than_decode_has_room_for_are_not_sent(queue: SendQueue) -> None:
+    add(queue, [1, 2, 3, 4, 5], start=2)
+    assert post(queue).num_bytes == 2 * PAGE_BYTES
+
+
+def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
+    for room in range(10):
+        add(queue, [1, 2, 3, 4], room=room)
+    while (parcel := queue.next_parcel()) is not None:
+        queue.sent(parcel, 0.0)
+    assert 0 >= queue.credit_bytes > -4 * PAGE_BYTES
+
+
+def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
+    for room in range(MAX_UNCONFIRMED + 10):
+        add(queue, [], room=room)
+    while (parcel := queue.next_parcel()) is not None:
+        queue.sent(parcel, 0.0)
+    assert len(queue.unconfirmed) == MAX_UNCONFIRMED
+    queue.confirm((0, 7, 0), 0.0)
+    assert queue.next_parcel() is not None
+
+
+def test_only_the_oldest_message_shows_that_the_reader_moves(queue: SendQueue) -> None:
+    for room in (1, 2, 3):
+        add(queue, [room], room=room)
+    keys = [post(queue, 1.0).key for _ in range(6)]
+    queue.confirm(keys[2], 5.0)
+    assert queue.quiet_since == 1.0
+    queue.confirm(keys[0], 6.0)
+    assert queue.quiet_since == 6.0
+
+
+def test_a_damaged_slab_is_sent_again_as_it_was_but_not_for_ever(queue: SendQueue) -> None:
+    add(queue, [1])
+    slab = post(queue)
+    frames = list(slab.frames)
+    for _ in range(MAX_RESENDS):
+        assert queue.resend(slab.key, 0.0)
+        again = post(queue)
+        assert again is slab
+        assert again.frames == frames
+    assert queue.credit_bytes == 9 * PAGE_BYTES, "it takes its credit once"
+    assert not queue.resend(slab.key, 0.0)
+    assert queue.credit_bytes == 10 * PAGE_BYTES
+    assert not queue.unconfirmed, "or the session would end for want of its confirmation"
+    assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
+
+
+def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_confirmed(
+    queue: SendQueue,
+) -> None:
+    add(queue, [1, 2], is_last=False)
+    add(queue, [3], start=2)
+    add(queue, [5], room=2)
+    first = post(queue)
+    second = post(queue)
+    queue.resend(second.key, 0.0)
+    queue.drop(1)
+    assert queue.credit_bytes == 8 * PAGE_BYTES
+    assert not first.frames
+    assert first.buffer is None
+    assert post(queue).key == (2, 7, 0), "other rooms go on"
+    assert queue.resend(first.key, 0.0), "a Nack confirms it as well"
+    assert queue.credit_bytes == 9 * PAGE_BYTES
+    assert (1, 7) not in queue.num_sent
+
+
+def test_pages_of_a_closed_fence_are_neither_sent_nor_named(queue: SendQueue) -> None:
+    for pull_tagger in (None, Tagger(b"k")):
+        queue.pull_tagger = pull_tagger
+        fence = Fence()
+        add(queue, [1], fence, is_last=False)
+        fence.close()
+        assert queue.next_parcel() is None
+
+
+def test_a_pull_that_cannot_be_becomes_a_slab_of_the_same_number(queue: SendQueue) -> None:
+    queue.pull_tagger = Tagger(b"k")
+    fence = Fence()
+    add(queue, [1, 2], fence, is_last=False)
+    pull = post(queue)
+    assert pull.buffer is None
+    assert queue.resend(pull.key, 0.0)
+    slab = post(queue)
+    assert slab.key == pull.key
+    assert slab.frames[3].nbytes == 2 * PAGE_BYTES
+    assert queue.pull_tagger is None
+    add(queue, [3], fence, start=2, is_last=False)
+    assert post(queue).buffer is not None
+
+
+def test_a_pull_whose_pages_are_gone_is_not_sent_again(queue: SendQueue) -> None:
+    queue.pull_tagger = Tagger(b"k")
+    fence = Fence()
+    add(queue, [1, 2], fence, is_last=False)
+    pull = post(queue)
+    fence.close()
+    assert not queue.resend(pull.key, 0.0)
+    assert not queue.unconfirmed
+    assert queue.credit_bytes == 10 * PAGE_BYTES
+
+
+def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
+    computed: list[int] = []
+    add(queue, [1], is_computed=lambda: bool(computed))
+    assert queue.next_parcel() is None
+    assert queue.awaits_compute
+    computed.append(1)
+    assert queue.next_parcel() is not None
+    assert not queue.awaits_compute

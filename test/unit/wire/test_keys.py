@@ -1,0 +1,135 @@
+"""Keys on disk, authenticators, and one sentence for what is wrong with a key directory."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.wire.keys import (
+    PEER,
+    TAG_BYTES,
+    Tagger,
+    load_keys,
+    make_keys,
+    new_session_key,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_each_role_loads_its_own_pair_and_the_others_public_key(tmp_path: Path) -> None:
+    made = make_keys(tmp_path)
+    assert len(made) == 4
+    prefill, decode = load_keys(tmp_path, "prefill"), load_keys(tmp_path, "decode")
+    assert prefill.peer_public == decode.public
+    assert decode.peer_public == prefill.public
+    assert len({prefill.public, prefill.secret, decode.public, decode.secret}) == 4
+
+
+@pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        load_keys(tmp_path, "prefill")
+
+
+def test_a_missing_pair_of_peers_is_named_with_its_own_flag(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    with pytest.raises(ConfigError, match=r"--tier-peer-keys .*peer.key_secret.*--role peer"):
+        load_keys(tmp_path, PEER)
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "prefill.key_secret").chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(tmp_path, "prefill")
+
+
+UNUSABLE = ["", "no key at all", 'curve\n  public-key = "short"\n', "\xff"]
+
+
+@pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key"])
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError):
+        load_keys(tmp_path, "prefill")
+
+
+def test_a_public_file_in_place_of_the_secret_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    secret = tmp_path / "prefill.key_secret"
+    secret.write_bytes((tmp_path / "prefill.key").read_bytes())
+    with pytest.raises(ConfigError, match="no secret key"):
+        load_keys(tmp_path, "prefill")
+
+
+def test_an_authenticator_is_of_one_key_and_of_the_parts_as_they_are() -> None:
+    tagger = Tagger(b"k" * 32)
+    tag = tagger.tag(b"ab", b"c")
+    assert len(tag) == TAG_BYTES
+    assert tagger.is_right(tag, b"ab", b"c")
+    for parts in ([b"a", b"bc"], [b"abc"], [b"ab", b"c", b""], [b"ab", b"d"], []):
+        assert not tagger.is_right(tag, *parts)
+    assert not Tagger(b"j" * 32).is_right(tag, b"ab", b"c")
+    assert not tagger.is_right(b"", b"ab", b"c")
+    assert not tagger.is_right(tag[:-1], b"ab", b"c")
+
+
+def test_without_a_key_only_the_empty_authenticator_is_right() -> None:
+    tagger = Tagger(b"")
+    assert tagger.tag(b"x") == b""
+    assert tagger.is_right(b"", b"x")
+    assert not tagger.is_right(b"forged", b"x")
+
+
+def test_sessions_have_keys_of_their_own_and_none_without_keys(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    keys = load_keys(tmp_path, "prefill")
+    assert new_session_key(None) == b""
+    assert new_session_key(keys) != new_session_key(keys)
+    assert len(new_session_key(keys)) == 32
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_a_bad_key_of_one_peer_is_named_before_it_keeps_out_all(
+    content: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "third.key").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"third\.key is no usable key; copy it anew, or move"):
+        load_keys(tmp_path, "prefill")
+    (tmp_path / "third.key").rename(tmp_path / ".third.key")  # which is not read
+    load_keys(tmp_path, "prefill")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_keys_where_others_could_admit_themselves_are_refused(mode: int, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"--transfer-keys .*written by others.*chmod go-w"):
+        load_keys(tmp_path, "prefill")
+
+
+def test_a_key_that_others_could_replace_by_theirs_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "decode.key").chmod(0o666)
+    with pytest.raises(ConfigError, match=r"decode\.key can be written by others.*chmod go-w"):
+        load_keys(tmp_path, "prefill")
+
+
+def test_keys_of_a_read_only_mount_may_have_any_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_keys(tmp_path)
+    tmp_path.chmod(0o1777)  # as Kubernetes mounts secrets
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    load_keys(tmp_path, "prefill")
