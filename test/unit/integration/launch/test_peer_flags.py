@@ -28,9 +28,13 @@ def resolve(
     return resolve_index(explicit, num_ranks, environment or {})
 
 
+# Of this machine, and nobody else's: ports next to each other are free or taken as a test says.
+QUIET_HOST = "127.77.0.1"
+
+
 @pytest.fixture
 def taken() -> Any:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server((QUIET_HOST, 0)) as server:
         yield server.getsockname()[1]
 
 
@@ -72,13 +76,18 @@ def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
     config = resolve(tier_index=URL)
     assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [0, 0]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
+    with socket.create_server((QUIET_HOST, 0)) as probe:
         port = probe.getsockname()[1]
-    config = resolve(tier_index=URL, tier_peer_port=str(port))
+    config = resolve(tier_index=URL, tier_peer_host=QUIET_HOST, tier_peer_port=str(port))
     assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [port, port + 1]
-    with pytest.raises(ConfigError, match=f"--tier-peer-port {taken} is in use on 127.0.0.1"):
-        resolve(tier_index=URL, tier_peer_port=str(taken - 1), num_ranks=2)
+    with pytest.raises(ConfigError, match=f"--tier-peer-port {taken} is in use on {QUIET_HOST}"):
+        resolve(
+            tier_index=URL,
+            tier_peer_host=QUIET_HOST,
+            tier_peer_port=str(taken - 1),
+            num_ranks=2,
+        )
 
 
 def test_everything_reaches_the_settings(tmp_path: Path) -> None:
