@@ -49,7 +49,8 @@ def test_everything_that_is_written_asks_for_it(
     for kind in ("put", "begin multipart", "part", "complete multipart"):
         proxy.add(kind, "", note)
     large = run_of(1, num_pages=20, page_bytes=1 << 20)
-    with opened(s3_url, object_bytes=32 << 20, staging_bytes=64 << 20, **flags) as engine:
+    patient = {"object_bytes": 32 << 20, "staging_bytes": 64 << 20, "request_timeout_s": 20.0}
+    with opened(s3_url, **patient, **flags) as engine:
         assert store(engine, large, run_of(2, tenant=TENANT)) == {Reason.OK}
         assert load(engine, large) == {Reason.OK}
         assert engine.purge(TENANT, TIMEOUT_S)
