@@ -148,20 +148,20 @@ def test_no_module_imports_against_the_direction() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = {module for _, module, _ in modules()}
-    imports = {
-        module: {
-            target
-            for _, target in imported_modules(path.read_text(encoding="utf-8"), module, is_package)
-            if target in known - {module} and not (is_package and target.startswith(module))
-        }
-        for path, module, is_package in modules()
-    }
-    for module, targets in imports.items():  # ``from a import b`` gives a as well, for its names
-        imports[module] = {
-            target
-            for target in targets
-            if not any(other.startswith(f"{target}.") for other in targets)
-        }
+    imports: dict[str, set[str]] = {}
+    for path, module, is_package in modules():
+        statements: dict[int, list[str]] = {}
+        source = path.read_text(encoding="utf-8")
+        for line, target in imported_modules(source, module, is_package):
+            statements.setdefault(line, []).append(target)
+        edges = imports[module] = set()
+        for origin, *names in statements.values():
+            edges.update(name for name in names if name in known)
+            if origin in known and not known.issuperset(names or [""]):  # for a name within it
+                edges.add(origin)
+        edges.discard(module)
+        if is_package:  # its own modules import nothing of it but each other
+            imports[module] = {edge for edge in edges if not edge.startswith(f"{module}.")}
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:

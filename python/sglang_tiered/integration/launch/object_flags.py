@@ -15,7 +15,7 @@ from sglang_tiered.config import (
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.integration.launch.flags import OBJECT_FLAGS
-from sglang_tiered.integration.storage.tiers import _settings
+from sglang_tiered.integration.storage.tiers import rank_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +53,7 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         sse=given.get("--tier-object-sse"),
         sse_kms_key=given.get("--tier-object-sse-kms-key"),
     )
-    _settings(config, num_ranks=1)
+    rank_settings(config, num_ranks=1)
     return config
 
 

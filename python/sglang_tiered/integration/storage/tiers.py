@@ -50,7 +50,10 @@ __all__ = [
     "open_far_tiers",
     "open_shard",
     "peer_settings",
+    "rank_settings",
 ]
+
+_OBJECTS_PER_CAP = 8  # at least
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +230,6 @@ def _open_peers(
     )
 
 
-_OBJECTS_PER_CAP = 8  # at least
-
-
 def lossy_codec(config: TieredConfig) -> str | None:
     """The codec that changes KV on its way through the bucket; None where none does. Its name
     belongs into the namespace of every tier: what comes back is kept on NVMe, and more is computed
@@ -241,10 +241,12 @@ def lossy_codec(config: TieredConfig) -> str | None:
 
 def object_settings(config: TieredConfig) -> ObjectSettings | None:
     """Of one rank, which has its own namespace in the bucket and its share of all limits."""
-    return None if config.object is None else _settings(config.object, config.num_ranks)
+    return None if config.object is None else rank_settings(config.object, config.num_ranks)
 
 
-def _settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
+def rank_settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
+    """The share of one rank in the bucket and in all limits."""
+
     def share(value: int | None) -> int | None:
         return None if value is None else max(1, value // num_ranks)
 

@@ -64,6 +64,7 @@ __all__ = [
 
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
+_RESERVED = 512  # of a process, for sockets, libraries and the other files of its tiers
 
 
 class DirectoryState(enum.Enum):
@@ -253,9 +254,6 @@ def _newer(path: Path, version: int) -> StoreFormatError:
         f"{path} was written in format {version}, newer than {FORMAT_VERSION}, which this version "
         "reads; upgrade sglang-tiered or pass another --tier-dir"
     )
-
-
-_RESERVED = 512  # of a process, for sockets, libraries and the other files of its tiers
 
 
 def max_regions() -> int:
