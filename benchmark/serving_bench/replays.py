@@ -18,11 +18,11 @@ from serving_bench.returning import ttft_line
 from serving_bench.setting import PAGE_SIZE
 from serving_bench.systems import SYSTEMS
 from sglang_tiered.trace import sharegpt
-from sglang_tiered.trace.generator.sharegpt_model import Shape, rows
 from sglang_tiered.trace.prompts import prompt_tokens
 from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.reuse import measure as measure_reuse
 from sglang_tiered.trace.scaling import Scaling, scale
+from sglang_tiered.trace.sharegpt_model import Shape, rows
 from sglang_tiered.trace.text import Tokens
 
 if TYPE_CHECKING:

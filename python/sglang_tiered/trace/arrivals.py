@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.trace.request import TraceRequest
 
-__all__ = ["GAP_MEDIAN_S", "GAP_SIGMA", "with_arrivals"]
+__all__ = ["with_arrivals"]
 
 GAP_MEDIAN_S = 126.0
 GAP_SIGMA = 1.05

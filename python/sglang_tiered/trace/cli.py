@@ -32,7 +32,7 @@ _COMMANDS = (
     ("convert", "sglang_tiered.trace.convert", "ShareGPT or Qwen-Bailian to Mooncake; slices"),
     ("scale", "sglang_tiered.trace.scale", "shrink a trace to a model and a machine"),
     ("replay", "sglang_tiered.trace.replay.command", "policies and tier sizes, without a model"),
-    ("generate", "sglang_tiered.trace.generate", "make up a trace with published statistics"),
+    ("generate", "sglang_tiered.trace.generate", "make up conversations like ShareGPT's"),
 )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.trace.request import TraceRequest
 
-__all__ = ["MIN_SHARED_BLOCKS", "parents", "with_sessions"]
+__all__ = ["parents", "with_sessions"]
 
 MIN_SHARED_BLOCKS = 3
 

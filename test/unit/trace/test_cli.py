@@ -301,8 +301,6 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
         ("scale", "x", "-o", "y", "--rate", "1", "--time-factor", "2"),
         ("convert", "x", "-o", "y", "--from-s", "5", "--to-s", "5"),
         ("generate",),
-        ("generate", "--like", "mooncake", "--sharegpt", "x"),
-        ("generate", "--like", "mooncake", "--mooncake", "x", "--block-tokens", "16"),
         ("generate", "--mooncake", "x", "--sharegpt", "x"),
     ],
 )

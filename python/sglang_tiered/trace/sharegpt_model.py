@@ -13,31 +13,69 @@ Where the numbers are from:
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
+import random
+import statistics
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.trace.generator.draws import Draws
 from sglang_tiered.trace.text import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["ANSWER_TOKENS", "MEAN_TURNS", "MULTI_TURN", "QUESTION_TOKENS", "Shape", "rows", "text"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "Draws",
+    "MEAN_TURNS",
+    "MULTI_TURN",
+    "QUESTION_TOKENS",
+    "Shape",
+    "rows",
+    "text",
+]
 
 MULTI_TURN = 0.73
 MEAN_TURNS = 3.51
 QUESTION_TOKENS = 94.5
 ANSWER_TOKENS = 348.5
 
+_NORMAL = statistics.NormalDist()
 _QUESTION_SIGMA = 1.2
 _ANSWER_SIGMA = 0.8
 _MAX_TURN_TOKENS = 8192
 _MAX_TURNS = 200
 _SYSTEM_SEED = -1  # of the draws that system prompts come from; conversations count from 0
+
+
+class Draws:
+    """Random numbers that are the same from the same seed on every machine: built on
+    ``random.Random.random`` alone, whose numbers Python promises not to change."""
+
+    def __init__(self, *seed: int) -> None:
+        self._random = random.Random(":".join(map(str, seed)))
+
+    def share(self) -> float:
+        """From 0 to 1, without 0."""
+        return 1.0 - self._random.random()
+
+    def below(self, number: int) -> int:
+        return min(int(self._random.random() * number), number - 1)
+
+    def happens(self, chance: float) -> bool:
+        return self._random.random() < chance
+
+    def lognormal(self, median: float, sigma: float) -> float:
+        share = min(max(self._random.random(), 1e-12), 1 - 1e-12)
+        return median * math.exp(sigma * _NORMAL.inv_cdf(share))
+
+    def index(self, cumulative: Sequence[float]) -> int:
+        """An index with a chance in proportion to its step of ``cumulative``."""
+        return bisect.bisect_left(cumulative, self.share() * cumulative[-1])
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
