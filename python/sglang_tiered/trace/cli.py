@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Reads recorded workloads (ShareGPT, Mooncake and Qwen-Bailian traces), says what a
-cache can make of them, and makes others of them.
+Reads recorded workloads (ShareGPT and Mooncake traces), says what a cache can make of
+them, and makes others of them.
 """
 _EPILOG = """\
 exit code:
@@ -29,7 +29,7 @@ exit code:
 # Name, module, and the line that --help has for it. Modules import what is heavy when they run.
 _COMMANDS = (
     ("stat", "sglang_tiered.trace.stat", "lengths, turns, reuse, and hit rate by cache size"),
-    ("convert", "sglang_tiered.trace.convert", "ShareGPT or Qwen-Bailian to Mooncake; slices"),
+    ("convert", "sglang_tiered.trace.convert", "ShareGPT to Mooncake; other blocks; slices"),
     ("scale", "sglang_tiered.trace.scale", "shrink a trace to a model and a machine"),
     ("replay", "sglang_tiered.trace.replay.command", "policies and tier sizes, without a model"),
     ("generate", "sglang_tiered.trace.generate", "make up conversations like ShareGPT's"),

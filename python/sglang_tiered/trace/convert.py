@@ -36,7 +36,7 @@ lognormal gaps (median 126 s, sigma 1.05). Its slices are taken afterwards.
 """
 _EXAMPLES = """\
   python -m sglang_tiered.trace convert ShareGPT_V3.json -o sharegpt.jsonl --rate 2
-  python -m sglang_tiered.trace convert qwen_traceA_blksz_16.jsonl --block-tokens 512 -o a.jsonl
+  python -m sglang_tiered.trace convert conversation.jsonl --block-tokens 64 -o small-blocks.jsonl
   python -m sglang_tiered.trace convert trace.jsonl --from-s 600 --to-s 1200 -o ten-minutes.jsonl
 """
 

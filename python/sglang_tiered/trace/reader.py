@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sglang_tiered.errors import TraceError
-from sglang_tiered.trace import bailian, mooncake, sharegpt
+from sglang_tiered.trace import mooncake, sharegpt
 from sglang_tiered.trace.rows import array_rows, line_rows
 from sglang_tiered.trace.source import Format, detect, find, open_trace
 from sglang_tiered.trace.tally import BadRowError, Tally
@@ -40,8 +40,8 @@ def read_trace(
     unless it is strict. ``tokens`` says how text becomes tokens, for ShareGPT. ``on_bytes`` is told
     after every row how far in the file the reader is.
 
-    Memory: one row and a buffer, and for Qwen-Bailian an entry per request. What concerns the whole
-    file raises ``TraceError`` before the first request.
+    Memory: one row and a buffer. What concerns the whole file raises ``TraceError`` before the
+    first request.
     """
     tally = Tally(strict=True) if tally is None else tally
     found = find(path)
@@ -99,8 +99,5 @@ def _next(rows: Iterator[Row], path: Path) -> Row | None:
 def _decoder(known: Format, tokens: Tokens | None) -> _Decode:
     if known is Format.MOONCAKE:
         return lambda row: ([mooncake.decode(row.data)], None)
-    if known is Format.BAILIAN:
-        lines = bailian.Decoder()
-        return lambda row: ([lines.decode(row.data)], None)
     text = tokens or Tokens(mooncake.BLOCK_TOKENS)
     return lambda row: sharegpt.decode(row.data, row.number, text)

@@ -15,9 +15,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``arrival_s`` counts from the trace's own zero; ``None`` in a format without times (ShareGPT).
     Lengths are in tokens. ``block_ids`` names the prompt's blocks of ``block_tokens`` tokens, the
     last one filled in part: ``num_blocks_for(input_length, block_tokens)`` of them, each from 0 to
-    ``MAX_BLOCK_ID``. Two requests share as many leading blocks as their lists do. Most formats give
-    an id to a whole prefix, so that equal ids mean equal prefixes; Qwen-Bailian's may name contents
-    alone, so compare lists from their start.
+    ``MAX_BLOCK_ID``. An id names the whole prefix up to its block's end, so two requests share as
+    many leading blocks as their lists do.
 
     ``turn`` counts from 1 within ``conversation``; both, and ``tenant``, only where known.
     """

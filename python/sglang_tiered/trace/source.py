@@ -20,7 +20,7 @@ DATA_VARIABLE = "SGLANG_TIERED_DATA"
 
 _HEAD_BYTES = 1 << 20
 _MAX_LISTED = 8
-_KNOWN = "ShareGPT JSON, Mooncake JSON lines or Qwen-Bailian JSON lines"
+_KNOWN = "ShareGPT JSON or Mooncake JSON lines"
 
 # What people pass by mistake, by how it begins.
 _FOREIGN = (
@@ -45,13 +45,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Format(enum.Enum):
     SHAREGPT = "sharegpt"
     MOONCAKE = "mooncake"
-    BAILIAN = "bailian"
 
     @property
     def title(self) -> str:
-        return {"sharegpt": "ShareGPT", "mooncake": "Mooncake", "bailian": "Qwen-Bailian"}[
-            self.value
-        ]
+        return {"sharegpt": "ShareGPT", "mooncake": "Mooncake"}[self.value]
 
 
 def find(path: Path | None) -> Path:
@@ -148,7 +145,7 @@ def _head(file: BinaryIO, path: Path) -> bytes:
 def detect(head: bytes, path: Path) -> Format:
     """The format, by the keys in the first bytes. Raises ``TraceError`` where none is known."""
     if b'"hash_ids"' in head:
-        return Format.BAILIAN if b'"chat_id"' in head else Format.MOONCAKE
+        return Format.MOONCAKE
     if b'"conversations"' in head or head.split() == [b"[]"]:
         return Format.SHAREGPT
     head = head.lstrip()

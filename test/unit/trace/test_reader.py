@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.trace.request import TraceRequest
 
 MOONCAKE = '{"timestamp": 7, "input_length": 513, "output_length": 2, "hash_ids": [4, 9]}\n'
-BAILIAN = (
-    '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 20, '
-    '"output_length": 3, "type": "text", "turn": 1, "hash_ids": [8, 5]}\n'
-)
 
 
 def chat(*turns: tuple[str, str]) -> dict[str, Any]:
@@ -67,25 +63,6 @@ def test_mooncake_lines_may_name_another_block_size_and_more(tmp_path: Path) -> 
     (request,), _ = read(written(tmp_path, json.dumps(line)))
     assert request.block_tokens == 16
     assert (request.conversation, request.turn, request.tenant) == ("3", 2, "t")
-
-
-def test_bailian_turns_find_their_conversation(tmp_path: Path) -> None:
-    lines = [json.loads(BAILIAN)]
-    for chat_id, parent in ((160, 159), (161, 160), (162, 77)):
-        lines.append({**lines[0], "chat_id": chat_id, "parent_chat_id": parent})
-    requests, _ = read(written(tmp_path, "\n".join(map(json.dumps, lines))))
-    assert [request.conversation for request in requests] == ["159", "159", "159", "77"]
-    assert requests[0].arrival_s == 61.114
-    assert (requests[0].block_tokens, requests[0].turn) == (16, 1)
-
-
-def test_a_bailian_last_block_without_an_id_is_nobody_elses(tmp_path: Path) -> None:
-    line = BAILIAN.replace("[8, 5]", "[8]")
-    requests, tally = read(written(tmp_path, line * 2))
-    assert tally.num_skipped == 0
-    (first, own), (second, other) = (request.block_ids for request in requests)
-    assert first == second == 8
-    assert own != other
 
 
 def test_a_conversation_is_its_turns_over_its_history(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sglang_tiered.errors import ConfigError, TraceError
 from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.replay.copies import Copies, CopiesBuilder, Row, mix
 from sglang_tiered.trace.replay.server import Request
-from sglang_tiered.trace.source import Format, detect, find, open_trace
+from sglang_tiered.trace.source import Format, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,7 +142,7 @@ class TraceStream:
             if number == self._limit:
                 return
             if cutter is None:
-                cutter = _Cutter(row.block_tokens, self._page_tokens, self._are_prefixes())
+                cutter = _Cutter(row.block_tokens, self._page_tokens)
                 self._unit_tokens = cutter.unit_tokens
             if row.arrival_s is None:
                 raise TraceError(
@@ -174,20 +174,11 @@ class TraceStream:
             )
             yield Row(request, key)
 
-    def _are_prefixes(self) -> bool:
-        """Whether an id names all before its block too."""
-        known = self._format
-        if known is None:
-            file, head = open_trace(self._path)
-            file.close()
-            known = detect(head, self._path)
-        return known is not Format.BAILIAN
-
 
 class _Cutter:
     """Blocks of the trace to units of a server."""
 
-    def __init__(self, block_tokens: int, page_tokens: int | None, are_prefixes: bool) -> None:
+    def __init__(self, block_tokens: int, page_tokens: int | None) -> None:
         self.unit_tokens = unit = block_tokens if page_tokens is None else page_tokens
         if unit % block_tokens and block_tokens % unit:
             raise ConfigError(
@@ -196,16 +187,10 @@ class _Cutter:
             )
         self._parts = block_tokens // unit  # 0 where a unit is several blocks
         self._blocks = unit // block_tokens
-        self._are_prefixes = are_prefixes
         self.returning = max(0, -(-RETURNING_TOKENS // unit) - 1)
 
     def units(self, row: TraceRequest) -> list[int]:
         ids = list(row.block_ids)
-        if not self._are_prefixes:
-            above = 0
-            for position, block in enumerate(ids):
-                above = mix(above * 0x9E3779B97F4A7C15 + block + 1)
-                ids[position] = above
         if self._parts > 1:
             parts = range(self._parts)
             units = [(block * self._parts + part) & _MASK for block in ids for part in parts]
