@@ -71,10 +71,6 @@ class RedisServer:
         secret = f":{self.password}@" if self.password else ""
         return f"redis://{secret}{HOST}:{self.port}/0"
 
-    @property
-    def socket_url(self) -> str:
-        return f"unix://{self.socket_path}"
-
     @functools.cached_property
     def client(self) -> redis.Redis:
         """The test's own look at what is in there."""

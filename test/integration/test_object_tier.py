@@ -34,8 +34,6 @@ COLD = make_prompts(24, 3, LENGTH)
 RAISED = make_prompts(25, 1, LENGTH)  # brought up to the disk before it is asked for
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 
-StartSeveral = "Callable[..., list[Server]]"
-
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[tuple[ObjectServer, FaultProxy, str]]:

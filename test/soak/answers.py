@@ -22,7 +22,6 @@ __all__ = ["Answers"]
 
 TIE = 2e-3
 """Of log probabilities; rounding of float32 moves them by a hundredth of it."""
-PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 STOCK = ("--tier-mode", "off", "--max-total-tokens", "16384", "--sleep-on-idle")
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.locality.purges import LocalPurge
-    from sglang_tiered.sharing.locality.stats import LocalityStats
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.store import RegionEngine
@@ -219,10 +218,6 @@ class PeerTier:
             num_purges_told=index.num_purges_told,
             num_purges_applied=index.num_purges_applied,
         )
-
-    def locality_stats(self) -> LocalityStats:
-        """What ``stats`` has no place for: the index by itself."""
-        return self._index.stats()
 
     def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> Unfinished:
         """Tell every server to forget a tenant, or everything for None, as this one has begun to;

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["check_is_allowed", "is_own_address", "parse_networks"]
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def parse_networks(flag: str, text: str) -> tuple[str, ...]:

@@ -70,10 +70,6 @@ class EndpointLoop:
         self.call(self._request_stop)
         self._stopped.wait(timeout_s)
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping
-
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run on the loop's thread, soon and in order. Any thread; never blocks."""
         with self._wake_lock:

@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 VERSION = 1
-SERVER_BYTES = 16
 PIECE_PAGES = 65_536
 """Fingerprints in every piece of a snapshot but the last."""
 DELTA_PAGES = 8_192

@@ -78,8 +78,3 @@ class IndexState:
     def wake_publisher(self) -> None:
         with self.lock:
             self.publisher_wakes.notify_all()
-
-    def wake_reader(self) -> None:
-        with self.lock:
-            self.look_now = True
-            self.reader_wakes.notify_all()

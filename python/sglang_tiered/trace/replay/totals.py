@@ -54,12 +54,6 @@ class Distribution:
                 points.append((_LEAST_S * math.exp((position + 1) / _STEPS), reached / self.count))
         return points
 
-    def merge(self, other: Distribution) -> None:
-        self._bins = [a + b for a, b in zip(self._bins, other._bins, strict=True)]
-        self.count += other.count
-        self.sum_s += other.sum_s
-        self.max_s = max(self.max_s, other.max_s)
-
     def summary(self) -> dict[str, float]:
         return {
             "num": self.count,
