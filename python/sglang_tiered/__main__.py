@@ -13,7 +13,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "launch_server": "start SGLang's server with the tiers below its radix cache",
-    "store": "look into a tier's store: stat, verify, dump, gc, bench",
+    "store": "look into a tier's store: stat, verify, dump, gc",
     "trace": "recorded workloads: stat, convert, scale, replay, generate",
     "keygen": "make the keys with which servers know each other",
 }

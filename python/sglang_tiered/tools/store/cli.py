@@ -82,12 +82,6 @@ oldest beyond --max-bytes of each namespace, purged ones, those that were never
 announced, manifests without an object. Manifests go at once; their objects five
 minutes later, with the next run of anybody. Safe beside servers and other runs.
 """
-_BENCH = """\
-A short throughput test of the real engine, on the filesystem of DIR: GB/s and CPU
-seconds per GB of durable stores and verified loads, for pages of 256 KiB and 1 MiB.
-DIR is any writable directory; the files go to a subdirectory that is removed again.
-It is no comparison: that is benchmark/bench_storage.py.
-"""
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
     "  {0} stat s3://bucket/kv",
@@ -98,7 +92,6 @@ _EXAMPLES = {
     "  {0} dump /nvme/kv --extract 3f9a07 --output page.bin",
     "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete\n"
     "  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
-    "bench": "  {0} bench /nvme --bytes 4GiB",
 }
 
 
@@ -141,10 +134,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from sglang_tiered.tools.store.verify import run
     elif name == "dump":
         from sglang_tiered.tools.store.dump import run
-    elif name == "gc":
-        from sglang_tiered.tools.store.gc import run
     else:
-        from sglang_tiered.tools.store.bench import run
+        from sglang_tiered.tools.store.gc import run
     return run
 
 
@@ -172,7 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
     gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)
-    bench = add("bench", "a short throughput test", _BENCH, "any writable directory")
     for command in (stat, verify, dump, gc):
         command.add_argument(
             "--jobs",
@@ -226,12 +216,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     gc.add_argument("--sse-kms-key", metavar="KEY", help="of S3: as --tier-object-sse-kms-key")
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
-    bench.add_argument(
-        "--bytes",
-        metavar="SIZE",
-        default="1GiB",
-        help="stored and loaded for each page size (default: %(default)s)",
-    )
     return parser
 
 

@@ -174,7 +174,6 @@ def test_no_ages(text: str) -> None:
     ("arguments", "what"),
     [
         (("dump", "s3://bucket/kv"), "dump is for a directory"),
-        (("bench", "s3://bucket/kv"), "bench is for a directory"),
         (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
         (("gc", "s3://bucket/kv", "--keep-namespace", "00" * 8), "--keep-namespace is for"),
         (("gc", "/", "--ttl", "1d"), "are for a URL"),

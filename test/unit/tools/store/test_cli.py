@@ -18,7 +18,7 @@ from sglang_tiered.storage.region.directory import prepare
 from sglang_tiered.storage.region.files import MANIFEST_NAME
 from sglang_tiered.storage.region.format import region_name
 
-COMMANDS = ("stat", "verify", "dump", "gc", "bench")
+COMMANDS = ("stat", "verify", "dump", "gc")
 
 Cli = Callable[..., Any]
 Digest = Callable[[Path], dict[str, object]]
@@ -40,10 +40,8 @@ def run_module(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_as_a_process(command: str, tier: Path, tmp_path: Path) -> None:
-    directory = tmp_path if command == "bench" else tier
-    flags = ["--bytes", "16MiB"] if command == "bench" else []
-    result = run_module(command, directory, "--json", *flags)
+def test_each_command_as_a_process(command: str, tier: Path) -> None:
+    result = run_module(command, tier, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     for text in result.stdout.splitlines() if command == "dump" else [result.stdout]:
         assert json.loads(text)
@@ -97,7 +95,7 @@ def foreign_shard(path: Path) -> None:
     (path / "shard-0" / "thesis.tex").write_text("years")
 
 
-@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -123,7 +121,7 @@ def test_a_directory_that_is_no_store_is_refused_untouched(
     assert digest(path) == before
 
 
-@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_directory_is_one_sentence(cli: Cli, tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
@@ -140,7 +138,7 @@ def test_no_directory_is_one_sentence(cli: Cli, tmp_path: Path, command: str) ->
         assert "--tier-dir of a server" in outcome.err
 
 
-@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_directory_we_may_not_read_is_one_sentence(
     cli: Cli, tier: Path, shard: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +157,7 @@ def test_a_directory_we_may_not_read_is_one_sentence(
     assert outcome.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["stat", "verify", "dump", "gc"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_tier_without_shards_and_a_shard_without_regions(
     cli: Cli, tmp_path: Path, command: str
 ) -> None:
