@@ -42,11 +42,13 @@ def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def _host_on_the_way_to(settings: PeerSettings) -> str:
     """This machine's address on the route to the index, without sending anything."""
-    index = parse_index_url(settings.index_url)
-    if index.scheme == "unix":
+    index = parse_index_url(settings.index_url).options
+    if "host" not in index:  # a Unix socket
         return "127.0.0.1"
     try:
-        family, *_, target = socket.getaddrinfo(index.host, index.port, type=socket.SOCK_DGRAM)[0]
+        family, *_, target = socket.getaddrinfo(
+            index["host"], index["port"], type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             host: str = probe.getsockname()[0]

@@ -34,14 +34,15 @@ def test_a_url_is_shown_without_what_is_secret(text: str, shown: str) -> None:
 
 def test_a_url_says_user_password_and_database() -> None:
     url = parse_index_url("redis://me:p%40ss@h:1/5")
-    assert (url.username, url.password, url.database, url.port) == ("me", "p@ss", 5, 1)
+    assert url.options == {"host": "h", "port": 1, "username": "me", "password": "p@ss", "db": 5}
     url = parse_index_url("unix://:p%40ss@/run/a%20b.sock?db=2")
-    assert (url.username, url.password, url.database, url.path) == (
-        None,
-        "p@ss",
-        2,
-        "/run/a b.sock",
-    )
+    assert url.options == {"path": "/run/a b.sock", "password": "p@ss", "db": 2}
+
+
+def test_an_option_of_tls_may_be_given() -> None:
+    url = parse_index_url("rediss://h?ssl_cert_reqs=none&ssl_check_hostname=false")
+    assert url.options["ssl_cert_reqs"] == "none"
+    assert url.options["ssl_check_hostname"] is False
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,10 @@ def test_a_url_says_user_password_and_database() -> None:
         f"redis://:{PASSWORD}@h:70000",
         f"redis://:{PASSWORD}@h:0",
         f"redis://:{PASSWORD}@h/database",
+        f"redis://:{PASSWORD}@h/1/2",
+        f"redis://:{PASSWORD}@h/-1",
+        f"redis://:{PASSWORD}@h/0?{PASSWORD}",
+        f"redis://:{PASSWORD}@?host=h",
         f"redis://:{PASSWORD}@h/0?db=1",
         f"redis://:{PASSWORD}@h/0?socket_timeout=9",
         f"rediss://:{PASSWORD}@h/0?ssl_cert_reqs=whatever",
@@ -62,6 +67,7 @@ def test_a_url_says_user_password_and_database() -> None:
         f"redis://:{PASSWORD}@[h",
         f"unix://:{PASSWORD}@h/run/redis.sock",
         f"unix://:{PASSWORD}@",
+        f"unix://:{PASSWORD}@/run/redis.sock?db={PASSWORD}",
     ],
 )
 def test_a_url_that_cannot_work_is_one_sentence_without_the_password(text: str) -> None:

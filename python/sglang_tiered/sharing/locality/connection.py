@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from redis import exceptions
 from redis._parsers.resp2 import _RESP2Parser
 from redis._parsers.socket import SocketBuffer
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.url import IndexUrl
@@ -97,23 +96,16 @@ class IndexConnection:
         self._pid = os.getpid()
         self._url = url
         options: dict[str, Any] = {
-            "db": url.database,
-            "username": url.username,
-            "password": url.password,
+            **url.options,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "socket_read_size": _READ_BYTES,
             "parser_class": _BoundedParser,
             "protocol": 2,
-            **url.tls,
         }
-        kind: type[Any]
-        if url.scheme == "unix":
-            kind, options["path"] = UnixDomainSocketConnection, url.path
-        else:
-            kind = SSLConnection if url.scheme == "rediss" else Connection
-            options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
-        self._connection: Any = kind(**options)
+        if "host" in options:
+            options["socket_keepalive"] = True
+        self._connection: Any = url.kind(**options)
         self._answered = False
 
     def __repr__(self) -> str:

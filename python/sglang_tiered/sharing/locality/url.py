@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import urllib.parse
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from redis import RedisError
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 
 from sglang_tiered.errors import ConfigError
 
 __all__ = ["IndexUrl", "parse_index_url"]
 
-_SCHEMES = ("redis", "rediss", "unix")
-_DEFAULT_PORT = 6379
-_TLS_OPTIONS = {
-    "ssl_ca_certs",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "ssl_cert_reqs",
-    "ssl_check_hostname",
+_QUERIES = {
+    "redis": set[str](),
+    "rediss": {
+        "ssl_ca_certs",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_cert_reqs",
+        "ssl_check_hostname",
+    },
+    "unix": {"db"},
 }
-_CERT_REQS = ("none", "optional", "required")
-_BOOLEANS = {"true": True, "false": False}
 
 
 class IndexUrl(NamedTuple):
-    """Where the index is. ``host`` is empty where it is a Unix socket."""
+    """Where the index is. ``options`` are for the constructor of ``kind``, user and password among
+    them; ``shown`` has neither."""
 
-    scheme: str
-    host: str
-    port: int
-    path: str  # of the Unix socket
-    database: int
-    username: str | None
-    password: str | None
-    tls: dict[str, str | bool]
-
-    @property
-    def shown(self) -> str:
-        """For people: without user, password and options."""
-        if self.scheme == "unix":
-            return f"unix://{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}/{self.database}"
+    shown: str
+    kind: type[Connection | SSLConnection | UnixDomainSocketConnection]
+    options: dict[str, Any]
 
     def __repr__(self) -> str:
         return f"IndexUrl({self.shown})"
@@ -49,61 +40,35 @@ class IndexUrl(NamedTuple):
 def parse_index_url(text: str) -> IndexUrl:
     """``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, or
     ``unix://[[user]:password@]/path[?db=0]``. Raises ``ConfigError``, one sentence that repeats
-    nothing of what might be a password."""
+    nothing of the text, as any of it might be a password."""
     try:
+        options = parse_url(text)  # type: ignore[no-untyped-call]
         parts = urllib.parse.urlsplit(text)
-        port = parts.port
-        host = parts.hostname or ""
-        options = dict(urllib.parse.parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-    except ValueError:
-        raise _refusal(
-            "cannot be parsed; write redis://[[user]:password@]host[:port][/db], and %23 for a # "
-            "of the password"
-        ) from None
-    if parts.scheme not in _SCHEMES:
-        raise _refusal("does not begin with redis://, rediss:// or unix://")
-    if parts.fragment:
-        raise _refusal("has a #; write it as %23 where it belongs to a password")
-    is_socket = parts.scheme == "unix"
-    if is_socket and (host or not parts.path.startswith("/")):
-        raise _refusal("must give the absolute path of a socket, as in unix:///run/redis.sock")
-    if not is_socket and not host:
-        raise _refusal("names no host")
-    if port == 0:
-        raise _refusal("has port 0")
-    allowed = {"redis": set(), "rediss": _TLS_OPTIONS, "unix": {"db"}}[parts.scheme]
-    if options.keys() - allowed:
-        known = ", ".join(sorted(allowed)) or "none"
-        raise _refusal(f"has an option that is not known; {parts.scheme}:// takes {known}")
-    database = options.pop("db", "0") if is_socket else parts.path.strip("/") or "0"
-    if not (database.isascii() and database.isdigit() and len(database) < 6):
-        raise _refusal("names a database that is not a number")
-    return IndexUrl(
-        scheme=parts.scheme,
-        host=host,
-        port=port or _DEFAULT_PORT,
-        path=urllib.parse.unquote(parts.path) if is_socket else "",
-        database=int(database),
-        username=_plain(parts.username),
-        password=_plain(parts.password),
-        tls=_tls(options),
-    )
+        kind = options.pop("connection_class", Connection)
+        kind(**options)  # connects to nothing, and refuses values that it does not know
+        usable = _is_usable(parts, options)
+    except (ValueError, TypeError, RedisError):
+        usable = False
+    if not usable:  # raised here, where no error is at hand whose text would be shown with it
+        raise ConfigError(
+            "the URL of the locality index (--tier-index) cannot be used; write redis://"
+            "[[user]:password@]host[:port][/db], the same with rediss:// for TLS (it takes "
+            "?ssl_ca_certs=, ssl_certfile=, ssl_keyfile=, ssl_cert_reqs=, ssl_check_hostname=), or "
+            "unix://[[user]:password@]/path[?db=0], and %23 for a # of the password."
+        )
+    if parts.scheme == "unix":
+        return IndexUrl(f"unix://{options['path']}", kind, options)
+    options = {"port": 6379, "db": 0, **options}
+    host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
+    return IndexUrl(f"{parts.scheme}://{host}:{options['port']}/{options['db']}", kind, options)
 
 
-def _tls(options: dict[str, str]) -> dict[str, str | bool]:
-    if options.get("ssl_cert_reqs", "none") not in _CERT_REQS:
-        raise _refusal("must have ssl_cert_reqs none, optional or required")
-    checks = options.get("ssl_check_hostname", "true").lower()
-    if checks not in _BOOLEANS:
-        raise _refusal("must have ssl_check_hostname true or false")
-    if "ssl_check_hostname" not in options:
-        return dict(options)
-    return {**options, "ssl_check_hostname": _BOOLEANS[checks]}
-
-
-def _plain(quoted: str | None) -> str | None:
-    return urllib.parse.unquote(quoted) if quoted else None
-
-
-def _refusal(what: str) -> ConfigError:
-    return ConfigError(f"the URL of the locality index (--tier-index) {what}.")
+def _is_usable(parts: urllib.parse.SplitResult, options: dict[str, Any]) -> bool:
+    """Whether nothing of the URL was passed over: redis-py ignores what it does not understand."""
+    queries = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
+    if parts.fragment or queries.keys() - _QUERIES[parts.scheme] or options.get("db", 0) < 0:
+        return False
+    if parts.scheme == "unix":
+        return not parts.hostname and options.get("path", "").startswith("/")
+    database = str(options.get("db", ""))
+    return bool(parts.hostname) and parts.port != 0 and database == parts.path.strip("/")

@@ -104,9 +104,9 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
     [
         ({"tier_peer_port": "4000"}, "--tier-peer-port 4000 needs --tier-index"),
         ({"tier_peer_keys": "x"}, "--tier-peer-keys x needs --tier-index"),
-        ({"tier_index": "http://:hunter2@host"}, "does not begin with redis://"),
-        ({"tier_index": "redis.example:6379"}, "does not begin with redis://"),
-        ({"tier_index": "redis://:hunter2@"}, "names no host"),
+        ({"tier_index": "http://:hunter2@host"}, "cannot be used; write redis://"),
+        ({"tier_index": "redis.example:6379"}, "cannot be used; write redis://"),
+        ({"tier_index": "redis://:hunter2@"}, "cannot be used; write redis://"),
         ({"tier_index": "redis://:hunter2@host:99999"}, "--tier-index"),
         ({"tier_index": "redis://:hun/ter2@host"}, "--tier-index"),
         ({"tier_index": URL, "tier_peer_port": "0"}, "--tier-peer-port 0 must be from 1 to 65535"),
