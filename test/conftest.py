@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.base import KEY_BYTES, Run
+from kit.runs import blank, make_run, page_data
 
-Sizes = Sequence[int | tuple[int, ...]]
-MakeRun = Callable[[int, Sizes], Run]
+if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun, PageData
 
 
 def pytest_configure() -> None:
@@ -29,42 +28,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def make_run() -> MakeRun:
-    """``make_run(seed, sizes)``: one page per size; a tuple is a page of several segments. The
-    same seed gives the same keys and bytes."""
-
-    def make(seed: int, sizes: Sizes) -> Run:
-        source = random.Random(seed)
-        keys, pages = [], []
-        for size in sizes:
-            keys.append(source.randbytes(KEY_BYTES))
-            segments = (size,) if isinstance(size, int) else size
-            pages.append(tuple(memoryview(source.randbytes(nbytes)) for nbytes in segments))
-        return Run(tuple(keys), tuple(pages))
-
-    return make
+@pytest.fixture(name="make_run")
+def make_run_fixture() -> MakeRun:
+    """``make_run(seed, sizes)``: see ``kit.runs``."""
+    return make_run
 
 
-@pytest.fixture
-def blank() -> Callable[[Run], Run]:
-    """The same keys with buffers of the same shape, filled with a byte that shows."""
-
-    def make(run: Run) -> Run:
-        pages = tuple(
-            tuple(memoryview(bytearray(b"\xa5" * segment.nbytes)) for segment in page)
-            for page in run.pages
-        )
-        return Run(run.keys, pages)
-
-    return make
+@pytest.fixture(name="blank")
+def blank_fixture() -> Blank:
+    """``blank(run)``: the same keys with buffers to load into."""
+    return blank
 
 
-@pytest.fixture
-def page_data() -> Callable[[Run], list[bytes]]:
-    """The bytes of every page of a run."""
-
-    def data(run: Run) -> list[bytes]:
-        return [b"".join(page) for page in run.pages]
-
-    return data
+@pytest.fixture(name="page_data")
+def page_data_fixture() -> PageData:
+    """``page_data(run)``: the bytes of every page."""
+    return page_data

@@ -14,6 +14,8 @@ import device as streams
 import pytest
 from device import Delays, Device, Event, Stream, current_stream
 
+from kit.waiting import eventually
+
 LONG_S = 30.0
 """Longer than a test may take: what becomes visible before it, somebody waited for."""
 
@@ -63,13 +65,6 @@ def recorded(stream: Stream) -> Event:
     return stream.record_event(Event(enable_timing=True))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_copy_runs_late_by_itself_and_in_the_order_of_its_stream(make: Make) -> None:
     made = make(d2h=0.02)
     stream, log = made.stream("d2h"), []
@@ -77,7 +72,7 @@ def test_a_copy_runs_late_by_itself_and_in_the_order_of_its_stream(make: Make) -
         stream.copy(lambda number=number: log.append(number))
     event = recorded(stream)
     assert not event.query() and log == []
-    wait_until(event.query)
+    eventually(event.query)
     assert log == list(range(6))
     assert made.device.counts == {"due": 6}
 
@@ -112,7 +107,7 @@ def test_a_wait_is_for_the_event_as_it_was_recorded_and_not_as_it_is_recorded_la
     slow.copy(lambda: log.append("slow"))
     event.record(slow)
     second.copy(lambda: log.append("second"))
-    wait_until(second.query)
+    eventually(second.query)
     assert log == ["second"] and not event.query()
 
 
@@ -122,7 +117,7 @@ def test_a_copy_comes_after_what_its_stream_waited_for_in_another(make: Make) ->
     before.copy(lambda: log.append("before"))
     after.wait_stream(before)
     after.copy(lambda: log.append("after"))
-    wait_until(after.query)
+    eventually(after.query)
     assert log == ["before", "after"]
 
 
@@ -165,7 +160,7 @@ def test_an_eager_computation_is_done_only_after_the_loads_it_waited_for(make: M
     done = recorded(eager)
     assert not done.query()
     copies.synchronize()
-    wait_until(done.query)
+    eventually(done.query)
 
 
 def test_bytes_of_a_computation_that_is_under_way_appear_once_somebody_waits_for_it(
@@ -204,7 +199,7 @@ def test_time_between_two_events_is_that_of_the_device(make: Make) -> None:
     last = recorded(stream)
     with pytest.raises(RuntimeError, match="recorded and done"):
         first.elapsed_time(last)
-    wait_until(last.query)
+    eventually(last.query)
     assert first.elapsed_time(last) >= 20
     with pytest.raises(RuntimeError, match="enable_timing"):
         first.elapsed_time(stream.record_event())
@@ -247,7 +242,7 @@ def test_synchronize_makes_all_streams_visible(make: Make) -> None:
 def test_a_stream_that_nobody_holds_still_runs_its_copies(make: Make) -> None:
     made, log = make(d2h=0.02), []
     made.stream("d2h").copy(lambda: log.append("ran"))
-    wait_until(lambda: log == ["ran"])
+    eventually(lambda: log == ["ran"])
 
 
 def test_a_wait_that_cannot_end_raises_with_the_state_of_all_streams(make: Make) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from page_peers import NAMESPACE, Wanted, eventually, make_pages, page_client, page_server
+from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.settings import PageSettings
 

@@ -17,11 +17,11 @@ from transfer_pair import (
     Prefill,
     Shape,
     decode,
-    eventually,
     indices,
     prefill,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys

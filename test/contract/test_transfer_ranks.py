@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from transfer_pair import TCP, Prefill, Shape, decode, eventually, prefill
+from transfer_pair import TCP, Prefill, Shape, decode, prefill
+
+from kit.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

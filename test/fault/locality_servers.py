@@ -11,8 +11,8 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from redis_server import until
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.locality.index import LocalityIndex
 from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.settings import PeerSettings
@@ -136,7 +136,7 @@ class Servers:
 
 def main(url: str, first: str, count: str) -> None:
     server = Server(url, 99, range(int(first), int(first) + int(count)))
-    until(lambda: server.index.refresh(1.0))
+    eventually(lambda: server.index.refresh(1.0))
     print(server.index.server, flush=True)
     sys.stdin.read()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from object_server import CREDENTIALS, REGION
 from obstore.store import LocalStore, S3Store
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import KEY_BYTES, NO_TENANT
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.format import (
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.object.client import ObjectClient
 
-__all__ = ["NAMESPACE", "Bucket"]
-
-NAMESPACE = b"\x11" * 32
+__all__ = ["Bucket"]
 
 
 @dataclass

@@ -14,9 +14,9 @@ import sys
 from collections import deque
 
 from line_process import LineProcess
-from object_bucket import NAMESPACE
 from object_engines import TIMEOUT_S, load, open_engine, run_of
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Job, Reason, Run
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector, CollectorSettings

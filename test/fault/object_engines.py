@@ -10,13 +10,12 @@ import contextlib
 import hashlib
 import os
 import random
-import threading
 import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from object_bucket import NAMESPACE
-
+from kit.runs import NAMESPACE
+from kit.waiting import eventually
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.object.engine import ObjectEngine
 from sglang_tiered.storage.object.settings import ObjectSettings
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "TIMEOUT_S",
     "Clock",
-    "eventually",
     "is_held",
     "load",
     "open_descriptors",
@@ -144,14 +142,6 @@ def load(engine: ObjectEngine, run: Run, *, deadline_s: float | None = None) -> 
 def is_held(engine: ObjectEngine, run: Run) -> bool:
     """Whether a lookup finds all of it."""
     return engine.lookup(run.keys).num_hits == run.num_pages
-
-
-def eventually(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        pause.wait(0.005)
 
 
 def open_descriptors() -> int:

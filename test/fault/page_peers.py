@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from line_process import LineProcess
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum
@@ -42,13 +42,6 @@ Pages = dict[bytes, bytes]
 def make_pages(seed: int, sizes: Sequence[int]) -> Pages:
     source = random.Random(seed)
     return {source.randbytes(32): source.randbytes(size) for size in sizes}
-
-
-def eventually(what: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 class ReadBytes:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from page_peers import DEADLINE_S, NAMESPACE, FrozenProcess, eventually, make_pages
+from page_peers import DEADLINE_S, NAMESPACE, FrozenProcess, make_pages
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.sharing.settings import PeerSettings
 from sglang_tiered.storage.base import Reason, Run

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -27,7 +27,7 @@ from server_process import free_port
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["RedisServer", "redis_program", "until"]
+__all__ = ["RedisServer", "redis_program"]
 
 HOST = "127.0.0.1"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "redis-server"
@@ -41,14 +41,6 @@ def redis_program() -> str:
     if found.returncode != 0:
         pytest.skip(found.stderr.strip())
     return found.stdout.strip()
-
-
-def until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for a condition; fails when the time runs out."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
 
 
 class RedisServer:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from locality_servers import NAMES
-from redis_server import until
 
+from kit.waiting import eventually
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.notes import Notes
 
@@ -27,8 +27,8 @@ def test_a_purge_reaches_every_server_once(servers: Servers, tenant: bytes | Non
     purge = one.index.begin_purge(tenant)
     assert purge.wait(20.0)
     assert purge.done
-    until(lambda: two.purged == three.purged == [tenant])
-    until(lambda: one.finds(2, 3) == [True, True])
+    eventually(lambda: two.purged == three.purged == [tenant])
+    eventually(lambda: one.finds(2, 3) == [True, True])
     servers.know_each_other()
     assert two.purged == three.purged == [tenant]
     assert one.purged == []
@@ -43,12 +43,12 @@ def test_nothing_is_found_at_a_server_that_has_not_applied_the_purge(servers: Se
     purge = one.index.begin_purge(TENANT)
     assert one.finds(2, 3) == [False, False]  # at once
     assert purge.wait(20.0)
-    until(lambda: one.finds(3) == [True])
+    eventually(lambda: one.finds(3) == [True])
     servers.know_each_other()
     assert one.finds(2) == three.finds(2) == [False]
     assert two.finds(1, 3) == [False, False]
     two.refuses_purges = False
-    until(lambda: one.finds(2) == three.finds(2) == [True])
+    eventually(lambda: one.finds(2) == three.finds(2) == [True])
     assert two.purged == [TENANT]
 
 
@@ -64,16 +64,16 @@ def test_a_purge_waits_for_a_redis_that_is_away(
     assert one.index.stats().num_purges_waiting == 2
     redis_server.start()
     assert all(purge.wait(20.0) for purge in purges)
-    until(lambda: set(two.purged) == {TENANT, ANOTHER})
-    until(lambda: one.finds(2) == [True])
+    eventually(lambda: set(two.purged) == {TENANT, ANOTHER})
+    eventually(lambda: one.finds(2) == [True])
 
 
 def test_a_server_that_starts_later_applies_what_was_purged_before(servers: Servers) -> None:
     one = servers.open([1])
     assert one.index.begin_purge(TENANT).wait(20.0)
     late = servers.open([2])
-    until(lambda: late.purged == [TENANT])
-    until(lambda: one.finds(2) == [True])
+    eventually(lambda: late.purged == [TENANT])
+    eventually(lambda: one.finds(2) == [True])
 
 
 def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_
     one, two = servers.open([1]), servers.open([2], notes=Notes(device))
     servers.know_each_other()
     assert one.index.begin_purge(TENANT).wait(20.0)
-    until(lambda: two.purged == [TENANT])
+    eventually(lambda: two.purged == [TENANT])
     assert two.index.begin_purge(ANOTHER).wait(20.0)
     two.close()
     again = servers.open([2], notes=Notes(device))
-    until(lambda: one.finds(2) == again.finds(1) == [True])
+    eventually(lambda: one.finds(2) == again.finds(1) == [True])
     assert again.purged == []
     fresh = servers.open([3])
-    until(lambda: set(fresh.purged) == {TENANT, ANOTHER})
+    eventually(lambda: set(fresh.purged) == {TENANT, ANOTHER})
 
 
 def test_a_purge_that_redis_lost_is_told_again_and_applied_once(
@@ -97,13 +97,13 @@ def test_a_purge_that_redis_lost_is_told_again_and_applied_once(
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
     assert one.index.begin_purge(TENANT).wait(20.0)
-    until(lambda: two.purged == [TENANT])
+    eventually(lambda: two.purged == [TENANT])
     one.close()  # only the other knows of it now
     redis_server.restart_empty()
-    until(lambda: redis_server.client.zcard(NAMES.purges) == 1)
+    eventually(lambda: redis_server.client.zcard(NAMES.purges) == 1)
     late = servers.open([3])
-    until(lambda: late.purged == [TENANT])
-    until(lambda: late.finds(2) == two.finds(3) == [True])
+    eventually(lambda: late.purged == [TENANT])
+    eventually(lambda: late.finds(2) == two.finds(3) == [True])
     assert two.purged == [TENANT]
 
 
@@ -115,9 +115,9 @@ def test_servers_that_purge_at_once_come_to_agree(servers: Servers) -> None:
         several[number % 4].index.begin_purge(tenant)
     for number, server in enumerate(several):
         told = {tenant for i, tenant in enumerate(tenants) if i % 4 != number}
-        until(lambda server=server, told=told: set(server.purged) == told)
+        eventually(lambda server=server, told=told: set(server.purged) == told)
         others = [page for page in range(1, 5) if page != number + 1]
-        until(lambda server=server, others=others: all(server.finds(*others)))
+        eventually(lambda server=server, others=others: all(server.finds(*others)))
 
 
 def test_a_purge_of_the_namespace_before_is_told_to_those_who_stayed(
@@ -129,7 +129,7 @@ def test_a_purge_of_the_namespace_before_is_told_to_those_who_stayed(
     one.index.begin_purge(TENANT)
     one.index.set_namespace(b"x" * 32)
     redis_server.resume()
-    until(lambda: two.purged == [TENANT])
+    eventually(lambda: two.purged == [TENANT])
 
 
 def test_closing_says_that_a_purge_was_not_told(

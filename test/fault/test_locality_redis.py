@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from locality_servers import EXPIRY_S, NAMES, NAMESPACE, Servers, key
-from redis_server import RedisServer, until
+from redis_server import RedisServer
 
+from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.sharing.locality import connection
 from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
@@ -32,11 +33,11 @@ def test_a_redis_that_is_not_there_yet_holds_up_nobody(redis_server: RedisServer
     with Servers(redis_server.url) as servers:
         one, two = servers.open([1]), servers.open([2])
         assert one.finds(2) == [False]
-        until(lambda: one.index.stats().trouble == "no connection")
+        eventually(lambda: one.index.stats().trouble == "no connection")
         assert not one.index.stats().connected
         redis_server.start()
-        until(lambda: one.finds(2) == [True] and two.finds(1) == [True])
-        until(lambda: one.index.stats().trouble == "" and one.index.connected)
+        eventually(lambda: one.finds(2) == [True] and two.finds(1) == [True])
+        eventually(lambda: one.index.stats().trouble == "" and one.index.connected)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop", "pause"])
@@ -46,12 +47,12 @@ def test_without_redis_nothing_is_found_within_the_expiry(
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
     getattr(redis_server, how)()
-    until(lambda: one.finds(2) == [False] and two.finds(1) == [False], 10.0)
+    eventually(lambda: one.finds(2) == [False] and two.finds(1) == [False], timeout_s=10.0)
     if how == "pause":
         redis_server.resume()
     else:
         redis_server.start()
-    until(lambda: one.finds(2) == [True] and two.finds(1) == [True])
+    eventually(lambda: one.finds(2) == [True] and two.finds(1) == [True])
 
 
 def test_a_redis_that_stalls_for_an_instant_costs_nothing(
@@ -60,10 +61,10 @@ def test_a_redis_that_stalls_for_an_instant_costs_nothing(
     one, _ = servers.open([1], expiry_s=10.0), servers.open([2], expiry_s=10.0)
     servers.know_each_other()
     redis_server.pause()
-    until(lambda: one.index.stats().trouble != "")
+    eventually(lambda: one.index.stats().trouble != "")
     assert one.finds(2) == [True]
     redis_server.resume()
-    until(lambda: one.index.stats().trouble == "")
+    eventually(lambda: one.index.stats().trouble == "")
     assert one.finds(2) == [True]
 
 
@@ -73,9 +74,9 @@ def test_a_redis_restarted_empty_is_filled_again(
     one, two = servers.open(range(1, 1000)), servers.open(range(2000, 3000))
     servers.know_each_other()
     redis_server.restart_empty()
-    until(lambda: redis_server.client.scard(NAMES.servers) == 2)
+    eventually(lambda: redis_server.client.scard(NAMES.servers) == 2)
     one.hold(range(1, 1100))
-    until(lambda: two.finds(1099) == [True] and one.finds(2999) == [True])
+    eventually(lambda: two.finds(1099) == [True] and one.finds(2999) == [True])
     assert two.index.stats().num_mirrored_pages == 1099
 
 
@@ -83,8 +84,8 @@ def test_an_emptied_redis_is_filled_again(servers: Servers, redis_server: RedisS
     one, two = servers.open(range(1, 1000)), servers.open()
     servers.know_each_other()
     redis_server.client.flushall()
-    until(lambda: bool(redis_server.client.exists(NAMES.record(one.index.server))))
-    until(lambda: two.finds(1, 999) == [True, True])
+    eventually(lambda: bool(redis_server.client.exists(NAMES.record(one.index.server))))
+    eventually(lambda: two.finds(1, 999) == [True, True])
 
 
 def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
@@ -106,9 +107,9 @@ def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
     publisher._answer = fails_once  # type: ignore[method-assign]
     one.hold(range(50, 150))
     assert lost.wait(20.0)
-    until(lambda: two.finds(10, 99, 149) == [False, True, True])
+    eventually(lambda: two.finds(10, 99, 149) == [False, True, True])
     one.hold(range(60, 160))
-    until(lambda: two.finds(50, 60, 159) == [False, True, True])
+    eventually(lambda: two.finds(50, 60, 159) == [False, True, True])
     assert two.index.stats().num_mirrored_pages == 100
     assert one.index.stats().num_snapshots_published == 1
     assert one.index.stats().num_published_anew == 0
@@ -121,15 +122,15 @@ def test_out_of_memory_leaves_what_is_there_and_reading_goes_on(
     servers.know_each_other()
     redis_server.client.config_set("maxmemory", "1mb")
     one.hold(range(1, 200))
-    until(lambda: "out of memory" in one.index.stats().trouble)
+    eventually(lambda: "out of memory" in one.index.stats().trouble)
     later = time.monotonic() + 2 * EXPIRY_S
-    until(lambda: time.monotonic() > later)
+    eventually(lambda: time.monotonic() > later)
     assert two.finds(1, 199) == [True, False]
     assert one.finds(599) == [True]
     assert one.index.stats().connected
     redis_server.client.config_set("maxmemory", "0")
-    until(lambda: two.finds(1, 199) == [True, True])
-    until(lambda: one.index.stats().trouble == "")
+    eventually(lambda: two.finds(1, 199) == [True, True])
+    eventually(lambda: one.index.stats().trouble == "")
 
 
 def test_a_read_only_replica_serves_readers(servers: Servers, redis_server: RedisServer) -> None:
@@ -137,12 +138,12 @@ def test_a_read_only_replica_serves_readers(servers: Servers, redis_server: Redi
     servers.know_each_other()
     redis_server.client.config_set("replica-serve-stale-data", "yes")
     redis_server.client.replicaof("127.0.0.1", "1")  # nobody there: it keeps what it has
-    until(lambda: one.index.stats().trouble == "it is a read-only replica")
+    eventually(lambda: one.index.stats().trouble == "it is a read-only replica")
     assert one.finds(2) == [True]
     redis_server.client.replicaof("NO", "ONE")
-    until(lambda: one.index.stats().trouble == "")
+    eventually(lambda: one.index.stats().trouble == "")
     one.hold([1, 3])
-    until(lambda: two.finds(1, 3) == [True, True])
+    eventually(lambda: two.finds(1, 3) == [True, True])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_a_refused_login_is_one_line_without_the_password(
         with caplog.at_level(logging.DEBUG), Servers(redis_server.url) as servers:
             url = f"redis://{secret}127.0.0.1:{redis_server.port}/0"
             one = servers.open([1], url=url)
-            until(lambda: one.index.stats().num_errors >= 6)
+            eventually(lambda: one.index.stats().num_errors >= 6)
             assert clause in one.index.stats().trouble
             assert one.finds(2) == [False]
             said = [record.getMessage() for record in caplog.records]
@@ -212,14 +213,14 @@ def test_tls_is_used_and_the_certificate_looked_at(tmp_path: Path) -> None:
         servers.know_each_other()
         assert two.finds(1) == [True]
         stranger = servers.open([3], url=f"rediss://127.0.0.1:{port}/0")
-        until(lambda: stranger.index.stats().trouble == "its certificate is not trusted")
+        eventually(lambda: stranger.index.stats().trouble == "its certificate is not trusted")
 
 
 def test_what_is_no_redis_at_all_is_misses_only(object_server: object) -> None:
     host, port = object_server.address  # type: ignore[attr-defined]
     with Servers(f"redis://{host}:{port}") as servers:
         one = servers.open([1])
-        until(lambda: one.index.stats().num_errors >= 4)
+        eventually(lambda: one.index.stats().num_errors >= 4)
         assert one.finds(2) == [False]
 
 
@@ -246,12 +247,12 @@ def test_garbage_in_every_key_is_ignored_and_counted(
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
     _fill_with_garbage(redis_server, garbage, of=one)
-    until(lambda: two.index.stats().num_garbage > 0)
+    eventually(lambda: two.index.stats().num_garbage > 0)
     three = servers.open([3])
-    until(lambda: three.finds(2) == [True] and two.finds(3) == [True])
+    eventually(lambda: three.finds(2) == [True] and two.finds(3) == [True])
     # The garbage stands where the next change of the first would: it publishes anew.
     one.hold([1, 10])
-    until(lambda: two.finds(1, 10) == [True, True] and one.finds(2) == [True])
+    eventually(lambda: two.finds(1, 10) == [True, True] and one.finds(2) == [True])
     assert one.purged == two.purged == []
 
 
@@ -271,11 +272,11 @@ def test_a_key_of_another_type_is_replaced_or_ignored(
         pipe.delete(names[kind]).hset(names[kind], "a", "b").pexpire(names[kind], 60_000).execute()
     one.hold([1, 10])
     late = servers.open()
-    until(lambda: late.finds(2, 3) == two.finds(3, 3) == three.finds(2, 2) == [True, True])
+    eventually(lambda: late.finds(2, 3) == two.finds(3, 3) == three.finds(2, 2) == [True, True])
     one.hold([1, 11])
     if kind != "pages":  # whoever has read it already does without
-        until(lambda: late.finds(1, 11) == [True, True])
-    until(lambda: two.finds(1, 11) == [True, True])
+        eventually(lambda: late.finds(1, 11) == [True, True])
+    eventually(lambda: two.finds(1, 11) == [True, True])
 
 
 def test_an_answer_beyond_the_bound_is_not_read(
@@ -295,12 +296,12 @@ def test_an_answer_beyond_the_bound_is_not_read(
         assert caught.value.is_too_large
         assert own.exchange(("PING",)) == [b"PONG"]
     own.close()
-    until(lambda: three.index.stats().num_garbage > 0 and two.index.stats().num_garbage > 0)
+    eventually(lambda: three.index.stats().num_garbage > 0 and two.index.stats().num_garbage > 0)
     two.hold([2, 20])
-    until(lambda: three.finds(2, 20) == [True, True])
-    until(lambda: two.finds(1) == [False])  # but for moments: its snapshot is read again
+    eventually(lambda: three.finds(2, 20) == [True, True])
+    eventually(lambda: two.finds(1) == [False])  # but for moments: its snapshot is read again
     one.hold([1, 10])  # finds its number taken, and publishes anew
-    until(lambda: two.finds(1, 10) == [True, True])
+    eventually(lambda: two.finds(1, 10) == [True, True])
 
 
 def test_a_snapshot_that_lies_about_its_size_costs_no_more_than_the_bound(
@@ -313,7 +314,7 @@ def test_a_snapshot_that_lies_about_its_size_costs_no_more_than_the_bound(
     redis_server.client.set(NAMES.record(forged), pack_record(record), px=60_000)
     redis_server.client.set(NAMES.pages(forged, 5), b"x" * 1_000_000, px=60_000)
     redis_server.client.sadd(NAMES.servers, forged)
-    until(lambda: one.index.stats().num_garbage > 0)
+    eventually(lambda: one.index.stats().num_garbage > 0)
     assert one.finds(2) == [True]
     assert one.index.stats().num_mirrored_pages == 1
     assert two.finds(1) == [True]
@@ -327,9 +328,9 @@ def test_a_forged_stream_that_never_fits_is_read_less_and_less(
     stream = NAMES.changes(one.index.server, 1)
     empty = pack_delta(one.index.server, 900, Delta(*[one._pages[:0]] * 2))
     redis_server.client.xadd(stream, {"d": empty}, id="900-0")
-    until(lambda: two.index.stats().num_snapshots_read >= 2)
+    eventually(lambda: two.index.stats().num_snapshots_read >= 2)
     began = time.monotonic()
-    until(lambda: time.monotonic() - began > 1.0)
+    eventually(lambda: time.monotonic() - began > 1.0)
     assert two.index.stats().num_snapshots_read < 8
     assert two.index.find([key(1)]) is not None
 
@@ -343,5 +344,5 @@ def test_more_servers_than_the_bound_leave_the_bound(
         redis_server.client.set(NAMES.record(name), pack_record(record), px=60_000)
         redis_server.client.sadd(NAMES.servers, name)
     one = servers.open(max_peers=3)  # after them all, since it may look after any of them
-    until(lambda: one.index.stats().num_peers > 0)
+    eventually(lambda: one.index.stats().num_peers > 0)
     assert one.index.stats().num_peers == 3

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from line_process import LineProcess
 from locality_servers import NAMES, key
-from redis_server import until
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.locality.connection import IndexFailure
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_page_at_several_servers_survives_one_of_them(servers: Servers) -> Non
     servers.know_each_other()
     assert three.finds(7, 8) == [True, True]
     one.close()
-    until(lambda: three.finds(8) == [False])
+    eventually(lambda: three.finds(8) == [False])
     assert three.finds_at(7) == two.index.server
 
 
@@ -97,12 +97,12 @@ def test_a_killed_server_is_found_no_more_within_its_expiry(
     one = servers.open()
     with LineProcess("locality_servers", redis_server.url, 100, 50) as other:
         name = other.line()
-        until(lambda: one.finds_at(149) == name)
+        eventually(lambda: one.finds_at(149) == name)
         other.strike()
-        until(lambda: one.finds(149) == [False], 10.0)
-    until(lambda: not redis_server.client.exists(NAMES.record(name)))
-    until(lambda: not redis_server.client.keys(f"{NAMES.prefix}:pages:{name}:*"))
-    until(lambda: not redis_server.client.keys(f"{NAMES.prefix}:changes:{name}:*"))
+        eventually(lambda: one.finds(149) == [False], timeout_s=10.0)
+    eventually(lambda: not redis_server.client.exists(NAMES.record(name)))
+    eventually(lambda: not redis_server.client.keys(f"{NAMES.prefix}:pages:{name}:*"))
+    eventually(lambda: not redis_server.client.keys(f"{NAMES.prefix}:changes:{name}:*"))
 
 
 def test_a_server_that_leaves_takes_its_keys_along(
@@ -111,7 +111,7 @@ def test_a_server_that_leaves_takes_its_keys_along(
     one, two = servers.open([1], expiry_s=60.0), servers.open(expiry_s=60.0)  # nothing expires
     servers.know_each_other()
     one.close()
-    until(lambda: two.finds(1) == [False])
+    eventually(lambda: two.finds(1) == [False])
     assert redis_server.client.keys(f"*{one.index.server}*") == []
     assert redis_server.client.smembers(NAMES.servers) == {two.index.server.encode()}
 
@@ -150,7 +150,7 @@ def test_a_change_of_namespace_finds_nothing_of_the_old_one_at_once(
     assert two.finds(1) == [False]
     two.refresh()
     assert two.finds(1) == [False]
-    until(lambda: one.finds(2) == [False])
+    eventually(lambda: one.finds(2) == [False])
     assert not redis_server.client.exists(NAMES.record(two.index.server))
 
 
@@ -161,8 +161,8 @@ def test_an_id_that_another_server_uses_is_given_up(
     servers.know_each_other()
     before = one.index.server
     redis_server.client.set(NAMES.record(before), b"of somebody else", px=60_000)
-    until(lambda: one.index.server != before)
-    until(lambda: two.finds_at(1) == one.index.server)
+    eventually(lambda: one.index.server != before)
+    eventually(lambda: two.finds_at(1) == one.index.server)
 
 
 @pytest.mark.parametrize("lost", ["pages", "changes"])
@@ -174,9 +174,9 @@ def test_what_is_evicted_is_published_anew(
     (name,) = redis_server.client.keys(f"{NAMES.prefix}:{lost}:*")
     redis_server.client.delete(name)
     two = servers.open()
-    until(lambda: two.finds(1, 49) == [True, True])
+    eventually(lambda: two.finds(1, 49) == [True, True])
     one.hold(range(1, 60))
-    until(lambda: two.finds(59) == [True])
+    eventually(lambda: two.finds(59) == [True])
     assert one.index.stats().num_published_anew >= 1
 
 
@@ -196,7 +196,7 @@ def test_a_reader_that_fell_behind_takes_the_snapshot_again(
         assert one.index.stats().num_snapshots_published == 2
         last = redis_server.client.xinfo_stream(stream)["last-generated-id"]
         redis_server.client.xtrim(stream, minid=last, approximate=False)
-    until(lambda: two.finds(99, 139_000, 140_999) == [True] * 3)
+    eventually(lambda: two.finds(99, 139_000, 140_999) == [True] * 3)
     assert two.index.stats().num_mirrored_pages == 140_999
     # A reader that had just looked knows the old snapshot only, and takes that one again first.
     stats = two.index.stats()

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from object_bucket import NAMESPACE, Bucket
+from object_bucket import Bucket
 from object_proxy import hide, replay, status
 from object_server import s3_environment
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.object.collection import store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings
 from sglang_tiered.storage.object.failures import RequestError

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from object_bucket import Bucket
-from object_engines import TIMEOUT_S, eventually, is_held, load, open_engine, opened, run_of, store
+from object_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, store
 from object_proxy import hang
 from object_server import s3_environment
 
+from kit.waiting import eventually
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.object.collection import store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from object_bucket import NAMESPACE
 from object_engines import TIMEOUT_S, load, opened, run_of, store
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector

@@ -8,19 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from object_engines import (
-    TIMEOUT_S,
-    eventually,
-    is_held,
-    load,
-    open_engine,
-    opened,
-    run_of,
-    start_load,
-    store,
-)
+from object_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
 from object_proxy import delay, hang
 
+from kit.waiting import eventually
 from sglang_tiered.storage.base import Health, Reason
 
 if TYPE_CHECKING:

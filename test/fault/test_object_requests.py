@@ -8,17 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from object_engines import (
-    TIMEOUT_S,
-    Clock,
-    eventually,
-    is_held,
-    load,
-    open_descriptors,
-    opened,
-    run_of,
-    store,
-)
+from object_engines import TIMEOUT_S, Clock, is_held, load, open_descriptors, opened, run_of, store
 from object_proxy import (
     drop_upload,
     flip,
@@ -29,6 +19,7 @@ from object_proxy import (
     truncate,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.storage.base import Health, Reason
 
 if TYPE_CHECKING:

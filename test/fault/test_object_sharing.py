@@ -10,19 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
-from object_engines import (
-    TIMEOUT_S,
-    eventually,
-    is_held,
-    load,
-    open_engine,
-    opened,
-    run_of,
-    start_load,
-    store,
-)
+from object_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
 from object_proxy import HOST, expire, hang, hide, replay
 
+from kit.waiting import eventually
 from sglang_tiered.storage.base import Health, Reason
 
 if TYPE_CHECKING:

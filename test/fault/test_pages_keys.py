@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from page_peers import PATIENT, Wanted, eventually, make_pages, page_client, page_server
+from page_peers import PATIENT, Wanted, make_pages, page_client, page_server
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.wire.keys import PEER, load_keys, make_keys
 

@@ -8,8 +8,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from page_peers import PATIENT, ServerProcess, Wanted, eventually, page_client
+from page_peers import PATIENT, ServerProcess, Wanted, page_client
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import Outcome
 
 pytestmark = pytest.mark.timeout(60)

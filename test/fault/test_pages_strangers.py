@@ -17,7 +17,6 @@ from page_peers import (
     StrangeClient,
     StrangeServer,
     Wanted,
-    eventually,
     make_pages,
     page_client,
     page_server,
@@ -25,6 +24,7 @@ from page_peers import (
     strange_server,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum

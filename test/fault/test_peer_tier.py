@@ -8,10 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from page_peers import NAMESPACE, eventually
+from page_peers import NAMESPACE
 from peer_child import MiB, Sharer, SharerProcess, blank_run, settings, sharer, stored_run
 from redis_server import RedisServer
 
+from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (

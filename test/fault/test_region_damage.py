@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import finished
 from sglang_tiered.errors import StoreError, StoreFormatError, StoreLockedError
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import Health, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_region_header
@@ -23,14 +24,8 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_
 if TYPE_CHECKING:
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
-OTHER_NAMESPACE = b"\x22" * 32
 
 
 def open_engine(directory: Path, namespace: bytes = NAMESPACE, regions: int = 8) -> RegionEngine:
@@ -41,11 +36,6 @@ def open_engine(directory: Path, namespace: bytes = NAMESPACE, regions: int = 8)
         region_bytes=REGION,
         num_readers=2,
     )
-
-
-def done(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def region_files(directory: Path) -> list[Path]:
@@ -61,7 +51,7 @@ def digest(directory: Path) -> dict[str, str]:
 def loaded(engine: RegionEngine, run: Run, blank: Blank) -> list[bool]:
     """Which pages come back; asserts that those are right."""
     target = blank(run)
-    reasons = done(engine.submit_load(target))
+    reasons = finished(engine.submit_load(target))
     for expected, page, reason in zip(run.pages, target.pages, reasons, strict=True):
         assert reason in (Reason.OK, Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
         if reason is Reason.OK:
@@ -79,7 +69,7 @@ def sealed(tmp_path: Path, runs: list[Run]) -> Path:
     """A closed store: one sealed region with four extents of two pages."""
     engine = open_engine(tmp_path / "sealed")
     for run in runs:
-        assert done(engine.submit_store(run)) == [Reason.OK] * 2
+        assert finished(engine.submit_store(run)) == [Reason.OK] * 2
     engine.close()
     assert len(region_files(tmp_path / "sealed")) == 1
     return tmp_path / "sealed"
@@ -90,7 +80,7 @@ def unsealed(tmp_path: Path, runs: list[Run]) -> Path:
     """The same as a killed process leaves it: no footer."""
     engine = open_engine(tmp_path / "live")
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     shutil.copytree(tmp_path / "live", tmp_path / "unsealed")
     engine.close()
     return tmp_path / "unsealed"
@@ -198,7 +188,7 @@ def test_swapped_files_are_not_taken_for_each_other(
     runs = [make_run(seed, [12_288] * 3) for seed in range(2)]
     engine = open_engine(tmp_path / "s")
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     engine.close()
     first, second = region_files(tmp_path / "s")
     first.rename(tmp_path / "swap")
@@ -213,7 +203,7 @@ def test_each_file_deleted_while_closed(tmp_path: Path, make_run: MakeRun, blank
     runs = [make_run(seed, [12_288] * 3) for seed in range(4)]
     engine = open_engine(tmp_path / "s")
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     engine.close()
     for lost in range(4):
         directory = tmp_path / f"without-{lost}"
@@ -222,7 +212,7 @@ def test_each_file_deleted_while_closed(tmp_path: Path, make_run: MakeRun, blank
         engine = open_engine(directory)
         found = [loaded(engine, run, blank) == [True] * 3 for run in runs]
         assert found == [i != lost for i in range(4)]
-        assert done(engine.submit_store(runs[lost])) == [Reason.OK] * 3
+        assert finished(engine.submit_store(runs[lost])) == [Reason.OK] * 3
         engine.check_integrity()
         engine.close()
 
@@ -234,7 +224,7 @@ def test_files_harmed_while_running(
     runs = [make_run(seed, [12_288] * 3) for seed in range(3)]
     engine = open_engine(tmp_path / "s")
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     for file in region_files(tmp_path / "s"):
         if harm == "truncate":
             os.truncate(file, 0)
@@ -245,7 +235,7 @@ def test_files_harmed_while_running(
     for run in runs:
         loaded(engine, run, blank)
     after = make_run(50, [4096])
-    reasons = done(engine.submit_store(after))
+    reasons = finished(engine.submit_store(after))
     if harm == "remove directory":
         assert reasons == [Reason.IO_ERROR]
         assert engine.stats().health is Health.RUNNING
@@ -263,13 +253,13 @@ def test_namespaces_share_the_log_and_never_mix(
     tmp_path: Path, runs: list[Run], make_run: MakeRun, blank: Blank
 ) -> None:
     engine = open_engine(tmp_path / "s")
-    done(engine.submit_store(runs[0]))
+    finished(engine.submit_store(runs[0]))
     engine.close()
     engine = open_engine(tmp_path / "s", OTHER_NAMESPACE)
     assert engine.lookup(runs[0].keys) == (0, Stop.MISS)
     assert engine.stats().physical_bytes == REGION
     same_keys = Run(runs[0].keys, runs[1].pages)
-    assert done(engine.submit_store(same_keys)) == [Reason.OK] * 2
+    assert finished(engine.submit_store(same_keys)) == [Reason.OK] * 2
     engine.close()
     engine = open_engine(tmp_path / "s")
     assert loaded(engine, runs[0], blank) == [True, True]
@@ -281,14 +271,14 @@ def test_later_region_wins_when_a_key_occurs_twice(
 ) -> None:
     """Forget a page by corruption, store it anew: both copies are in the log."""
     engine = open_engine(tmp_path / "s")
-    done(engine.submit_store(runs[0]))
+    finished(engine.submit_store(runs[0]))
     engine.close()
     first = region_files(tmp_path / "s")[0]
     position = first.read_bytes().find(page_data(runs[0])[0])
     flip(first, position)
     engine = open_engine(tmp_path / "s")
     assert loaded(engine, runs[0], blank) == [False, True]
-    assert done(engine.submit_store(runs[0])) == [Reason.OK, Reason.DUPLICATE]
+    assert finished(engine.submit_store(runs[0])) == [Reason.OK, Reason.DUPLICATE]
     engine.close()
     engine = open_engine(tmp_path / "s")
     assert loaded(engine, runs[0], blank) == [True, True]
@@ -302,7 +292,7 @@ def test_smaller_cap_removes_the_oldest_at_open(
     runs = [make_run(seed, [12_288] * 3) for seed in range(5)]
     engine = open_engine(tmp_path / "s")
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     engine.close()
     engine = open_engine(tmp_path / "s", regions=2)
     found = [loaded(engine, run, blank) == [True] * 3 for run in runs]
@@ -333,7 +323,7 @@ def test_files_are_private(sealed: Path, make_run: MakeRun) -> None:
     old = os.umask(0)
     try:
         engine = open_engine(sealed.parent / "a" / "b")
-        done(engine.submit_store(make_run(1, [100])))
+        finished(engine.submit_store(make_run(1, [100])))
     finally:
         os.umask(old)
     assert (sealed.parent / "a" / "b").stat().st_mode & 0o777 == 0o700

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from simulation.device import SimulatedDevice
-from simulation.engine import REGION, Clock, running
+from simulation.engine import REGION, running
 from simulation.ledger import Ledger, keys
 
+from kit.clock import Clock
 from kit.faulty import FaultyDevice
 from sglang_tiered.storage.base import Health, Reason
 from sglang_tiered.storage.region.format import BLOCK_BYTES
@@ -49,7 +50,7 @@ def expect_room_again(engine: RegionEngine, ledger: Ledger, clock: Clock) -> Non
 
 def live_on(directory: Path, device: SimulatedDevice, rounds: range) -> set[Reason]:
     """Fill a store on a disk too small, open it again while it still is, then make room."""
-    clock, ledger = Clock(), Ledger()
+    clock, ledger = Clock(1000.0), Ledger()
     with running(directory, device, clock=clock, **LIMITS) as engine:
         seen = fill(engine, ledger, clock, rounds)
         held = ledger.check(engine)
@@ -65,7 +66,7 @@ def live_on(directory: Path, device: SimulatedDevice, rounds: range) -> set[Reas
 
 
 def num_blocks_wanted(directory: Path) -> int:
-    device, ledger, clock = SimulatedDevice(sparse=True), Ledger(), Clock()
+    device, ledger, clock = SimulatedDevice(sparse=True), Ledger(), Clock(1000.0)
     with running(directory, device, clock=clock, **LIMITS) as engine:
         assert fill(engine, ledger, clock, ROUNDS) == {Reason.OK}
         device.capacity_bytes = 1 << 40
@@ -96,7 +97,7 @@ def test_a_disk_of_any_number_of_blocks_reserved_ahead(tmp_path: Path) -> None:
 def test_the_disk_fills_up_at_any_store(tmp_path: Path, sparse: bool) -> None:
     """By somebody else: from then on there is not a block left."""
     for moment in ROUNDS:
-        device, ledger, clock = SimulatedDevice(sparse=sparse), Ledger(), Clock()
+        device, ledger, clock = SimulatedDevice(sparse=sparse), Ledger(), Clock(1000.0)
         with running(tmp_path, device, clock=clock, **LIMITS) as engine:
             fill(engine, ledger, clock, range(moment))
             device.capacity_bytes = 0
@@ -112,7 +113,7 @@ def test_the_disk_fills_up_at_any_store(tmp_path: Path, sparse: bool) -> None:
 def test_any_quota(tmp_path: Path) -> None:
     """The same by the count of the fault device, which gives space back for deleted files only."""
     for writable in range(0, 6 * REGION + 1, REGION // 2):
-        clock, ledger = Clock(), Ledger()
+        clock, ledger = Clock(1000.0), Ledger()
         device = FaultyDevice(SimulatedDevice(), writable_bytes=writable)
         with running(tmp_path, device, clock=clock, **LIMITS) as engine:
             assert fill(engine, ledger, clock, ROUNDS) <= EXPECTED

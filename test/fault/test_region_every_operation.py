@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from simulation.device import SimulatedDevice
-from simulation.engine import REGION, Clock, running
+from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, keys
 
+from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Reason
@@ -100,7 +101,7 @@ def expect_barrier(engine: RegionEngine, ledger: Ledger) -> None:
 
 def lives(directory: Path, device: FaultyDevice) -> Ledger:
     """Both lives, and what must hold in spite of the fault."""
-    clock, ledger = Clock(), Ledger()
+    clock, ledger = Clock(1000.0), Ledger()
     disk = device.inner
     assert isinstance(disk, SimulatedDevice)
     with life(directory, device, clock) as engine:
@@ -185,7 +186,7 @@ def below_capacity(directory: Path, device: FaultyDevice) -> None:
     """Nothing is evicted, so whatever happened on the way, what was acknowledged is owed: after
     ``kill -9`` all of it, after a loss of power all before a barrier. One region takes it all and
     has no footer until it is closed, so recovery finds nothing behind a hole in it."""
-    clock, ledger = Clock(), Ledger()
+    clock, ledger = Clock(1000.0), Ledger()
     disk = device.inner
     assert isinstance(disk, SimulatedDevice)
     images: list[tuple[dict[str, bytes], set[bytes]]] = []
@@ -245,7 +246,7 @@ def test_nothing_behind_a_failed_write_counts_before_it_is_mended(
     device = FaultyDevice(SimulatedDevice(), [Fault(1, "writev", **kind)], before=hold)
     disk = device.inner
     assert isinstance(disk, SimulatedDevice)
-    clock, ledger = Clock(), Ledger()
+    clock, ledger = Clock(1000.0), Ledger()
     with running(tmp_path, device, clock=clock) as engine:
         first = ledger.submit(engine, keys(range(1)))
         assert first_begun.wait(TIMEOUT_S)

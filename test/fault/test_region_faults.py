@@ -6,35 +6,24 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import Health, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def open_engine(directory: Path, device: FaultyDevice | None = None, **kwargs: Any) -> RegionEngine:
@@ -47,11 +36,6 @@ def faulty(directory: Path, *faults: Fault, **kwargs: Any) -> FaultyDevice:
     return FaultyDevice(FileDevice(directory, direct=False), faults, **kwargs)
 
 
-def done(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
-
-
 def check_loaded(run: Run, target: Run, reasons: list[Reason]) -> None:
     for expected, page, reason in zip(run.pages, target.pages, reasons, strict=True):
         if reason is Reason.OK:
@@ -61,12 +45,12 @@ def check_loaded(run: Run, target: Run, reasons: list[Reason]) -> None:
 def workload(engine: RegionEngine, runs: list[Run], blank: Blank) -> None:
     """Enough to create, seal, read and evict regions."""
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
         target = blank(run)
-        check_loaded(run, target, done(engine.submit_load(target)))
+        check_loaded(run, target, finished(engine.submit_load(target)))
     for run in runs:
         target = blank(run)
-        check_loaded(run, target, done(engine.submit_load(target)))
+        check_loaded(run, target, finished(engine.submit_load(target)))
     engine.sync(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
 
 
@@ -94,7 +78,7 @@ def test_any_single_operation_may_fail(
     step = 1 if "error" in kind else 2
     for at in range(0, len(counting.calls), step):
         directory = tmp_path / f"fail-{at}"
-        clock = Clock()
+        clock = Clock(100.0)
         device = faulty(directory, Fault(at, **kind))
         try:
             engine = open_engine(directory, device, clock=clock)
@@ -104,16 +88,20 @@ def test_any_single_operation_may_fail(
         device.faults = []
         clock.now += 100.0
         last = make_run(99, [4096] * 3)
-        assert done(engine.submit_store(last)) == [Reason.OK] * 3, f"no recovery from fault {at}"
+        assert finished(engine.submit_store(last)) == [Reason.OK] * 3, (
+            f"no recovery from fault {at}"
+        )
         target = blank(last)
-        assert done(engine.submit_load(target)) == [Reason.OK] * 3, f"no recovery from fault {at}"
+        assert finished(engine.submit_load(target)) == [Reason.OK] * 3, (
+            f"no recovery from fault {at}"
+        )
         engine.check_integrity()
         engine.close()
         reopened = open_engine(directory)
         assert reopened.lookup(last.keys).num_hits == 3
         for run in runs:
             target = blank(run)
-            check_loaded(run, target, done(reopened.submit_load(target)))
+            check_loaded(run, target, finished(reopened.submit_load(target)))
         reopened.close()
 
 
@@ -121,7 +109,7 @@ def test_any_single_operation_may_fail(
 def test_a_device_failing_at_random(
     tmp_path: Path, make_run: MakeRun, blank: Blank, seed: int
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     device = faulty(tmp_path / "s", seed=seed)
     engine = open_engine(tmp_path / "s", device, clock=clock)
     device.failure_rate = 0.2
@@ -130,8 +118,8 @@ def test_a_device_failing_at_random(
         clock.now += 100.0
     device.failure_rate = 0.0
     run = make_run(77, [4096] * 2)
-    assert done(engine.submit_store(run)) == [Reason.OK] * 2
-    assert done(engine.submit_load(blank(run))) == [Reason.OK] * 2
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2
     engine.check_integrity()
     engine.close()
 
@@ -153,8 +141,8 @@ def test_recovery_with_every_operation_failing_once(
             continue
         for run in runs:
             target = blank(run)
-            check_loaded(run, target, done(engine.submit_load(target)))
-            done(engine.submit_store(run))
+            check_loaded(run, target, finished(engine.submit_load(target)))
+            finished(engine.submit_store(run))
         engine.check_integrity()
         engine.close()
 
@@ -166,10 +154,10 @@ def test_full_disk_reclaims_own_regions_and_goes_on(
     engine = open_engine(tmp_path / "s", device, capacity_bytes=100 * REGION)
     runs = [make_run(seed, [12_288] * 4) for seed in range(10)]
     for run in runs:
-        assert done(engine.submit_store(run)) == [Reason.OK] * 4
+        assert finished(engine.submit_store(run)) == [Reason.OK] * 4
     assert engine.stats().physical_bytes <= 2 * REGION
     target = blank(runs[-1])
-    assert done(engine.submit_load(target)) == [Reason.OK] * 4
+    assert finished(engine.submit_load(target)) == [Reason.OK] * 4
     assert page_data(target) == page_data(runs[-1])
     engine.check_integrity()
     engine.close()
@@ -178,20 +166,20 @@ def test_full_disk_reclaims_own_regions_and_goes_on(
 def test_disk_full_of_somebody_else_drops_stores_until_a_retry(
     tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     device = faulty(tmp_path / "s", writable_bytes=0)
     engine = open_engine(tmp_path / "s", device, clock=clock)
     run = make_run(1, [4096] * 2)
-    assert done(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
-    assert done(engine.submit_store(run)) == [Reason.REJECTED] * 2
+    assert finished(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
+    assert finished(engine.submit_store(run)) == [Reason.REJECTED] * 2
     clock.now += 1.5
-    assert done(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
+    assert finished(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
     clock.now += 1.5
-    assert done(engine.submit_store(run)) == [Reason.REJECTED] * 2, "the pause did not double"
+    assert finished(engine.submit_store(run)) == [Reason.REJECTED] * 2, "the pause did not double"
     assert engine.stats().health is Health.RUNNING
     device.writable_bytes = None
     clock.now += 1.0
-    assert done(engine.submit_store(run)) == [Reason.OK] * 2
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
     warnings = [r for r in caplog.records if "no room" in r.message]
     assert len(warnings) == 1, "one cause is logged once"
     engine.close()
@@ -200,18 +188,18 @@ def test_disk_full_of_somebody_else_drops_stores_until_a_retry(
 def test_write_failure_indexes_nothing_and_loads_go_on(
     tmp_path: Path, make_run: MakeRun, blank: Blank
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, clock=clock)
     good, bad = make_run(1, [4096] * 2), make_run(2, [4096] * 2)
-    done(engine.submit_store(good))
+    finished(engine.submit_store(good))
     device.faults = [Fault(device.calls.count("writev"), "writev", error=errno.EIO)]
-    assert done(engine.submit_store(bad)) == [Reason.IO_ERROR] * 2
+    assert finished(engine.submit_store(bad)) == [Reason.IO_ERROR] * 2
     assert engine.lookup(bad.keys) == (0, Stop.MISS)
-    assert done(engine.submit_store(bad)) == [Reason.REJECTED] * 2
-    assert done(engine.submit_load(blank(good))) == [Reason.OK] * 2
+    assert finished(engine.submit_store(bad)) == [Reason.REJECTED] * 2
+    assert finished(engine.submit_load(blank(good))) == [Reason.OK] * 2
     clock.now += 2.0
-    assert done(engine.submit_store(bad)) == [Reason.OK] * 2
+    assert finished(engine.submit_store(bad)) == [Reason.OK] * 2
     engine.close()
     assert len(list((tmp_path / "s").glob("*.kv"))) == 1, "the offset was not used again"
     reopened = open_engine(tmp_path / "s")
@@ -222,27 +210,27 @@ def test_write_failure_indexes_nothing_and_loads_go_on(
 def test_repeated_read_errors_turn_to_misses_and_heal(
     tmp_path: Path, make_run: MakeRun, blank: Blank, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, clock=clock)
     runs = [make_run(seed, [4096]) for seed in range(8)]
     for run in runs:
-        done(engine.submit_store(run))
+        finished(engine.submit_store(run))
     device.faults = [Fault(0, "readv", times=10**6, error=errno.EIO)]
     for run in runs[:3]:
-        assert done(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
+        assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
     assert engine.stats().health is Health.MISS_ONLY
     assert engine.lookup(runs[5].keys) == (0, Stop.UNHEALTHY)
     num_calls = len(device.calls)
-    assert done(engine.submit_load(blank(runs[5]))) == [Reason.MISS]
-    assert done(engine.submit_store(make_run(50, [4096]))) == [Reason.REJECTED]
+    assert finished(engine.submit_load(blank(runs[5]))) == [Reason.MISS]
+    assert finished(engine.submit_store(make_run(50, [4096]))) == [Reason.REJECTED]
     assert len(device.calls) == num_calls, "something reached a sick device"
     clock.now += 1.5
-    assert done(engine.submit_load(blank(runs[5]))) == [Reason.IO_ERROR]
+    assert finished(engine.submit_load(blank(runs[5]))) == [Reason.IO_ERROR]
     assert engine.stats().health is Health.MISS_ONLY, "one failed retry must pause again"
     device.faults = []
     clock.now += 2.5
-    assert done(engine.submit_load(blank(runs[6]))) == [Reason.OK]
+    assert finished(engine.submit_load(blank(runs[6]))) == [Reason.OK]
     assert engine.stats().health is Health.RUNNING
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
     engine.check_integrity()
@@ -253,11 +241,11 @@ def test_repeated_read_errors_turn_to_misses_and_heal(
 def test_hanging_io_is_noticed_by_whoever_asks(
     tmp_path: Path, make_run: MakeRun, blank: Blank, operation: str
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0, num_writers=1)
     run, other = make_run(1, [4096]), make_run(2, [4096])
-    done(engine.submit_store(run))
+    finished(engine.submit_store(run))
     entered, release = threading.Event(), threading.Event()
 
     def hang(called: str) -> None:
@@ -280,20 +268,13 @@ def test_hanging_io_is_noticed_by_whoever_asks(
     assert not stuck.done, "the buffers of a hanging job are still the device's"
     release.set()
     device.before = None
-    assert done(stuck) == [Reason.OK]
+    assert finished(stuck) == [Reason.OK]
     assert engine.stats().health is Health.MISS_ONLY, "a late answer is still a sick device"
     clock.now += 1.5
     assert engine.lookup(run.keys).num_hits == 1
-    assert done(engine.submit_load(blank(run))) == [Reason.OK]
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK]
     engine.check_integrity()
     engine.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    turn, deadline = threading.Event(), time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        turn.wait(0.002)
 
 
 def test_forgetting_waits_no_longer_for_a_disk_that_hangs_than_it_was_told_to(
@@ -317,7 +298,7 @@ def test_forgetting_waits_no_longer_for_a_disk_that_hangs_than_it_was_told_to(
     assert not engine.purge(b"t" * 16, 0.01)
     assert not stuck.done
     release.set()
-    assert done(stuck) == [Reason.OK]
+    assert finished(stuck) == [Reason.OK]
     assert engine.lookup(run.keys).num_hits == 0, "it landed behind all that was forgotten"
     assert engine.clear(TIMEOUT_S)
     engine.close()
@@ -339,11 +320,11 @@ def test_whoever_asks_a_disk_that_hangs_closes_no_file_on_it(
     tmp_path: Path, make_run: MakeRun, blank: Blank
 ) -> None:
     """The last close of an unlinked file frees its blocks: the scheduler must not wait for it."""
-    clock, device = Clock(), ClosingDevice(tmp_path)
+    clock, device = Clock(100.0), ClosingDevice(tmp_path)
     engine = open_engine(tmp_path, device, clock=clock, capacity_bytes=2 * REGION, io_timeout_s=5.0)
     first, second, third = (make_run(seed, [12_288] * 3) for seed in range(3))
-    done(engine.submit_store(first))
-    done(engine.submit_store(second))
+    finished(engine.submit_store(first))
+    finished(engine.submit_store(second))
     engine.sync(TIMEOUT_S)
     entered, release = threading.Event(), threading.Event()
 
@@ -357,15 +338,15 @@ def test_whoever_asks_a_disk_that_hangs_closes_no_file_on_it(
     assert entered.wait(TIMEOUT_S)
     queued = engine.submit_load(blank(first))  # the one reason why its region is open
     late = engine.submit_store(third)
-    wait_until(lambda: engine._state.regions.retiring_bytes == REGION)
+    eventually(lambda: engine._state.regions.retiring_bytes == REGION)
     clock.now += 6.0
     assert engine.lookup(first.keys) == (0, Stop.UNHEALTHY)
-    assert done(queued) == [Reason.IO_ERROR] * 3
+    assert finished(queued) == [Reason.IO_ERROR] * 3
     assert threading.current_thread().name not in device.closed_by
     release.set()
-    done(stuck)
-    done(late)
-    wait_until(lambda: engine._state.regions.retiring_bytes == 0)
+    finished(stuck)
+    finished(late)
+    eventually(lambda: engine._state.regions.retiring_bytes == 0)
     assert {name[:11] for name in device.closed_by} == {"tier-reader"}
     engine.check_integrity()
     engine.close()
@@ -378,10 +359,12 @@ def test_corruption_is_logged_once_per_region(
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device)
     run = make_run(1, [4096] * 4)
-    done(engine.submit_store(run))
+    finished(engine.submit_store(run))
     device.faults = [Fault(0, "readv", times=100, flip_bit=3)]
-    assert done(engine.submit_load(blank(run))) == [Reason.CORRUPT] + [Reason.OK] * 3
-    assert done(engine.submit_load(blank(run))) == [Reason.MISS, Reason.CORRUPT] + [Reason.OK] * 2
+    assert finished(engine.submit_load(blank(run))) == [Reason.CORRUPT] + [Reason.OK] * 3
+    assert (
+        finished(engine.submit_load(blank(run))) == [Reason.MISS, Reason.CORRUPT] + [Reason.OK] * 2
+    )
     assert len([r for r in caplog.records if "damaged" in r.message]) == 1
     engine.close()
 
@@ -392,11 +375,11 @@ def test_a_read_that_verifies_the_second_time_is_served(
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device)
     run = make_run(1, [4096] * 4)
-    done(engine.submit_store(run))
+    finished(engine.submit_store(run))
     for fault in ({"flip_bit": 40_000}, {"short_bytes": 6000}, {"error": errno.EIO}):
         device.faults = [Fault(device.calls.count("readv"), "readv", **fault)]
         target = blank(run)
-        assert done(engine.submit_load(target)) == [Reason.OK] * 4
+        assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
     engine.close()
 
@@ -407,7 +390,7 @@ def test_eviction_under_a_running_load_lets_it_finish(
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, capacity_bytes=REGION)
     first = make_run(1, [12_288] * 3)
-    done(engine.submit_store(first))
+    finished(engine.submit_store(first))
     entered, release = threading.Event(), threading.Event()
 
     def hold(called: str) -> None:
@@ -423,10 +406,10 @@ def test_eviction_under_a_running_load_lets_it_finish(
     load = engine.submit_load(target)
     assert entered.wait(TIMEOUT_S)
     for seed in range(3, 6):
-        done(engine.submit_store(make_run(seed, [12_288] * 3)))
+        finished(engine.submit_store(make_run(seed, [12_288] * 3)))
         assert engine.stats().physical_bytes <= REGION
     assert engine.lookup(first.keys).num_hits == 0
-    assert done(load) == [Reason.OK] * 3
+    assert finished(load) == [Reason.OK] * 3
     assert page_data(target) == page_data(first)
     engine.check_integrity()
     engine.close()

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
-from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, content, keys
+from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
 from kit.faulty import Fault, FaultyDevice
+from kit.runs import NAMESPACE
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.region import purges

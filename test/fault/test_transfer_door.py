@@ -15,18 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from transfer_pair import (
-    DEADLINE_S,
-    SAME_HOST,
-    Decode,
-    Prefill,
-    decode,
-    eventually,
-    hand_over,
-    prefill,
-)
+from transfer_pair import DEADLINE_S, SAME_HOST, Decode, Prefill, decode, hand_over, prefill
 from transfer_strangers import strange_decode, strange_prefill
 
+from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
 from sglang_tiered.wire import framing

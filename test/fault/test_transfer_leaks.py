@@ -20,11 +20,11 @@ from transfer_pair import (
     Recorder,
     Shape,
     decode,
-    eventually,
     prefill,
 )
 from transfer_strangers import strange_decode, strange_prefill
 
+from kit.waiting import eventually
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint

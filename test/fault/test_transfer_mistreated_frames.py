@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from transfer_pair import (
-    IMPATIENT,
-    TCP,
-    Decode,
-    Prefill,
-    Shape,
-    decode,
-    eventually,
-    indices,
-    prefill,
-)
+from transfer_pair import IMPATIENT, TCP, Decode, Prefill, Shape, decode, indices, prefill
 from transfer_relay import (
     Fault,
     Frames,
@@ -32,6 +22,7 @@ from transfer_relay import (
     sometimes,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
@@ -303,4 +294,4 @@ def test_a_lost_slab_is_missed_however_busy_the_session_is() -> None:
             receiver.endpoint.close_room(room)
             return receiver.events.kinds(0) == ["failed"] and "failed" in sender.events.kinds(0)
 
-        eventually(keeps_busy, 10)
+        eventually(keeps_busy, timeout_s=10)

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from transfer_child import SHAPE, Child, hand_over
-from transfer_pair import (
-    IMPATIENT,
-    SAME_HOST,
-    Decode,
-    Prefill,
-    decode,
-    eventually,
-    prefill,
-)
+from transfer_pair import IMPATIENT, SAME_HOST, Decode, Prefill, decode, prefill
+
+from kit.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

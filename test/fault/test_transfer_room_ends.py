@@ -21,12 +21,12 @@ from transfer_pair import (
     Prefill,
     Shape,
     decode,
-    eventually,
     indices,
     prefill,
 )
 from transfer_strangers import strange_decode, strange_prefill
 
+from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import rooms as receiving
 from sglang_tiered.transfer.decode.endpoint import Target
@@ -404,7 +404,7 @@ def test_a_decode_that_never_confirms_is_given_up() -> None:
             stranger.tell(messages.Ping(1))
             return "failed" in sender.events.kinds(1)
 
-        eventually(pings, IMPATIENT.progress_timeout_s + 3)
+        eventually(pings, timeout_s=IMPATIENT.progress_timeout_s + 3)
         assert "has taken no data" in sender.events.wait_for("failed", 1)[2]
         assert "has taken no data" in stranger.hear(messages.Bye).reason
 

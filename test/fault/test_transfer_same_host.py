@@ -20,12 +20,12 @@ from transfer_pair import (
     Prefill,
     Shape,
     decode,
-    eventually,
     hand_over,
     prefill,
 )
 from transfer_strangers import introduced
 
+from kit.waiting import eventually
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import same_host
 from sglang_tiered.transfer.decode import sessions as prefill_links

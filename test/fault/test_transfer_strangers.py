@@ -10,18 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from transfer_pair import (
-    HOST,
-    IMPATIENT,
-    Decode,
-    Prefill,
-    decode,
-    eventually,
-    prefill,
-)
+from transfer_pair import HOST, IMPATIENT, Decode, Prefill, decode, prefill
 from transfer_strangers import TIMEOUT_MS, Scanner, StrangePrefill, strange_decode, strange_prefill
 from zmq.utils.monitor import parse_monitor_message
 
+from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME

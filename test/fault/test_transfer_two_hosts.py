@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from transfer_child import SHAPE, Child, hand_over
-from transfer_pair import IMPATIENT, Decode, decode, eventually
+from transfer_pair import IMPATIENT, Decode, decode
+
+from kit.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

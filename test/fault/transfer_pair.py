@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -267,12 +266,3 @@ def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
     sender.events.wait_for("sent", room)
     assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
     receiver.endpoint.close_room(room)
-
-
-def eventually(check: Any, timeout_s: float = DEADLINE_S) -> None:
-    """Poll a condition of another thread's making that nothing announces."""
-    ended = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not check():
-        assert time.monotonic() < ended, f"still not so after {timeout_s} s"
-        pause.wait(0.005)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from instances import Instances, hands_over_what_one_server_computes
-from transfer_pair import eventually
 
 from conftest import make_prompts
+from kit.waiting import eventually
 from prefill_decode import post, transfer_state, wait_until_healthy
 from server_process import Server, free_port
 from sglang_tiered.wire.keys import make_keys
@@ -123,7 +123,9 @@ def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_pat
             for future in broken:
                 future.result(60)
         for server in (pair.prefill, pair.decode):
-            eventually(lambda server=server: transfer_state(server)["num_rooms"] == 0, 60.0)
+            eventually(
+                lambda server=server: transfer_state(server)["num_rooms"] == 0, timeout_s=60.0
+            )
         assert pair.generate(prompt).output_ids == expected
     finally:
         if router is not None:

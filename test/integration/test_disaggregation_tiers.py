@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from object_server import ObjectServer, s3_environment
 from redis_server import RedisServer
-from transfer_pair import eventually
 
 from conftest import PAGE, aligned, make_prompts
+from kit.waiting import eventually
 from prefill_decode import PrefillDecode, Reply, transfer_state
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def test_prefill_goes_on_with_what_decode_answered(
         turn = [*opening, *answer]
         wanted = 0.95 * len(turn)
         shared = "peer" if "--tier-index" in sharing else "object"
-        eventually(lambda: residency(pair.prefill, turn)[shared] >= wanted, 120.0)
+        eventually(lambda: residency(pair.prefill, turn)[shared] >= wanted, timeout_s=120.0)
         prefilled, decoded = pair.both([*turn, *make_prompts(93, 1, 100)[0]])
         assert decoded.status == 200, decoded.error
         found: dict[str, Any] = prefilled.body["meta_info"]

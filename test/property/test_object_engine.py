@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import NO_TENANT, Health, Reason, Run
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.object.format import unpack_manifest
 from sglang_tiered.storage.object.names import Layout
@@ -26,7 +27,6 @@ from sglang_tiered.storage.object.names import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TIMEOUT_S = 20.0
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
 TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 KEYS = [random.Random(number).randbytes(32) for number in range(15)]
@@ -46,11 +46,6 @@ def content(namespace: bytes, key: bytes) -> bytes:
     """The one right answer for a key."""
     source = random.Random(namespace + key)
     return source.randbytes(source.choice((1, 100, 4096, 5000)))
-
-
-def done(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 class TwoEngines(RuleBasedStateMachine):
@@ -97,7 +92,7 @@ class TwoEngines(RuleBasedStateMachine):
                 jobs.append(engine.submit_store(Run(keys, pages, tenant)))
         assert engine.flush(TIMEOUT_S)
         for job in jobs:
-            assert set(done(job)) <= SERVED
+            assert set(finished(job)) <= SERVED
             stored = {
                 key
                 for key, reason in zip(job.run.keys, job.reasons, strict=True)
@@ -118,7 +113,7 @@ class TwoEngines(RuleBasedStateMachine):
         engine, namespace = self.engines[number], self.namespaces[number]
         right = [content(namespace, key) for key in chosen]
         pages = tuple((memoryview(bytearray(len(data))),) for data in right)
-        reasons = done(engine.submit_load(Run(tuple(chosen), pages)))
+        reasons = finished(engine.submit_load(Run(tuple(chosen), pages)))
         for key, (page,), data, reason in zip(chosen, pages, right, reasons, strict=True):
             if reason is Reason.OK:
                 assert page == data, "other bytes than were stored"

@@ -25,6 +25,7 @@ from simulation.engine import small_steps
 from simulation.ledger import key
 
 from kit.faulty import Fault, FaultyDevice
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
@@ -33,7 +34,6 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-TIMEOUT_S = 20.0
 REGION = 48 * 1024
 NUM_REGIONS = 4
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
@@ -60,11 +60,6 @@ def content(namespace: bytes, key: bytes) -> bytes:
     """The one right answer for a key: its length and bytes follow from key and namespace."""
     source = random.Random(namespace + key)
     return source.randbytes(source.choice((1, 100, 4096, 5000, 8192, 12_288)))
-
-
-def done(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def flip(device: Device, name: str, bit: int) -> None:
@@ -168,7 +163,7 @@ class RegionMachine(RuleBasedStateMachine):
             self.may_be_found(*parts)
             jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
             for job in jobs:
-                assert set(done(job)) <= SERVED, job.reasons
+                assert set(finished(job)) <= SERVED, job.reasons
             self.count_as_certain(*runs)
 
     @rule(chosen=chains, wanted=chains)
@@ -180,7 +175,7 @@ class RegionMachine(RuleBasedStateMachine):
             load = self.engine.submit_load(self.run(wanted, blank=True))
             store.cancel()
             load.cancel()
-            assert set(done(store)) <= SERVED | {Reason.CANCELLED}
+            assert set(finished(store)) <= SERVED | {Reason.CANCELLED}
             self.check_loaded(load, {Reason.MISS, Reason.CANCELLED})
             self.count_as_certain(
                 [key for key, reason in zip(chosen, store.reasons, strict=True) if reason in SERVED]
@@ -192,7 +187,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     def check_loaded(self, job: Job, excuses: set[Reason]) -> None:
         allowed = {Reason.OK, Reason.MISS} | ({Reason.CORRUPT} if self.harmed else set())
-        for each, page, reason in zip(job.run.keys, job.run.pages, done(job), strict=True):
+        for each, page, reason in zip(job.run.keys, job.run.pages, finished(job), strict=True):
             assert reason in allowed | excuses
             if reason is Reason.OK:
                 assert bytes(page[0]) == content(self.namespace, each), "wrong bytes"
@@ -222,7 +217,7 @@ class RegionMachine(RuleBasedStateMachine):
             self.purged[tenant] = {}
             for part, job in zip(parts, jobs, strict=True):
                 excuse = {Reason.CANCELLED} if tenant_of(part[0]) == tenant else set()
-                assert set(done(job)) <= SERVED | excuse, job.reasons
+                assert set(finished(job)) <= SERVED | excuse, job.reasons
                 self.count_as_certain(part)
             for keys in (*self.certain.values(), *self.durable.values()):
                 keys -= {key for key in keys if tenant_of(key) == tenant}

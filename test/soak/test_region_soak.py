@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from simulation.killing import kill_loop
-from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, Loaded, keys
+from simulation.ledger import TIMEOUT_S, Ledger, Loaded, keys
 from simulation.lives import live_below_capacity, live_full
 
 from kit.faulty import FaultyDevice
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Health, Reason
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice

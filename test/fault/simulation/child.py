@@ -16,8 +16,9 @@ from collections import deque
 from pathlib import Path
 
 from line_process import LineProcess
-from simulation.ledger import NAMESPACE, Ledger, keys
+from simulation.ledger import Ledger, keys
 
+from kit.runs import NAMESPACE
 from sglang_tiered.errors import StoreLockedError
 from sglang_tiered.storage.base import Job, Reason
 from sglang_tiered.storage.region import RegionEngine

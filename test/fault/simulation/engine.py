@@ -7,8 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from simulation.ledger import NAMESPACE
-
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.region import RegionEngine, sync_worker, writer
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -18,19 +17,9 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["REGION", "Clock", "open_engine", "running", "small_steps"]
+__all__ = ["REGION", "open_engine", "running", "small_steps"]
 
 REGION = 64 * 1024
-
-
-class Clock:
-    """Time that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def open_engine(directory: Path, device: Device, **changes: Any) -> RegionEngine:

@@ -17,6 +17,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region import RegionEngine
 
 __all__ = [
-    "NAMESPACE",
     "SIZES",
     "TIMEOUT_S",
     "Ledger",
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 TIMEOUT_S = 30.0
-NAMESPACE = b"\x11" * 32
 SIZES = (4096, 5000, 8192, 12_288)
 _GUARD = b"\x5c" * 64
 _CANARY = b"\xa5"

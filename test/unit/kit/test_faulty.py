@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.faulty import Fault, FaultyDevice, FaultyEngine
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
+    from kit.runs import Blank, MakeRun
 
 
 def device(path: Path, *faults: Fault, **kwargs: float) -> FaultyDevice:

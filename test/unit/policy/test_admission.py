@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.clock import Clock
 from sglang_tiered.policy import admission
 from sglang_tiered.policy.admission import (
     DAY_S,
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
 BUSY, EXHAUSTED = 0.5, 1.0  # pressures at which SELECTIVE and CLOSED begin
 PAGE_BYTES = 1000
 DAY_BYTES = 1_000_000  # a burst of 100,000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def keys(*names: object) -> list[bytes]:

@@ -6,16 +6,9 @@ import threading
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.policy import pending_stores
 from sglang_tiered.policy.pending_stores import Offer, Offers
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
 
 A, B = b"a" * 16, b"b" * 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.policy import spill
 from sglang_tiered.policy.spill import (
     HIGH_SHARE,
@@ -17,13 +18,6 @@ from sglang_tiered.policy.spill import (
 
 HOST = 64_000
 FLOOR = int(HOST * MIN_SHARE)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

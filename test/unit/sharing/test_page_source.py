@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.sharing.page_source import PageSource, _Memory
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.storage.base import Reason, Run
@@ -15,10 +15,9 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-NAMESPACE = b"\x11" * 32
-MakeRun = Callable[..., Run]
 SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
 
 

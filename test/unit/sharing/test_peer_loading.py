@@ -12,13 +12,13 @@ from page_peers import (
     NAMESPACE,
     PATIENT,
     StrangeServer,
-    eventually,
     make_pages,
     page_client,
     page_server,
     strange_server,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.sharing.locality.index import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.peer_loading import PeerLoader

@@ -19,8 +19,8 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
 )
-from transfer_pair import eventually
 
+from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from sglang_tiered.storage.base import Run
+from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import prepare, shard_path
 from sglang_tiered.tools.store.cli import main
@@ -18,13 +18,11 @@ from sglang_tiered.tools.store.cli import main
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sglang_tiered.storage.base import Run
+
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
-OTHER_NAMESPACE = b"\x22" * 32
 SHARD = "tp0of1-pp0of1-dp0-0"
 TIMEOUT_S = 20.0
-
-MakeRun = Callable[..., Run]
 
 
 class Outcome(NamedTuple):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from object_bucket import NAMESPACE, Bucket
+from object_bucket import Bucket
 from object_proxy import Exchange, FaultProxy, expire, status
 from object_server import CREDENTIALS, ObjectServer, s3_environment
 
+from kit.runs import NAMESPACE
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.object.names import Layout
 from sglang_tiered.tools.store.bucket_gc import parse_age

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import shard_path
@@ -20,14 +21,11 @@ from sglang_tiered.storage.region.format import page_checksum, region_name
 from sglang_tiered.tools.store import dump
 
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
-OTHER_NAMESPACE = b"\x22" * 32
 SIZES = [12_288, 12_000, 9_000]
 
 Cli = Callable[..., Any]
 Flip = Callable[[Path, int], None]
 Digest = Callable[[Path], dict[str, object]]
-MakeRun = Callable[..., Run]
 Open = Callable[..., RegionEngine]
 Store = Callable[[RegionEngine, Run], None]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.integration.storage.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.lending.wire import short_path
@@ -23,14 +24,11 @@ from sglang_tiered.storage.region.purges import Bound, Purges
 from sglang_tiered.tools.store import gc
 
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
-OTHER_NAMESPACE = b"\x22" * 32
 SIZES = [12_288, 12_000, 9_000]
 
 Cli = Callable[..., Any]
 Flip = Callable[[Path, int], None]
 Digest = Callable[[Path], dict[str, object]]
-MakeRun = Callable[..., Run]
 Open = Callable[..., RegionEngine]
 Store = Callable[[RegionEngine, Run], None]
 

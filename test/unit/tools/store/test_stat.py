@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kit.runs import OTHER_NAMESPACE, MakeRun
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
@@ -25,12 +26,10 @@ from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
 REGION = 64 * 1024
 PAYLOAD = 12_288 + 12_000 + 9_000
-OTHER_NAMESPACE = b"\x22" * 32
 
 Cli = Callable[..., Any]
 Flip = Callable[[Path, int], None]
 Digest = Callable[[Path], dict[str, object]]
-MakeRun = Callable[..., Run]
 Open = Callable[..., RegionEngine]
 Store = Callable[[RegionEngine, Run], None]
 

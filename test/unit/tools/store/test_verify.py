@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,13 +33,15 @@ from sglang_tiered.tools.store import scan
 from sglang_tiered.tools.store.inspection import Problem
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
+if TYPE_CHECKING:
+    from kit.runs import MakeRun
+
 REGION = 64 * 1024
 FIRST = region_name(0)
 
 Cli = Callable[..., Any]
 Flip = Callable[[Path, int], None]
 Digest = Callable[[Path], dict[str, object]]
-MakeRun = Callable[..., Run]
 Open = Callable[..., RegionEngine]
 Store = Callable[[RegionEngine, Run], None]
 

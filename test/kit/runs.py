@@ -1,0 +1,53 @@
+"""Runs of pages: the same bytes from the same seed, and buffers to load them into."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from sglang_tiered.storage.base import KEY_BYTES, Run
+
+__all__ = [
+    "NAMESPACE",
+    "OTHER_NAMESPACE",
+    "Blank",
+    "MakeRun",
+    "PageData",
+    "Sizes",
+    "blank",
+    "make_run",
+    "page_data",
+]
+
+NAMESPACE = b"\x11" * 32
+OTHER_NAMESPACE = b"\x22" * 32
+
+Sizes = Sequence[int | tuple[int, ...]]
+MakeRun = Callable[[int, Sizes], Run]
+Blank = Callable[[Run], Run]
+PageData = Callable[[Run], list[bytes]]
+
+
+def make_run(seed: int, sizes: Sizes) -> Run:
+    """One page per size; a tuple is a page of several segments."""
+    source = random.Random(seed)
+    keys, pages = [], []
+    for size in sizes:
+        keys.append(source.randbytes(KEY_BYTES))
+        segments = (size,) if isinstance(size, int) else size
+        pages.append(tuple(memoryview(source.randbytes(nbytes)) for nbytes in segments))
+    return Run(tuple(keys), tuple(pages))
+
+
+def blank(run: Run) -> Run:
+    """The same keys with buffers of the same shape, filled with a byte that shows."""
+    pages = tuple(
+        tuple(memoryview(bytearray(b"\xa5" * segment.nbytes)) for segment in page)
+        for page in run.pages
+    )
+    return Run(run.keys, pages)
+
+
+def page_data(run: Run) -> list[bytes]:
+    """The bytes of every page of a run."""
+    return [b"".join(page) for page in run.pages]

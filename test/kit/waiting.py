@@ -1,0 +1,36 @@
+"""Waiting for what other threads do, with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.storage.base import Job, Reason
+
+__all__ = ["TIMEOUT_S", "eventually", "finished"]
+
+TIMEOUT_S = 20.0
+"""For what takes milliseconds on an idle machine; this one computes other tests as well."""
+
+_PAUSE_S = 0.005
+
+
+def eventually(
+    condition: Callable[[], object], what: str = "", *, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Ask again until the condition holds. Fails after ``timeout_s`` and names ``what``."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {timeout_s:.0f} s: {what}"
+        pause.wait(_PAUSE_S)
+
+
+def finished(job: Job) -> list[Reason]:
+    """Wait for a job; return what became of each page."""
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job.reasons
