@@ -46,9 +46,8 @@ def _host_on_the_way_to(settings: PeerSettings) -> str:
     if "host" not in index:  # a Unix socket
         return "127.0.0.1"
     try:
-        family, *_, target = socket.getaddrinfo(
-            index["host"], index["port"], type=socket.SOCK_DGRAM
-        )[0]
+        found = socket.getaddrinfo(index["host"], index["port"], type=socket.SOCK_DGRAM)
+        family, *_, target = found[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             host: str = probe.getsockname()[0]

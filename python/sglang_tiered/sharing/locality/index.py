@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
@@ -19,7 +20,6 @@ from sglang_tiered.sharing.locality.publisher import Publisher
 from sglang_tiered.sharing.locality.purges import ToldPurge
 from sglang_tiered.sharing.locality.reader import Reader
 from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
-from sglang_tiered.sharing.locality.stats import LocalityStats
 from sglang_tiered.sharing.locality.url import parse_index_url
 
 if TYPE_CHECKING:
@@ -35,11 +35,35 @@ if TYPE_CHECKING:
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
 
-__all__ = ["LocalityIndex", "Peer", "ToldPurge"]
+__all__ = ["LocalityIndex", "LocalityStats", "Peer", "ToldPurge"]
 
 NAMESPACE_BYTES = 32
 _CLOSE_S = 2.0
 _LEAVE_S = 0.5  # for taking our record out of Redis
+
+
+@dataclass(frozen=True, slots=True)
+class LocalityStats:
+    """Counters since opening, and gauges of now. Reading them takes no I/O."""
+
+    connected: bool  # Redis answered the latest question who holds what
+    trouble: str  # why it does not answer, or refuses what we publish, as one clause; or empty
+    num_peers: int  # live servers whose pages are mirrored
+    num_usable_peers: int  # of those, that pages are found at now
+    num_mirrored_pages: int  # different pages known to be held by others
+    num_not_mirrored: int  # pages of live servers beyond ``max_pages``, as last seen
+    mirror_bytes: int
+    num_published_pages: int  # that others may find here
+    num_fingerprints_published: int  # told to others, snapshots included
+    num_fingerprints_read: int
+    num_snapshots_published: int
+    num_snapshots_read: int
+    num_errors: int  # failed exchanges with Redis, connections refused included
+    num_garbage: int  # values that were ignored
+    num_published_anew: int  # what we had in Redis was gone or not ours any more
+    num_purges_told: int  # begun here and in Redis
+    num_purges_applied: int  # told by others
+    num_purges_waiting: int  # begun here, not yet in Redis
 
 
 class LocalityIndex:
