@@ -202,6 +202,29 @@ def test_a_purge_hides_at_once_while_the_bucket_is_away_and_is_durable_later(
         assert not is_held(fresh, mine)
 
 
+def test_a_tombstone_read_late_spares_newer_pages(url: str) -> None:
+    """A server that has yet to hear of a purge stores on; the purge must not take that too."""
+    before, since, unsent = (run_of(number, tenant=TENANT) for number in range(3))
+    theirs = run_of(3, tenant=OTHER)
+    now = [1_000_000.0]
+    clocks = {"wall_clock": lambda: now[0]}
+    with opened(url, **clocks) as first, opened(url, linger_s=3600.0, **clocks) as second:
+        assert store(first, before, theirs) == OK
+        assert second.refresh(TIMEOUT_S)
+        assert first.purge(TENANT, TIMEOUT_S)
+        now[0] += 1.0
+        assert store(second, since) == OK
+        job = second.submit_store(unsent)
+        eventually(lambda: second._state.packing is None and not second._state.stores)
+        assert second.refresh(TIMEOUT_S)
+        assert second.flush(TIMEOUT_S)
+        assert job.wait(TIMEOUT_S)
+        with opened(url, **clocks) as third:
+            for engine in (second, third):
+                assert load(engine, before) == {Reason.MISS}
+                assert [load(engine, run) for run in (since, unsent, theirs)] == [OK] * 3
+
+
 def test_a_store_under_way_does_not_land_behind_a_purge(s3_url: str, proxy: FaultProxy) -> None:
     for number, folder in enumerate(("objects", "manifests")):
         mine = run_of(number, tenant=TENANT)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+
 from kit.clock import Clock
 from kit.waiting import eventually
 
 
 def test_a_condition_is_asked_until_it_holds() -> None:
     answers = [True, False, False]
-    eventually(lambda: answers.pop())
+    eventually(answers.pop)
     assert answers == []
 
 

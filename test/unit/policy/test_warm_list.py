@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
+from sglang_tiered.checksummed import seal
+from sglang_tiered.policy.warm_list import VERSION, WarmChain, WarmList, _File, decode, encode
 
 
 def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k") -> WarmChain:
@@ -78,10 +79,18 @@ def test_anything_else_is_an_empty_list(data: bytes) -> None:
     assert decode(data) == []
 
 
-def test_a_cut_file_and_another_version_are_empty_lists() -> None:
+def test_a_file_cut_short_is_an_empty_list() -> None:
     data = encode([chain(50)])
     assert decode(data[:-1]) == []
     assert decode(b"") == []
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_list_of_another_version_is_ignored(version: int) -> None:
+    """It verifies and has the same fields, which may mean something else."""
+    chains = [chain(50)]
+    assert decode(seal(_File(VERSION, chains))) == chains
+    assert decode(seal(_File(version, chains))) == []
 
 
 def test_a_list_of_nothing_is_refused() -> None:

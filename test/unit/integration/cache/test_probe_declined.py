@@ -38,7 +38,11 @@ def test_a_declined_tier_is_probed_with_what_was_declined(
 
 
 def test_a_tier_that_was_just_measured_is_left_alone() -> None:
+    calls: list[Any] = []
+    transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
     cache: Any = SimpleNamespace(
-        _planner=SimpleNamespace(wants_probe=lambda tier: False), storage=SimpleNamespace()
+        _planner=SimpleNamespace(wants_probe=lambda tier: False),
+        storage=SimpleNamespace(transfers=transfers),
     )
     LoadingRadixCache._probe_declined(cache, HASHES, SPANS, 0)
+    assert calls == []
