@@ -36,7 +36,7 @@ def test_a_purge_reaches_every_server_once(servers: Servers, tenant: bytes | Non
     assert two.index.stats().num_purges_applied == 1
 
 
-def test_nothing_is_found_at_a_server_that_has_not_applied_the_purge(servers: Servers) -> None:
+def test_a_server_before_the_purge_is_not_asked(servers: Servers) -> None:
     one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
     servers.know_each_other()
     two.refuses_purges = True
@@ -52,9 +52,7 @@ def test_nothing_is_found_at_a_server_that_has_not_applied_the_purge(servers: Se
     assert two.purged == [TENANT]
 
 
-def test_a_purge_waits_for_a_redis_that_is_away(
-    servers: Servers, redis_server: RedisServer
-) -> None:
+def test_a_purge_waits_for_an_absent_redis(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open([1], expiry_s=30.0), servers.open([2], expiry_s=30.0)
     servers.know_each_other()
     redis_server.kill()
@@ -68,7 +66,7 @@ def test_a_purge_waits_for_a_redis_that_is_away(
     eventually(lambda: one.finds(2) == [True])
 
 
-def test_a_server_that_starts_later_applies_what_was_purged_before(servers: Servers) -> None:
+def test_a_later_server_applies_earlier_purges(servers: Servers) -> None:
     one = servers.open([1])
     assert one.index.begin_purge(TENANT).wait(20.0)
     late = servers.open([2])
@@ -91,9 +89,7 @@ def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_
     eventually(lambda: set(fresh.purged) == {TENANT, ANOTHER})
 
 
-def test_a_purge_that_redis_lost_is_told_again_and_applied_once(
-    servers: Servers, redis_server: RedisServer
-) -> None:
+def test_a_purge_lost_by_redis_applies_once(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
     assert one.index.begin_purge(TENANT).wait(20.0)
@@ -120,7 +116,7 @@ def test_servers_that_purge_at_once_come_to_agree(servers: Servers) -> None:
         eventually(lambda server=server, others=others: all(server.finds(*others)))
 
 
-def test_a_purge_of_the_namespace_before_is_told_to_those_who_stayed(
+def test_a_purge_before_namespace_change_reaches_others(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open([1]), servers.open([2])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PASSWORD = "not-for-the-log"
 
 
-def test_a_redis_that_is_not_there_yet_holds_up_nobody(redis_server: RedisServer) -> None:
+def test_a_redis_not_yet_there_delays_nothing(redis_server: RedisServer) -> None:
     redis_server.kill()
     with Servers(redis_server.url) as servers:
         one, two = servers.open([1]), servers.open([2])
@@ -55,7 +55,7 @@ def test_without_redis_nothing_is_found_within_the_expiry(
     eventually(lambda: one.finds(2) == [True] and two.finds(1) == [True])
 
 
-def test_a_redis_that_stalls_for_an_instant_costs_nothing(
+def test_a_redis_stalling_briefly_costs_nothing(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, _ = servers.open([1], expiry_s=10.0), servers.open([2], expiry_s=10.0)
@@ -88,7 +88,7 @@ def test_an_emptied_redis_is_filled_again(servers: Servers, redis_server: RedisS
     eventually(lambda: two.finds(1, 999) == [True, True])
 
 
-def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
+def test_an_unconfirmed_change_is_applied_exactly_once(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open(range(1, 100), expiry_s=30.0), servers.open(expiry_s=30.0)
@@ -115,7 +115,7 @@ def test_a_change_whose_confirmation_got_lost_is_neither_lost_nor_doubled(
     assert one.index.stats().num_published_anew == 0
 
 
-def test_out_of_memory_leaves_what_is_there_and_reading_goes_on(
+def test_redis_out_of_memory_still_serves_reads(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open(range(1, 100)), servers.open(range(500, 600))
@@ -155,7 +155,7 @@ def test_a_read_only_replica_serves_readers(servers: Servers, redis_server: Redi
         (f"reader:{PASSWORD}@", "may not"),
     ],
 )
-def test_a_refused_login_is_one_line_without_the_password(
+def test_a_refused_login_never_shows_the_password(
     secret: str, clause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RedisServer(password="another") as redis_server:
@@ -176,7 +176,7 @@ def test_a_refused_login_is_one_line_without_the_password(
             assert "Traceback" not in shown
 
 
-def test_a_right_password_works_also_over_a_unix_socket() -> None:
+def test_the_password_works_over_a_unix_socket() -> None:
     with (
         RedisServer(password=PASSWORD) as redis_server,
         Servers(redis_server.url) as servers,
@@ -216,7 +216,7 @@ def test_tls_is_used_and_the_certificate_looked_at(tmp_path: Path) -> None:
         eventually(lambda: stranger.index.stats().trouble == "its certificate is not trusted")
 
 
-def test_what_is_no_redis_at_all_is_misses_only(object_server: object) -> None:
+def test_a_server_that_is_not_redis_costs_misses(object_server: object) -> None:
     host, port = object_server.address  # type: ignore[attr-defined]
     with Servers(f"redis://{host}:{port}") as servers:
         one = servers.open([1])
@@ -257,7 +257,7 @@ def test_garbage_in_every_key_is_ignored_and_counted(
 
 
 @pytest.mark.parametrize("kind", ["record", "pages", "changes"])
-def test_a_key_of_another_type_is_replaced_or_ignored(
+def test_a_key_of_another_type_costs_nothing(
     servers: Servers, redis_server: RedisServer, kind: str
 ) -> None:
     one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
@@ -304,7 +304,7 @@ def test_an_answer_beyond_the_bound_is_not_read(
     eventually(lambda: two.finds(1, 10) == [True, True])
 
 
-def test_a_snapshot_that_lies_about_its_size_costs_no_more_than_the_bound(
+def test_a_snapshot_lying_about_its_size_stays_bounded(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open([1], max_pages=1000), servers.open([2])
@@ -320,7 +320,7 @@ def test_a_snapshot_that_lies_about_its_size_costs_no_more_than_the_bound(
     assert two.finds(1) == [True]
 
 
-def test_a_forged_stream_that_never_fits_is_read_less_and_less(
+def test_a_forged_stream_is_read_ever_less_often(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open([1]), servers.open([2])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from redis_server import RedisServer
 
 
-def test_what_others_hold_is_found_and_the_own_is_not(servers: Servers) -> None:
+def test_only_pages_of_others_are_found(servers: Servers) -> None:
     one, two = servers.open(range(1, 100)), servers.open(range(90, 200))
     servers.know_each_other()
     assert one.finds(1, 95, 150, 500) == [False, True, True, False]
@@ -33,7 +33,7 @@ def test_what_others_hold_is_found_and_the_own_is_not(servers: Servers) -> None:
     assert figures.num_errors == figures.num_garbage == 0
 
 
-def test_a_server_that_did_not_say_where_it_is_only_looks(servers: Servers) -> None:
+def test_a_server_without_address_only_looks(servers: Servers) -> None:
     one, two = servers.open(range(1, 10)), servers.open(range(20, 30), announced=False)
     servers.know_each_other()
     assert two.finds(1) == [True]
@@ -82,7 +82,7 @@ def test_a_renewed_snapshot_disturbs_nobody_and_serves_newcomers(
     assert entries < 100
 
 
-def test_a_page_at_several_servers_survives_one_of_them(servers: Servers) -> None:
+def test_a_page_held_twice_survives_one_holder(servers: Servers) -> None:
     one, two, three = servers.open([7, 8]), servers.open([7]), servers.open()
     servers.know_each_other()
     assert three.finds(7, 8) == [True, True]
@@ -91,7 +91,7 @@ def test_a_page_at_several_servers_survives_one_of_them(servers: Servers) -> Non
     assert three.finds_at(7) == two.index.server
 
 
-def test_a_killed_server_is_found_no_more_within_its_expiry(
+def test_a_killed_server_is_gone_within_its_expiry(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one = servers.open()
@@ -140,9 +140,7 @@ def test_namespaces_do_not_see_each_other(servers: Servers) -> None:
     assert one.finds(2) == two.finds(1) == [True]
 
 
-def test_a_change_of_namespace_finds_nothing_of_the_old_one_at_once(
-    servers: Servers, redis_server: RedisServer
-) -> None:
+def test_a_new_namespace_finds_no_old_page(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
     assert two.finds(1) == [True]
@@ -154,9 +152,7 @@ def test_a_change_of_namespace_finds_nothing_of_the_old_one_at_once(
     assert not redis_server.client.exists(NAMES.record(two.index.server))
 
 
-def test_an_id_that_another_server_uses_is_given_up(
-    servers: Servers, redis_server: RedisServer
-) -> None:
+def test_an_id_used_by_another_is_dropped(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open([1]), servers.open()
     servers.know_each_other()
     before = one.index.server
@@ -180,7 +176,7 @@ def test_what_is_evicted_is_published_anew(
     assert one.index.stats().num_published_anew >= 1
 
 
-def test_a_reader_that_fell_behind_takes_the_snapshot_again(
+def test_a_reader_fallen_behind_rereads_the_snapshot(
     servers: Servers, redis_server: RedisServer
 ) -> None:
     one, two = servers.open(range(1, 100_000)), servers.open()

@@ -82,7 +82,7 @@ def test_without_a_limit_nothing_goes_however_old(bucket: Bucket) -> None:
     assert report.live_bytes == report.object_bytes > 6000
 
 
-def test_what_is_too_old_loses_its_manifest_first_and_its_object_after_the_grace(
+def test_expired_objects_outlive_their_manifests_by_the_grace(
     bucket: Bucket,
 ) -> None:
     old = bucket.make()
@@ -103,7 +103,7 @@ def test_what_is_not_too_old_stays(bucket: Bucket) -> None:
     assert len(bucket.manifests()) == 1
 
 
-def test_the_byte_cap_takes_the_oldest_and_no_more_than_it_must(bucket: Bucket) -> None:
+def test_the_byte_cap_takes_only_the_oldest_needed(bucket: Bucket) -> None:
     ids = [bucket.make(page_bytes=5000) for _ in range(6)]
     size = collect(bucket).live_bytes // 6
     for _ in range(3):  # again: what waits for its grace must not count
@@ -113,7 +113,7 @@ def test_the_byte_cap_takes_the_oldest_and_no_more_than_it_must(bucket: Bucket) 
     assert bucket.objects() == set(ids[2:])
 
 
-def test_two_collectors_of_one_moment_do_not_remove_twice_as_much(bucket: Bucket) -> None:
+def test_two_collectors_at_once_do_not_remove_twice(bucket: Bucket) -> None:
     ids = [bucket.make(page_bytes=5000) for _ in range(12)]
     size = collect(bucket).live_bytes // 12
     threads = [
@@ -127,7 +127,7 @@ def test_two_collectors_of_one_moment_do_not_remove_twice_as_much(bucket: Bucket
     assert bucket.manifests() == set(ids[4:])
 
 
-def test_an_object_just_uploaded_is_not_taken_for_an_orphan(bucket: Bucket) -> None:
+def test_a_fresh_upload_is_no_orphan(bucket: Bucket) -> None:
     uploaded = bucket.make(announced=False)
     report = collect(bucket, after_s=HOUR - 10, capacity_bytes=1, ttl_s=1.0)
     assert bucket.objects() == {uploaded}
@@ -141,7 +141,7 @@ def test_an_orphan_goes_after_the_longer_grace(bucket: Bucket) -> None:
     assert bucket.objects() == bucket.manifests() == {kept}
 
 
-def test_a_manifest_without_its_object_goes_after_the_grace(bucket: Bucket) -> None:
+def test_a_manifest_without_object_goes_after_the_grace(bucket: Bucket) -> None:
     kept = bucket.make()
     lonely = bucket.make(uploaded=False)
     collect(bucket, after_s=30)
@@ -150,7 +150,7 @@ def test_a_manifest_without_its_object_goes_after_the_grace(bucket: Bucket) -> N
     assert bucket.objects() == bucket.manifests() == {kept}
 
 
-def test_a_purged_tenants_objects_go_at_once_and_nobody_elses(bucket: Bucket) -> None:
+def test_a_purge_removes_only_its_tenants_older_objects(bucket: Bucket) -> None:
     bucket.make(tenant=TENANT)
     others = {bucket.make(tenant=OTHER), bucket.make()}
     purge = bucket.purge(TENANT, bucket.opened_ms)
@@ -169,7 +169,7 @@ def test_a_purge_of_everyone(bucket: Bucket) -> None:
     assert bucket.objects() == bucket.manifests() == {later}
 
 
-def test_a_purge_is_forgotten_only_when_old_and_when_nothing_of_it_is_left(bucket: Bucket) -> None:
+def test_a_purge_outlives_the_objects_it_covers(bucket: Bucket) -> None:
     purge = bucket.purge(TENANT, bucket.opened_ms + 10)
     collect(bucket, after_s=23 * HOUR)
     assert bucket.purges() == {purge}
@@ -181,7 +181,7 @@ def test_a_purge_is_forgotten_only_when_old_and_when_nothing_of_it_is_left(bucke
     assert (bucket.purges(), bucket.objects()) == (set(), set())
 
 
-def test_the_byte_cap_does_not_count_what_a_purge_removes(bucket: Bucket) -> None:
+def test_the_byte_cap_ignores_purged_objects(bucket: Bucket) -> None:
     bucket.make(tenant=TENANT, page_bytes=50_000)
     kept = {bucket.make(page_bytes=5000) for _ in range(3)}
     bucket.purge(TENANT, bucket.opened_ms)
@@ -189,7 +189,7 @@ def test_the_byte_cap_does_not_count_what_a_purge_removes(bucket: Bucket) -> Non
     assert bucket.manifests() == kept
 
 
-def test_a_dry_run_writes_and_removes_nothing_and_plans_the_same(bucket: Bucket) -> None:
+def test_a_dry_run_plans_alike_and_changes_nothing(bucket: Bucket) -> None:
     for _ in range(3):
         bucket.make()
     bucket.make(announced=False)
@@ -206,7 +206,7 @@ def test_a_dry_run_writes_and_removes_nothing_and_plans_the_same(bucket: Bucket)
     assert all(r.is_done for r in done)
 
 
-def test_a_budget_ends_a_run_and_the_next_goes_on(bucket: Bucket) -> None:
+def test_a_run_over_budget_resumes_next_time(bucket: Bucket) -> None:
     ids = [bucket.make() for _ in range(5)]
     old = collector(bucket, after_s=2 * HOUR, ttl_s=HOUR)
     assert old.run_once(2).is_complete is False
@@ -237,7 +237,7 @@ def test_another_namespace_stays(bucket: Bucket) -> None:
     assert other.objects() == other.manifests() == {kept}
 
 
-def test_a_file_of_a_writer_that_died_goes_and_a_fresh_one_stays(tmp_path: Path) -> None:
+def test_only_stale_partial_files_go(tmp_path: Path) -> None:
     bucket = Bucket.in_directory(tmp_path)
     kept = bucket.make()
     staged = tmp_path / bucket.layout.objects / (kept[:-1] + "f#1")
@@ -282,7 +282,7 @@ class _Dying:
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-def test_killed_at_any_request_the_next_run_finishes_the_work(tmp_path: Path, done: bool) -> None:
+def test_a_killed_run_is_finished_by_the_next(tmp_path: Path, done: bool) -> None:
     for at in range(1, 100):
         bucket = Bucket.in_directory(tmp_path / f"{at}")
         doomed = {bucket.make(), bucket.make()}
@@ -310,7 +310,7 @@ def test_killed_at_any_request_the_next_run_finishes_the_work(tmp_path: Path, do
 # -- a store that misbehaves --------------------------------------------------------------------
 
 
-def test_a_listing_that_lags_costs_no_object_its_manifest_nor_the_reverse(
+def test_a_lagging_listing_splits_no_object_from_manifest(
     mistreated: Bucket, proxy: FaultProxy
 ) -> None:
     ids = {mistreated.make() for _ in range(4)}
@@ -340,9 +340,7 @@ def test_a_listing_of_long_ago_does_no_harm(mistreated: Bucket, proxy: FaultProx
     assert mistreated.objects() == mistreated.manifests() == fresh
 
 
-def test_a_run_that_fails_raises_and_leaves_what_the_next_one_can_finish(
-    mistreated: Bucket, proxy: FaultProxy
-) -> None:
+def test_a_failed_run_raises_and_can_be_finished(mistreated: Bucket, proxy: FaultProxy) -> None:
     for _ in range(3):
         mistreated.make()
     proxy.add("delete", "", status(503, "SlowDown"), skip=2)  # the clock, one manifest
@@ -371,7 +369,7 @@ def test_servers_take_turns(bucket: Bucket) -> None:
     assert collector(bucket, after_s=700).is_due()
 
 
-def test_in_the_background_it_runs_reports_failures_goes_on_and_stops(
+def test_the_background_collector_survives_failures_and_stops(
     mistreated: Bucket, proxy: FaultProxy, stop: threading.Event
 ) -> None:
     mistreated.make()
@@ -404,7 +402,7 @@ def test_told_to_stop_a_run_ends_between_requests(bucket: Bucket, stop: threadin
 # -- bounded memory -----------------------------------------------------------------------------
 
 
-def test_the_filter_never_forgets_and_its_size_does_not_grow() -> None:
+def test_the_filter_never_forgets_nor_grows() -> None:
     seen = IdFilter(1 << 14)
     for number in range(5000):
         seen.add(f"{number:012x}")
@@ -414,7 +412,7 @@ def test_the_filter_never_forgets_and_its_size_does_not_grow() -> None:
     assert len(seen._bits) == 1 << 14
 
 
-def test_the_oldest_are_kept_in_any_order_of_arrival() -> None:
+def test_the_oldest_are_found_in_any_order() -> None:
     oldest = Oldest(10)
     for number in range(1000):
         age = number * 7919 % 1000

@@ -72,7 +72,7 @@ def about_to_announce(engine: ObjectEngine, proxy: FaultProxy) -> Iterator[Job]:
     assert job.wait(TIMEOUT_S)
 
 
-def test_a_reader_goes_on_during_the_grace_and_misses_after_it(place: tuple[str, Bucket]) -> None:
+def test_a_reader_misses_only_after_the_grace(place: tuple[str, Bucket]) -> None:
     url, bucket = place
     with opened(url) as reader:
         assert store(reader, run_of(1)) == OK
@@ -88,7 +88,7 @@ def test_a_reader_goes_on_during_the_grace_and_misses_after_it(place: tuple[str,
         reader.check_integrity()
 
 
-def test_a_purge_by_an_engine_is_finished_by_the_collector(place: tuple[str, Bucket]) -> None:
+def test_the_collector_finishes_an_engines_purge(place: tuple[str, Bucket]) -> None:
     """The engine that ordered it died before it could delete anything."""
     url, bucket = place
     mine, theirs = run_of(1, tenant=TENANT), run_of(2)
@@ -103,7 +103,7 @@ def test_a_purge_by_an_engine_is_finished_by_the_collector(place: tuple[str, Buc
         assert load(fresh, theirs) == OK
 
 
-def test_what_is_uploaded_and_not_announced_survives_every_collector(
+def test_unannounced_uploads_survive_every_collector(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     bucket = Bucket.in_s3(object_server, s3_url.split("/")[2])
@@ -116,7 +116,7 @@ def test_what_is_uploaded_and_not_announced_survives_every_collector(
         assert load(engine, run_of(1)) == OK
 
 
-def test_a_writer_that_stalled_beyond_the_grace_announces_nothing_that_is_served(
+def test_a_writer_stalled_beyond_grace_announces_nothing_served(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     bucket = Bucket.in_s3(object_server, s3_url.split("/")[2])
@@ -132,7 +132,7 @@ def test_a_writer_that_stalled_beyond_the_grace_announces_nothing_that_is_served
     assert bucket.manifests() == set()
 
 
-def test_servers_whose_clocks_are_a_day_off_lose_nothing_to_the_collector(
+def test_clocks_a_day_off_cost_no_objects(
     place: tuple[str, Bucket],
 ) -> None:
     url, bucket = place
@@ -150,7 +150,7 @@ def test_servers_whose_clocks_are_a_day_off_lose_nothing_to_the_collector(
             engine.close()
 
 
-def test_the_cap_holds_beside_a_writer_and_its_last_pages_stay(place: tuple[str, Bucket]) -> None:
+def test_the_cap_holds_beside_a_writer(place: tuple[str, Bucket]) -> None:
     url, bucket = place
     cap = 60_000
     with opened(url) as writer:
@@ -165,7 +165,7 @@ def test_the_cap_holds_beside_a_writer_and_its_last_pages_stay(place: tuple[str,
         writer.check_integrity()
 
 
-def test_a_collector_beside_a_writer_and_a_reader_costs_misses_at_most(
+def test_a_collector_beside_engines_costs_misses_only(
     place: tuple[str, Bucket],
 ) -> None:
     url, bucket = place

@@ -34,7 +34,7 @@ def released() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("after_head", [False, True], ids=["silent", "head only"])
-def test_a_load_ends_by_its_deadline_and_late_bytes_touch_nothing(
+def test_late_bytes_touch_no_ended_load(
     s3_url: str, proxy: FaultProxy, released: threading.Event, after_head: bool
 ) -> None:
     run = run_of(1)
@@ -57,9 +57,7 @@ def test_a_load_ends_by_its_deadline_and_late_bytes_touch_nothing(
         engine.check_integrity()
 
 
-def test_deadlines_of_many_loads_are_kept_while_all_connections_hang(
-    s3_url: str, proxy: FaultProxy
-) -> None:
+def test_deadlines_are_kept_while_all_connections_hang(s3_url: str, proxy: FaultProxy) -> None:
     runs = [run_of(number) for number in range(12)]
     with opened(s3_url, request_timeout_s=20.0, num_connections=2) as engine:
         assert store(engine, *runs) == OK
@@ -71,9 +69,7 @@ def test_deadlines_of_many_loads_are_kept_while_all_connections_hang(
         proxy.close()  # or the engine would wait for its requests to time out
 
 
-def test_without_a_deadline_a_load_ends_with_the_requests_timeout(
-    s3_url: str, proxy: FaultProxy
-) -> None:
+def test_a_load_without_deadline_has_the_requests_timeout(s3_url: str, proxy: FaultProxy) -> None:
     with opened(s3_url, request_timeout_s=REQUEST_TIMEOUT_S) as engine:
         assert store(engine, run_of(1)) == OK
         proxy.add("get", "/objects/", hang())

@@ -46,7 +46,7 @@ def kill_writers(url: str, *, seed: int, num_kills: int, up_to: int) -> list[int
     return acknowledged
 
 
-def test_no_kill_loses_what_was_acknowledged_in_a_directory(tmp_path: Path) -> None:
+def test_no_kill_loses_acknowledged_pages(tmp_path: Path) -> None:
     assert len(kill_writers(tmp_path.as_uri(), seed=0, num_kills=3, up_to=20)) > 10
     # What the dead left behind is collected, and what they announced stays.
     bucket = Bucket.in_directory(tmp_path)
@@ -71,7 +71,7 @@ def test_many_kills(tmp_path: Path, place: str, request: pytest.FixtureRequest) 
     kill_writers(url, seed=2, num_kills=20, up_to=60)
 
 
-def test_writers_and_collectors_that_are_killed_leave_a_bucket_that_works(tmp_path: Path) -> None:
+def test_killed_writers_and_collectors_leave_the_bucket_working(tmp_path: Path) -> None:
     url = tmp_path.as_uri()
     mix_and_kill(url, seed=3, num_rounds=1)
 

@@ -66,9 +66,7 @@ LASTING = {
 
 
 @pytest.mark.parametrize("fault", LASTING.values(), ids=LASTING)
-def test_a_read_that_goes_on_failing_is_no_success_and_no_wrong_bytes(
-    s3_url: str, proxy: FaultProxy, fault: Fault
-) -> None:
+def test_a_read_failing_on_serves_no_bytes(s3_url: str, proxy: FaultProxy, fault: Fault) -> None:
     with opened(s3_url) as engine:
         assert store(engine, run_of(1), run_of(2)) == OK
         proxy.add("get", "/objects/", fault)
@@ -83,7 +81,7 @@ def test_a_read_that_goes_on_failing_is_no_success_and_no_wrong_bytes(
         engine.check_integrity()
 
 
-def test_a_flipped_bit_is_corrupt_and_costs_that_page_alone(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_flipped_bit_costs_that_page_alone(s3_url: str, proxy: FaultProxy) -> None:
     with opened(s3_url) as engine:
         run = run_of(1)
         assert store(engine, run) == OK
@@ -117,7 +115,7 @@ def test_a_write_that_fails_once_is_tried_again(
     [status(500), status(403, "AccessDenied"), reset(), lose_response(), drop_upload(20)],
     ids=["500", "denied", "reset", "response lost", "half sent"],
 )
-def test_a_write_that_goes_on_failing_ends_the_store_and_loads_go_on(
+def test_a_write_failing_on_leaves_loads_working(
     s3_url: str, proxy: FaultProxy, fault: Fault, folder: str
 ) -> None:
     clock = Clock()
@@ -140,7 +138,7 @@ def test_a_write_that_goes_on_failing_ends_the_store_and_loads_go_on(
         load(other, run_of(2))  # announced or not: never other bytes
 
 
-def test_a_large_object_whose_part_breaks_is_never_seen_in_part(
+def test_a_broken_upload_is_never_seen_in_part(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     large = run_of(1, num_pages=20, page_bytes=1 << 20)
@@ -177,7 +175,7 @@ def test_a_manifest_that_arrives_damaged_is_not_believed(s3_url: str, proxy: Fau
             reader.check_integrity()
 
 
-def test_a_manifest_damaged_on_its_way_once_is_read_again(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_manifest_damaged_in_transit_is_read_again(s3_url: str, proxy: FaultProxy) -> None:
     with opened(s3_url) as writer:
         assert store(writer, run_of(1)) == OK
     rule = proxy.add("get", "/manifests/", flip(150), count=1)
@@ -238,9 +236,7 @@ def test_the_breaker_opens_and_closes(s3_url: str, proxy: FaultProxy) -> None:
         assert store(engine, run_of(2)) == OK
 
 
-def test_opened_while_the_bucket_is_away_it_works_once_it_is_back(
-    s3_url: str, proxy: FaultProxy
-) -> None:
+def test_a_bucket_absent_at_opening_works_once_back(s3_url: str, proxy: FaultProxy) -> None:
     with opened(s3_url) as writer:
         assert store(writer, run_of(1)) == OK
     proxy.add("*", "", reset())
@@ -258,7 +254,7 @@ def serves_the_run(engine: ObjectEngine) -> bool:
     return load(engine, run_of(1)) == OK
 
 
-def test_a_server_that_goes_away_altogether_and_leaves_no_descriptors(s3_url: str) -> None:
+def test_a_server_gone_altogether_leaks_no_descriptors(s3_url: str) -> None:
     with opened(s3_url) as engine:
         assert store(engine, run_of(1)) == OK
     before = open_descriptors()

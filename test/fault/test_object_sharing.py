@@ -56,9 +56,7 @@ def test_two_writers_of_the_same_pages_at_once(url: str) -> None:
             engine.check_integrity()
 
 
-def test_the_older_copy_of_a_page_is_deleted_and_the_newer_is_served(
-    s3_url: str, object_server: ObjectServer
-) -> None:
+def test_deleting_an_older_copy_leaves_the_newer(s3_url: str, object_server: ObjectServer) -> None:
     """As the collector does; a server that knows both must not depend on the older."""
     run = run_of(1)
     with opened(s3_url) as first, opened(s3_url) as second:
@@ -87,7 +85,7 @@ def test_both_copies_of_a_page_are_deleted(s3_url: str, object_server: ObjectSer
         assert load(reader, run) == OK
 
 
-def test_a_manifest_without_its_object_is_a_miss_and_is_forgotten(
+def test_a_manifest_without_object_is_a_miss_forgotten(
     s3_url: str, object_server: ObjectServer, proxy: FaultProxy
 ) -> None:
     with opened(s3_url) as writer:
@@ -120,7 +118,7 @@ def test_an_object_without_its_manifest_is_nobodys(
         assert store(reader, run_of(1)) == OK
 
 
-def test_a_listing_that_lags_is_a_miss_until_it_does_not(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_lagging_listing_is_a_miss_meanwhile(s3_url: str, proxy: FaultProxy) -> None:
     with opened(s3_url) as writer, opened(s3_url) as reader:
         assert store(writer, run_of(1)) == OK
         rule = proxy.add("list", "manifests", hide(""))
@@ -136,7 +134,7 @@ def test_a_listing_that_lags_is_a_miss_until_it_does_not(s3_url: str, proxy: Fau
         assert load(reader, run_of(1)) == OK
 
 
-def test_a_listing_of_long_ago_shows_what_is_gone_and_serves_none_of_it(
+def test_a_stale_listing_serves_nothing_gone(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
     with opened(s3_url) as writer, opened(s3_url) as reader:
@@ -156,7 +154,7 @@ def test_a_listing_of_long_ago_shows_what_is_gone_and_serves_none_of_it(
 # -- purges -------------------------------------------------------------------------------------
 
 
-def test_a_purge_is_seen_by_servers_that_run_and_by_those_that_start(url: str) -> None:
+def test_a_purge_reaches_running_and_starting_servers(url: str) -> None:
     mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
     with opened(url) as first, opened(url) as second:
         assert store(first, mine, theirs) == OK
@@ -177,9 +175,7 @@ def test_a_purge_is_seen_by_servers_that_run_and_by_those_that_start(url: str) -
         assert load(first, mine) == OK
 
 
-def test_a_purge_hides_at_once_while_the_bucket_is_away_and_is_durable_later(
-    s3_url: str, proxy: FaultProxy
-) -> None:
+def test_a_purge_hides_while_the_bucket_is_away(s3_url: str, proxy: FaultProxy) -> None:
     mine = run_of(1, tenant=TENANT)
     with opened(s3_url) as engine:
         assert store(engine, mine) == OK
@@ -225,7 +221,7 @@ def test_a_tombstone_read_late_spares_newer_pages(url: str) -> None:
                 assert [load(engine, run) for run in (since, unsent, theirs)] == [OK] * 3
 
 
-def test_a_store_under_way_does_not_land_behind_a_purge(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_store_in_flight_never_lands_behind_purge(s3_url: str, proxy: FaultProxy) -> None:
     for number, folder in enumerate(("objects", "manifests")):
         mine = run_of(number, tenant=TENANT)
         released = threading.Event()
@@ -244,7 +240,7 @@ def test_a_store_under_way_does_not_land_behind_a_purge(s3_url: str, proxy: Faul
             assert not is_held(fresh, mine), f"its {folder} landed behind the purge"
 
 
-def test_a_tombstone_that_does_not_verify_hides_rather_too_much(
+def test_a_damaged_tombstone_hides_older_pages_only(
     s3_url: str, object_server: ObjectServer
 ) -> None:
     with opened(s3_url) as writer:
@@ -310,7 +306,7 @@ def credentials() -> Iterator[_Credentials]:
     server.close()
 
 
-def test_credentials_that_expire_are_misses_and_renewed_ones_are_used(
+def test_expired_credentials_are_misses_until_renewed(
     s3_url: str,
     proxy: FaultProxy,
     credentials: _Credentials,
@@ -351,7 +347,7 @@ class _Everything:
         return True
 
 
-def test_a_refused_user_finds_out_by_one_warning_without_a_secret(
+def test_a_refused_user_gets_one_warning_without_secret(
     s3_url: str,
     proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,

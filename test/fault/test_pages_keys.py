@@ -58,7 +58,7 @@ def test_any_others_get_nothing(asking: str, serving: str, tmp_path: Path) -> No
                 assert Wanted(friend, server.port, PAGES).wait() == [Outcome.OK] * 2
 
 
-def test_one_that_knows_the_public_key_only_gets_nothing(tmp_path: Path) -> None:
+def test_the_public_key_alone_gets_nothing(tmp_path: Path) -> None:
     """It can encrypt to the server, and is not among those admitted."""
     ours, theirs = peer_keys(tmp_path / "ours"), peer_keys(tmp_path / "theirs")
     forged = replace(theirs, peer_public=ours.public)

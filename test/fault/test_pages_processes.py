@@ -19,7 +19,7 @@ MiB = 1 << 20
 SMALL_STEPS = replace(PATIENT, request_bytes=MiB, max_requests=2)
 
 
-def test_a_server_killed_in_the_middle_ends_the_fetch_at_once() -> None:
+def test_a_server_killed_midway_ends_the_fetch() -> None:
     with ServerProcess(1, MiB, 48) as process, page_client(SMALL_STEPS) as client:
         wanted = Wanted(client, process.port, process.pages, deadline_s=None)
         eventually(lambda: client.stats.num_requests > 8)
@@ -37,7 +37,7 @@ def test_a_server_killed_in_the_middle_ends_the_fetch_at_once() -> None:
         assert again.is_untouched
 
 
-def test_a_server_stopped_for_longer_than_the_deadline_lands_nothing_afterwards() -> None:
+def test_a_server_stopped_too_long_lands_nothing() -> None:
     with ServerProcess(2, MiB, 32) as process, page_client(SMALL_STEPS) as client:
         assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
         process.freeze()
@@ -64,7 +64,7 @@ def test_a_server_stopped_for_good_is_given_up() -> None:
         assert client.num_links == 0
 
 
-def test_a_server_that_was_stopped_before_it_was_asked_is_given_up() -> None:
+def test_a_server_stopped_before_asking_is_abandoned() -> None:
     settings = replace(SMALL_STEPS, connect_timeout_s=0.5, answer_timeout_s=1.0)
     with ServerProcess(4, MiB, 4) as process, page_client(settings) as client:
         process.freeze()

@@ -53,9 +53,7 @@ def checksums(pages: dict[bytes, bytes]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_damaged_page_does_not_count_and_its_neighbours_do(
-    index: int, liar: StrangeServer
-) -> None:
+def test_a_damaged_page_costs_no_neighbour(index: int, liar: StrangeServer) -> None:
     sent = list(PAGES.values())
     sent[index] = sent[index][:-1] + bytes([sent[index][-1] ^ 1])
     with page_client() as client:
@@ -146,9 +144,7 @@ LIES = list(_lies(messages.Fetch(1, NAMESPACE, b"", [1], 1)))
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_an_answer_that_does_not_fit_ends_the_connection_and_nothing_else(
-    name: str, liar: StrangeServer
-) -> None:
+def test_a_misfit_answer_ends_only_its_connection(name: str, liar: StrangeServer) -> None:
     with page_server(PAGES) as (honest, _), page_client() as client:
         wanted = Wanted(client, liar.port, PAGES)
         asked = liar.hear()
@@ -197,7 +193,7 @@ def test_an_answer_after_the_deadline_lands_nowhere(liar: StrangeServer) -> None
         assert wanted.is_as_it_ended
 
 
-def test_answers_racing_the_deadline_land_before_the_end_or_not_at_all(
+def test_answers_never_land_after_the_deadline(
     liar: StrangeServer,
 ) -> None:
     """Whatever the interleaving, what the buffers hold when ``done`` is called stays."""
@@ -227,7 +223,7 @@ def test_answers_racing_the_deadline_land_before_the_end_or_not_at_all(
         assert Outcome.OK in seen
 
 
-def test_one_that_is_silent_is_given_up_and_what_waits_for_it_ends() -> None:
+def test_a_silent_server_ends_what_waits() -> None:
     settings = replace(PATIENT, answer_timeout_s=0.5)
     with strange_server() as liar, page_client(settings) as client:
         wanted = Wanted(client, liar.port, PAGES, deadline_s=None)
@@ -236,7 +232,7 @@ def test_one_that_is_silent_is_given_up_and_what_waits_for_it_ends() -> None:
         assert client.num_links == 0
 
 
-def test_one_that_owes_answers_is_not_asked_for_ever_more(liar: StrangeServer) -> None:
+def test_a_server_owing_answers_is_not_asked_on(liar: StrangeServer) -> None:
     settings = replace(PATIENT, max_requests=2)
     with page_client(settings) as client:
         for _ in range(20):
@@ -253,14 +249,14 @@ def test_busy_is_told_and_touches_nothing(liar: StrangeServer) -> None:
         assert client.num_links == 1
 
 
-def test_a_port_that_accepts_and_says_nothing_is_given_up() -> None:
+def test_a_silent_port_is_abandoned() -> None:
     settings = replace(PATIENT, connect_timeout_s=0.3)
     with socket.create_server((HOST, 0)) as mute, page_client(settings) as client:
         wanted = Wanted(client, mute.getsockname()[1], PAGES, deadline_s=None)
         assert wanted.wait() == MISSING
 
 
-def test_a_port_nobody_listens_on_is_given_up_at_once() -> None:
+def test_a_closed_port_is_abandoned_at_once() -> None:
     with socket.create_server((HOST, 0)) as gone:
         port = gone.getsockname()[1]
     with page_client() as client:
@@ -305,7 +301,7 @@ FRAMES: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_frames_that_are_none_of_ours_are_refused_and_harm_nobody(name: str) -> None:
+def test_foreign_frames_are_refused_and_harm_nothing(name: str) -> None:
     with page_server(PAGES) as (server, reader), page_client() as client:
         with strange_client(server.port) as stranger:
             stranger.send(*FRAMES[name])
@@ -321,7 +317,7 @@ def test_frames_that_are_none_of_ours_are_refused_and_harm_nobody(name: str) -> 
         server.check_integrity()
 
 
-def test_a_frame_longer_than_any_of_ours_is_not_taken_in() -> None:
+def test_an_oversized_frame_is_not_buffered() -> None:
     with page_server(PAGES) as (server, _), page_client() as client:
         with strange_client(server.port) as stranger:
             stranger.send(VERSION_FRAME, bytes(messages.MAX_CLIENT_FRAME_BYTES + 1))
@@ -342,7 +338,7 @@ def test_bytes_that_are_no_zeromq_harm_nobody(pieces: bytes) -> None:
         assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
 
 
-def test_ten_thousand_requests_of_one_that_reads_nothing_cost_bounded_memory() -> None:
+def test_requests_without_reading_cost_bounded_memory() -> None:
     pages = make_pages(4, [100_000] * 4)
     limit = 4_000_000
     # It is stuck from its first unread answer on, and a busy machine takes seconds to ask.
@@ -381,7 +377,7 @@ def test_a_client_that_vanishes_is_not_read_for() -> None:
         server.check_integrity()
 
 
-def test_requests_that_are_cancelled_or_out_of_patience_are_not_read() -> None:
+def test_cancelled_or_overdue_requests_are_not_read() -> None:
     pages = make_pages(6, [1000])
     now = [0.0]
     with (

@@ -92,7 +92,7 @@ def test_what_one_server_stored_another_loads(own: Sharer, other: SharerProcess)
     assert own.tier.stats().num_served == COUNT
 
 
-def test_keys_that_both_hold_are_there_to_measure_with(own: Sharer, near: Sharer) -> None:
+def test_keys_held_by_both_serve_for_measuring(own: Sharer, near: Sharer) -> None:
     assert own.tier.some_keys(5) == []
     run = stored_run(SEED, SIZE, COUNT)
     own.store(run)
@@ -126,9 +126,7 @@ def test_the_holder_is_killed_in_the_middle(
     assert own.load(blank_run(7, size, count)) == [Reason.MISS] * count
 
 
-def test_the_holder_is_stopped_for_longer_than_the_deadline(
-    own: Sharer, other: SharerProcess
-) -> None:
+def test_a_holder_stopped_too_long_lands_nothing(own: Sharer, other: SharerProcess) -> None:
     run = blank_run(SEED, SIZE, COUNT)
     own.finds(run.keys)
     other.freeze()
@@ -184,7 +182,7 @@ def test_another_namespace_finds_and_gets_nothing(
         assert own.load(run) == [Reason.OK] * COUNT
 
 
-def test_a_purge_here_reaches_every_server_and_nothing_comes_back(
+def test_a_purge_reaches_every_server_and_stays(
     own: Sharer, redis: RedisServer, tmp_path: Path
 ) -> None:
     tenant = b"t" * TENANT_BYTES
@@ -222,9 +220,7 @@ def test_redis_goes_and_comes_back_empty(own: Sharer, near: Sharer, redis: Redis
     assert is_right(run)
 
 
-def test_servers_with_keys_share_and_one_with_others_gets_nothing(
-    redis: RedisServer, tmp_path: Path
-) -> None:
+def test_a_server_with_other_keys_gets_nothing(redis: RedisServer, tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
         make_keys(tmp_path / name, [PEER])
     run = stored_run(SEED, SIZE, COUNT)
@@ -264,7 +260,7 @@ def test_closing_ends_what_is_under_way(own: Sharer, other: SharerProcess) -> No
     own.tier.close()
 
 
-def test_a_page_the_own_store_holds_alone_is_found_nowhere(own: Sharer) -> None:
+def test_a_page_held_only_here_is_not_remote(own: Sharer) -> None:
     run = stored_run(3, SIZE, 4)
     own.store(run)
     assert own.tier.refresh(20.0)
@@ -279,7 +275,7 @@ def test_a_page_the_own_store_holds_alone_is_found_nowhere(own: Sharer) -> None:
         {"keys_directory": "nowhere"},
     ],
 )
-def test_settings_that_cannot_work_are_one_sentence_and_leave_nothing_behind(
+def test_impossible_settings_are_refused_and_leave_nothing(
     changes: dict[str, str], own: Sharer, redis: RedisServer
 ) -> None:
     with pytest.raises(ConfigError):
@@ -291,7 +287,7 @@ def test_settings_that_cannot_work_are_one_sentence_and_leave_nothing_behind(
         )
 
 
-def test_a_server_that_listens_everywhere_is_found_by_its_route_to_the_index(
+def test_a_wildcard_listener_advertises_its_route_address(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     with sharer(redis.url, tmp_path / "own", listen_host="0.0.0.0") as own:

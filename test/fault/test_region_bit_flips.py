@@ -129,7 +129,7 @@ def test_the_corpus_has_every_structure(tmp_path: Path, corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
-def test_a_flipped_bit_costs_no_page_of_another_region(
+def test_a_flipped_bit_costs_no_other_regions_page(
     tmp_path: Path, corpus: Corpus, block: int
 ) -> None:
     source = random.Random(block)

@@ -128,7 +128,7 @@ def test_flip_in_region_header_loses_the_region_only(
 
 
 @pytest.mark.parametrize("where", ["header", "padding of header", "payload"])
-def test_flip_in_second_extent_of_unsealed_region_keeps_the_first(
+def test_flip_in_second_extent_keeps_the_first(
     unsealed: Path, runs: list[Run], blank: Blank, where: str
 ) -> None:
     start = BLOCK_BYTES + EXTENT
@@ -137,16 +137,14 @@ def test_flip_in_second_extent_of_unsealed_region_keeps_the_first(
     assert pages_after(unsealed, runs, blank) == [[True, True]] + [[False, False]] * 3
 
 
-def test_flip_in_extent_header_of_sealed_region_costs_nothing(
+def test_flip_in_sealed_extent_header_costs_nothing(
     sealed: Path, runs: list[Run], blank: Blank
 ) -> None:
     flip(region_files(sealed)[0], BLOCK_BYTES + EXTENT + 60)
     assert pages_after(sealed, runs, blank) == ALL
 
 
-def test_flip_in_payload_of_sealed_region_costs_one_page(
-    sealed: Path, runs: list[Run], blank: Blank
-) -> None:
+def test_flip_in_sealed_payload_costs_one_page(sealed: Path, runs: list[Run], blank: Blank) -> None:
     flip(region_files(sealed)[0], BLOCK_BYTES + EXTENT + BLOCK_BYTES + 5)
     assert pages_after(sealed, runs, blank) == [
         [True, True],
@@ -157,7 +155,7 @@ def test_flip_in_payload_of_sealed_region_costs_one_page(
 
 
 @pytest.mark.parametrize("from_end", [1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
-def test_flip_in_footer_or_trailer_falls_back_to_walking(
+def test_flip_in_footer_falls_back_to_walking(
     sealed: Path, runs: list[Run], blank: Blank, from_end: int
 ) -> None:
     flip(region_files(sealed)[0], REGION - from_end)
@@ -416,7 +414,7 @@ def test_kill_in_the_middle_of_stores(tmp_path: Path, blank: Blank, num_acknowle
 
 
 @pytest.mark.parametrize("name", ["region-0000000000000009.kv", "CHECKPOINT"])
-def test_a_fifo_under_our_name_neither_hangs_nor_stops_the_start(
+def test_a_fifo_named_like_a_region_never_hangs(
     sealed: Path, runs: list[Run], blank: Blank, name: str
 ) -> None:
     (sealed / name).unlink(missing_ok=True)

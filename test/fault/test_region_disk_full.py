@@ -86,7 +86,7 @@ def test_a_disk_of_any_number_of_blocks(tmp_path: Path) -> None:
             assert Reason.OK not in seen
 
 
-def test_a_disk_of_any_number_of_blocks_reserved_ahead(tmp_path: Path) -> None:
+def test_preallocation_on_any_disk_size_costs_refusals_only(tmp_path: Path) -> None:
     for blocks in range(0, 6 * REGION // BLOCK_BYTES, 3):
         device = SimulatedDevice(capacity_bytes=blocks * BLOCK_BYTES)
         seen = live_on(tmp_path, device, ROUNDS)

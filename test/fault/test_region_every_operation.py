@@ -226,9 +226,7 @@ def test_no_single_failure_costs_an_acknowledged_page(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": BLOCK_BYTES}])
-def test_nothing_behind_a_failed_write_counts_before_it_is_mended(
-    tmp_path: Path, kind: dict[str, int]
-) -> None:
+def test_nothing_behind_a_failed_write_counts(tmp_path: Path, kind: dict[str, int]) -> None:
     """Two extents are under way; the second is written, then the first fails."""
     first_begun, second_begun = threading.Event(), threading.Event()
     num_writes = itertools.count()

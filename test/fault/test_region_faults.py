@@ -163,7 +163,7 @@ def test_full_disk_reclaims_own_regions_and_goes_on(
     engine.close()
 
 
-def test_disk_full_of_somebody_else_drops_stores_until_a_retry(
+def test_a_full_disk_drops_stores_until_retried(
     tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock(100.0)
@@ -277,9 +277,7 @@ def test_hanging_io_is_noticed_by_whoever_asks(
     engine.close()
 
 
-def test_forgetting_waits_no_longer_for_a_disk_that_hangs_than_it_was_told_to(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_purging_a_hanging_disk_keeps_its_timeout(tmp_path: Path, make_run: MakeRun) -> None:
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device)
     entered, release = threading.Event(), threading.Event()
@@ -316,7 +314,7 @@ class ClosingDevice(FaultyDevice):
         super().close(fd)
 
 
-def test_whoever_asks_a_disk_that_hangs_closes_no_file_on_it(
+def test_callers_close_no_file_on_hanging_disks(
     tmp_path: Path, make_run: MakeRun, blank: Blank
 ) -> None:
     """The last close of an unlinked file frees its blocks: the scheduler must not wait for it."""
@@ -369,7 +367,7 @@ def test_corruption_is_logged_once_per_region(
     engine.close()
 
 
-def test_a_read_that_verifies_the_second_time_is_served(
+def test_a_read_right_at_second_try_is_served(
     tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     device = faulty(tmp_path / "s")

@@ -85,7 +85,7 @@ def test_a_closed_store_needs_no_power(tmp_path: Path, workload: Workload) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_power_may_go_at_any_change_of_a_recovery(tmp_path: Path, mode: CrashMode) -> None:
+def test_power_may_fail_anywhere_in_a_recovery(tmp_path: Path, mode: CrashMode) -> None:
     for first_at in range(5, 45, 13):
         device, ledger = SimulatedDevice(power_off_at=first_at), Ledger()
         run(tmp_path, device, ledger, one_by_one)
@@ -113,9 +113,7 @@ def test_many_lives_of_a_full_store(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["drop", "torn", "reorder"])
-def test_a_barrier_covers_what_a_killed_process_left_in_the_cache(
-    tmp_path: Path, mode: CrashMode
-) -> None:
+def test_a_barrier_covers_a_killed_process_writes(tmp_path: Path, mode: CrashMode) -> None:
     """Written and acknowledged, never synced, then ``kill -9``: a barrier of the next process is
     a promise for those pages too, although it did not write them."""
     at = 2
@@ -134,7 +132,7 @@ def test_a_barrier_covers_what_a_killed_process_left_in_the_cache(
 
 
 @pytest.mark.parametrize("num_lost", range(1, 5))
-def test_a_sync_that_failed_is_not_taken_back_by_the_next(tmp_path: Path, num_lost: int) -> None:
+def test_a_failed_sync_stays_failed(tmp_path: Path, num_lost: int) -> None:
     """After a failed ``fsync`` Linux forgets what it could not write, and the next one succeeds.
     A barrier after that must not promise the pages of the first; with those gone, it promises."""
     device, ledger = SimulatedDevice(), Ledger()

@@ -84,7 +84,7 @@ def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
             told.append("synced")
 
 
-def test_power_may_go_at_any_change_of_a_purge(tmp_path: Path) -> None:
+def test_power_may_fail_anywhere_in_a_purge(tmp_path: Path) -> None:
     at = num_begun = num_durable = 0
     while True:
         device, told = SimulatedDevice(power_off_at=at), list[str]()
@@ -119,9 +119,7 @@ def test_power_may_go_at_any_change_of_a_purge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kill", "drop", "reorder"])
-def test_what_is_stored_after_a_purge_outlives_two_losses_of_power(
-    tmp_path: Path, mode: CrashMode
-) -> None:
+def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: CrashMode) -> None:
     """The open region, and its number, may be lost with the first: the next must not reuse it, or
     the bound would kill what it holds."""
     device = SimulatedDevice()
@@ -151,7 +149,7 @@ def test_a_purge_holds_for_other_namespaces_too(tmp_path: Path) -> None:
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
 
-def test_clear_is_durable_even_where_no_file_can_be_removed(tmp_path: Path) -> None:
+def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
     inner = SimulatedDevice()
     device = FaultyDevice(inner)
     with running(tmp_path, device) as engine:
@@ -164,7 +162,7 @@ def test_clear_is_durable_even_where_no_file_can_be_removed(tmp_path: Path) -> N
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
 
-def test_a_purge_that_cannot_be_written_says_so_and_goes_with_the_next(tmp_path: Path) -> None:
+def test_an_unwritten_purge_goes_with_the_next(tmp_path: Path) -> None:
     inner = SimulatedDevice()
     device = FaultyDevice(inner)
     with running(tmp_path, device) as engine:
@@ -200,7 +198,7 @@ def test_damaged_purges_bring_nothing_back(tmp_path: Path, harm: str) -> None:
             assert held(engine, OF_A) == 12, "damage is paid for once"
 
 
-def test_purges_of_a_newer_version_refuse_the_store_untouched(
+def test_newer_purges_refuse_the_store_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SimulatedDevice()
@@ -218,7 +216,7 @@ def test_purges_of_a_newer_version_refuse_the_store_untouched(
     assert device.crash("kill") == files
 
 
-def test_purges_are_forgotten_once_no_region_before_them_is_left(tmp_path: Path) -> None:
+def test_purges_go_with_the_last_older_region(tmp_path: Path) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
@@ -232,7 +230,7 @@ def test_purges_are_forgotten_once_no_region_before_them_is_left(tmp_path: Path)
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
 
-def test_a_region_that_a_purge_leaves_empty_is_given_back(tmp_path: Path) -> None:
+def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
     with running(tmp_path, SimulatedDevice()) as engine:
         for start in range(0, 60, 6):
             assert store(engine, keys(range(start, start + 6)), A) == [Reason.OK] * 6
@@ -243,7 +241,7 @@ def test_a_region_that_a_purge_leaves_empty_is_given_back(tmp_path: Path) -> Non
         assert engine.stats().num_pages_evicted == 0
 
 
-def test_pages_on_their_way_back_into_the_log_are_purged_too(tmp_path: Path) -> None:
+def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
     """Reclaim holds hot pages of the tenant in memory while the purge is asked for."""
     reading, go_on = threading.Event(), threading.Event()
     armed = False
@@ -280,7 +278,7 @@ def test_pages_on_their_way_back_into_the_log_are_purged_too(tmp_path: Path) -> 
         assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
 
-def test_tenants_are_known_after_a_restart_and_after_reinsertion(tmp_path: Path) -> None:
+def test_tenants_survive_restart_and_reinsertion(tmp_path: Path) -> None:
     device = SimulatedDevice()
     hot = [next(each for each in OF_A if len(content(NAMESPACE, each)) == 4096)]
     with running(tmp_path, device, capacity_bytes=4 * REGION) as engine:

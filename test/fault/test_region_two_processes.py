@@ -35,7 +35,7 @@ def listing(directory: Path) -> list[tuple[str, int, int]]:
     )
 
 
-def test_the_second_is_told_who_has_it_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_the_second_process_is_told_the_holder(tmp_path: Path) -> None:
     with Child(tmp_path) as first:
         opened(first)
         assert served(first, 0)
@@ -72,7 +72,7 @@ def test_only_one_of_many_gets_it(tmp_path: Path) -> None:
         assert served(winner, 0)
 
 
-def test_a_kill_frees_the_lock_although_a_helper_lives_on(tmp_path: Path) -> None:
+def test_a_kill_frees_the_lock_despite_children(tmp_path: Path) -> None:
     with Child(tmp_path) as first:
         opened(first)
         assert served(first, 0)

@@ -45,7 +45,7 @@ def receiver() -> Iterator[Decode]:
         yield one
 
 
-def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_session(
+def test_no_process_may_trace_prefill_before_authentication(
     sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed: list[int] = []
@@ -68,7 +68,7 @@ def test_nobody_may_trace_prefill_before_the_kernel_has_named_who_knows_the_sess
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
 
 
-def test_an_endpoint_that_nobody_read_takes_no_permission_back(
+def test_an_unread_endpoint_revokes_no_permission(
     receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process has one, which may be a debugger's."""
@@ -82,9 +82,7 @@ def test_an_endpoint_that_nobody_read_takes_no_permission_back(
     assert allowed == [os.getpid(), 0]
 
 
-def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode) -> None:
     """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
     the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
     with strange_decode(sender.address) as there, strange_prefill() as here:
@@ -114,7 +112,7 @@ def test_a_relay_that_sends_decode_to_another_prefills_door_has_it_read_nothing(
         assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
 
-def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver: Decode) -> None:
+def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> None:
     with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
         door = stranger.greet(is_same_host=True).door
         for _ in range(2 * MAX_GUESTS):
@@ -126,7 +124,7 @@ def test_many_who_come_and_say_nothing_keep_nobody_out(sender: Prefill, receiver
     eventually(lambda: not sender.endpoint._peers._guests)
 
 
-def test_without_file_descriptors_those_at_the_door_do_not_keep_prefill_busy(
+def test_lack_of_descriptors_makes_no_busy_loop(
     sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = sender.endpoint._peers.door
@@ -156,7 +154,7 @@ def test_without_file_descriptors_those_at_the_door_do_not_keep_prefill_busy(
         assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
 
 
-def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) -> None:
+def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])
         stranger.welcome()
@@ -168,7 +166,7 @@ def test_a_pull_of_memory_that_was_not_offered_fails_the_room(receiver: Decode) 
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
-def test_a_pull_of_pages_that_make_no_sense_fails_the_room(payload: bytes) -> None:
+def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
     with (
         decode(settings=PATIENT) as receiver,
         strange_prefill() as stranger,
@@ -199,7 +197,7 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
-def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
+def test_a_foreign_socket_is_not_talked_to(name: str) -> None:
     with (
         decode(settings=PATIENT) as receiver,
         strange_prefill() as stranger,
@@ -216,7 +214,7 @@ def test_a_socket_that_is_no_door_of_ours_is_not_talked_to(name: str) -> None:
             program.accept()
 
 
-def test_decode_reads_no_process_but_the_one_that_serves_the_room() -> None:
+def test_decode_reads_only_the_rooms_own_prefill() -> None:
     """A client names a prefill instance of its own, which names the door of another process, or of
     decode itself, and then addresses there."""
     secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()

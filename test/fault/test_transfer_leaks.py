@@ -115,7 +115,7 @@ def test_sessions_that_fail_leave_nothing() -> None:
         assert len(receiver.endpoint._loop._handlers) == 0
 
 
-def test_decode_instances_that_come_and_go_leave_nothing_on_prefill() -> None:
+def test_short_lived_decode_instances_leave_nothing_on_prefill() -> None:
     with prefill(settings=IMPATIENT) as sender:
         numbers = iter(range(10_000))
 
@@ -153,7 +153,7 @@ def test_an_address_that_cannot_be_bound_leaves_nothing() -> None:
     returns_everything(once)
 
 
-def test_rooms_that_end_well_or_not_keep_no_memory() -> None:
+def test_ended_rooms_keep_no_memory() -> None:
     shape = Shape(num_layers=4, page_size=16, num_pages=64, num_heads=8, head_bytes=128)
     with prefill(shape) as sender, decode(shape) as receiver:
 
@@ -183,7 +183,7 @@ def test_rooms_that_end_well_or_not_keep_no_memory() -> None:
         assert not queue.num_sent
 
 
-def test_rooms_and_links_are_not_kept_by_what_refers_to_them() -> None:
+def test_finished_rooms_and_links_are_freed() -> None:
     with decode() as receiver:
         with prefill() as sender:
             hand_over(sender, receiver, 1)

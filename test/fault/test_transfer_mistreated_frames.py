@@ -125,7 +125,7 @@ def check(sender: Prefill, receiver: Decode, received: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_room_ends_right_or_with_a_reason_on_both_sides(name: str, seed: int) -> None:
+def test_rooms_end_alike_on_both_sides_and_recover(name: str, seed: int) -> None:
     with (
         prefill(SHAPE, settings=IMPATIENT) as sender,
         decode(SHAPE, settings=IMPATIENT) as receiver,
@@ -142,7 +142,7 @@ def test_a_room_ends_right_or_with_a_reason_on_both_sides(name: str, seed: int) 
         eventually(lambda: recovers(sender, receiver, between.address))
 
 
-def test_an_abort_that_is_lost_with_its_session_is_told_again_and_over_the_next_one_too() -> None:
+def test_a_lost_abort_is_sent_over_later_sessions() -> None:
     mangled: list[Passing] = []
 
     def mangle(source: random.Random, passing: Passing) -> list[tuple[float, Frames]]:
@@ -163,7 +163,7 @@ def test_an_abort_that_is_lost_with_its_session_is_told_again_and_over_the_next_
 
 
 @pytest.mark.parametrize("name", ["payloads_changed", "data_overtaken", "data_doubled"])
-def test_several_connections_overtake_each_other_and_nothing_is_lost(name: str) -> None:
+def test_connections_overtaking_each_other_lose_nothing(name: str) -> None:
     settings = replace(TCP, num_connections=3, window_bytes=4096)
     with (
         prefill(SHAPE, settings=settings) as sender,
@@ -218,7 +218,7 @@ def test_with_keys_what_was_changed_does_not_land(fault: Fault, both_keys: dict[
         check(sender, receiver, hand_over(sender, receiver, between.address))
 
 
-def test_a_slab_damaged_just_before_the_end_is_sent_again() -> None:
+def test_a_last_slab_damaged_is_sent_again() -> None:
     """Prefill must not take the end's confirmation for that of the slab before it."""
     hits: list[int] = []
 
@@ -247,7 +247,7 @@ def test_a_slab_damaged_just_before_the_end_is_sent_again() -> None:
         assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([7, 8]))
 
 
-def test_a_slab_that_never_arrives_intact_fails_its_room() -> None:
+def test_a_slab_never_intact_fails_its_room() -> None:
     with (
         prefill(SHAPE, settings=TCP) as sender,
         decode(SHAPE, settings=TCP) as receiver,
@@ -262,7 +262,7 @@ def test_a_slab_that_never_arrives_intact_fails_its_room() -> None:
         assert not receiver.pool.kv.any()
 
 
-def test_a_lost_slab_is_missed_however_busy_the_session_is() -> None:
+def test_a_lost_slab_is_noticed_in_busy_sessions() -> None:
     """Confirmations of other rooms say nothing of a slab that they overtook."""
     settings = replace(IMPATIENT, progress_timeout_s=0.8)
     lost: list[int] = []

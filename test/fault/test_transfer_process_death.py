@@ -39,7 +39,7 @@ def unhurried() -> Iterator[Prefill]:
         yield one
 
 
-def test_a_killed_prefill_fails_its_rooms_at_once_and_its_successor_serves() -> None:
+def test_a_killed_prefill_fails_its_rooms_at_once() -> None:
     with decode(SHAPE, settings=UNHURRIED) as receiver, Child("prefill") as child:
         hand_over(child, receiver, 1)
         receiver.open(2, [child.address], [2])
@@ -57,7 +57,7 @@ def test_a_killed_prefill_fails_its_rooms_at_once_and_its_successor_serves() -> 
     assert receiver.events.kinds(1) == ["received"], "what was received stays received"
 
 
-def test_a_killed_decode_fails_its_rooms_long_before_silence_would(unhurried: Prefill) -> None:
+def test_a_killed_decode_fails_its_rooms_early(unhurried: Prefill) -> None:
     sender = unhurried
     with Child("decode", sender.endpoint.control_port) as child:
         for room in (1, 2):
@@ -77,7 +77,7 @@ def test_a_killed_decode_fails_its_rooms_long_before_silence_would(unhurried: Pr
         sender.events.wait_for("sent", 3)
 
 
-def test_a_prefill_that_is_stopped_is_given_up_and_served_again_when_it_goes_on(
+def test_a_stopped_prefill_fails_rooms_until_it_resumes(
     receiver: Decode,
 ) -> None:
     with Child("prefill") as child:
@@ -95,7 +95,7 @@ def test_a_prefill_that_is_stopped_is_given_up_and_served_again_when_it_goes_on(
         hand_over(child, receiver, 3)
 
 
-def test_a_decode_that_is_stopped_is_given_up_and_comes_back(sender: Prefill) -> None:
+def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
     with Child("decode", sender.endpoint.control_port) as child:
         sender.endpoint.expect(1)
         child.tell("open 1")
@@ -114,7 +114,7 @@ def test_a_decode_that_is_stopped_is_given_up_and_comes_back(sender: Prefill) ->
         sender.events.wait_for("sent", 2)
 
 
-def test_a_prefill_killed_while_its_memory_is_read_fails_the_room() -> None:
+def test_a_prefill_killed_while_read_fails_the_room() -> None:
     with (
         Child("prefill", same_host=True) as child,
         decode(SHAPE, settings=SAME_HOST) as receiver,

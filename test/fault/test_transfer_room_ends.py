@@ -129,7 +129,7 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     eventually(lambda: not receiver.endpoint._senders)
 
 
-def test_losing_prefill_after_a_room_was_received_leaves_the_room_alone() -> None:
+def test_a_received_room_survives_losing_prefill() -> None:
     with decode() as receiver:
         with prefill() as sender:
             bring(sender, receiver, "concluded")
@@ -139,18 +139,14 @@ def test_losing_prefill_after_a_room_was_received_leaves_the_room_alone() -> Non
         eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
 
 
-def test_a_room_opened_again_while_prefill_serves_it_fails_instead_of_waiting_for_ever(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_room_opened_again_while_served_fails(sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, "last_queued")
     receiver.open(1, [sender], [3, 4])
     for events in (sender.events, receiver.events):
         assert "serves this room number already" in events.wait_for("failed", 1)[2]
 
 
-def test_a_room_opened_again_before_its_request_came_is_served_once(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_room_opened_twice_early_is_served_once(sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, "opened")
     receiver.open(1, [sender], [3, 4])
 
@@ -167,7 +163,7 @@ def test_a_room_opened_again_before_its_request_came_is_served_once(
     assert not receiver.pool.pages([1, 2]).any()
 
 
-def test_late_slabs_of_an_earlier_life_of_a_room_do_not_land(receiver: Decode) -> None:
+def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])
         stranger.welcome()
@@ -188,7 +184,7 @@ def test_late_slabs_of_an_earlier_life_of_a_room_do_not_land(receiver: Decode) -
         assert receiver.pool.pages([7]).tobytes() == payload
 
 
-def test_a_thousand_rooms_without_a_request_are_bounded_and_end_with_a_reason() -> None:
+def test_rooms_without_request_are_bounded_and_end() -> None:
     settings = replace(TCP, orphan_timeout_s=1.0, max_orphans=900)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         for room in range(1000):
@@ -203,7 +199,7 @@ def test_a_thousand_rooms_without_a_request_are_bounded_and_end_with_a_reason() 
         assert sender.endpoint._rooms.num_orphans == 0
 
 
-def test_a_pool_that_cannot_be_read_fails_only_its_room(
+def test_an_unreadable_pool_fails_only_its_room(
     sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather = sender.pool.memories.kv.gather
@@ -224,7 +220,7 @@ def test_a_pool_that_cannot_be_read_fails_only_its_room(
     receiver.events.wait_for("received", 2)
 
 
-def test_a_pool_that_cannot_be_written_fails_only_its_room(
+def test_an_unwritable_pool_fails_only_its_room(
     sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scatter = receiver.pool.memories.kv.scatter
@@ -247,9 +243,7 @@ def test_a_pool_that_cannot_be_written_fails_only_its_room(
     nothing_is_left(sender, receiver)
 
 
-def test_a_chunk_that_names_no_page_of_the_pool_fails_its_room(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_chunk_beyond_the_pool_fails_its_room(sender: Prefill, receiver: Decode) -> None:
     for room, (pages, row) in enumerate([([64, 1], 1), ([-1, 1], 1), ([1, 2], 16)]):
         sender.endpoint.expect(room)
         receiver.open(room, [sender], [1, 2])
@@ -259,7 +253,7 @@ def test_a_chunk_that_names_no_page_of_the_pool_fails_its_room(
             assert "names page" in events.wait_for("failed", room)[2]
 
 
-def test_after_close_room_returns_not_a_byte_of_its_pages_changes() -> None:
+def test_a_closed_rooms_pages_never_change() -> None:
     """Many threads open, close and look, while prefill sends without end."""
     shape = Shape(num_layers=4, page_size=16, num_pages=64, num_heads=4, head_bytes=128)
     ended = time.monotonic() + 2.0
@@ -296,7 +290,7 @@ def test_after_close_room_returns_not_a_byte_of_its_pages_changes() -> None:
         assert not receiver.pool.kv.any()
 
 
-def test_a_slab_that_is_being_checked_when_its_room_closes_does_not_land(
+def test_a_slab_checked_during_close_never_lands(
     sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checksum = receiving.xxhash.xxh3_64_intdigest
@@ -336,7 +330,7 @@ def blocked(endpoint: object) -> Callable[[], None]:
     return leave.set
 
 
-def test_a_slow_reader_bounds_what_prefill_gathers_and_holds_up_nobody() -> None:
+def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
     shape = Shape(num_layers=2, page_size=64, num_pages=64, num_heads=8, head_bytes=256)
     page_bytes = 4 * 64 * 8 * 256
     settings = replace(TCP, window_bytes=2 << 20, peer_timeout_s=30.0)
@@ -366,7 +360,7 @@ def test_a_slow_reader_bounds_what_prefill_gathers_and_holds_up_nobody() -> None
         assert np.array_equal(slow.pool.kv, sender.pool.kv)
 
 
-def test_rooms_given_up_do_not_lend_a_reader_more_than_its_window() -> None:
+def test_aborted_rooms_do_not_widen_a_readers_window() -> None:
     """What was sent for them takes up memory until the reader has taken it."""
     settings = replace(TCP, window_bytes=4096, progress_timeout_s=30.0)
     with prefill(settings=settings) as sender, strange_decode(sender.address) as stranger:
@@ -409,7 +403,7 @@ def test_a_decode_that_never_confirms_is_given_up() -> None:
         assert "has taken no data" in stranger.hear(messages.Bye).reason
 
 
-def test_thousands_of_tiny_rooms_do_not_overrun_the_queue_of_a_reader_that_pauses() -> None:
+def test_tiny_rooms_never_overrun_a_paused_readers_queue() -> None:
     settings = replace(TCP, peer_timeout_s=30.0, progress_timeout_s=30.0)
     num_rooms = 6000
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
@@ -426,7 +420,7 @@ def test_thousands_of_tiny_rooms_do_not_overrun_the_queue_of_a_reader_that_pause
         assert sender.endpoint.stats.num_sessions_lost == 0
 
 
-def test_both_ends_are_told_when_the_other_shuts_down() -> None:
+def test_each_end_is_told_of_the_others_shutdown() -> None:
     with decode() as receiver:
         with prefill() as sender:
             bring(sender, receiver, "ready")
@@ -449,7 +443,7 @@ def silent_addresses() -> Iterator[list[tuple[str, int]]]:
         yield [(f"127.7.{index // 250}.{index % 250 + 1}", port) for index in range(NUM_SILENT)]
 
 
-def test_rooms_at_more_silent_addresses_than_zeromq_has_sockets_for_all_end(
+def test_rooms_at_many_silent_addresses_all_end(
     sender: Prefill,
 ) -> None:
     """A client names the addresses: whoever names many must not make a room hang."""
@@ -462,9 +456,7 @@ def test_rooms_at_more_silent_addresses_than_zeromq_has_sockets_for_all_end(
 
 
 @pytest.mark.parametrize("files", [512, 516, 520])  # another socket of three is the first to lack
-def test_rooms_for_which_no_socket_can_be_made_fail_and_later_ones_do_not(
-    files: int, sender: Prefill
-) -> None:
+def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefill) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     try:
@@ -492,18 +484,14 @@ def hand_over_one(sender: Prefill, receiver: Decode) -> None:
     receiver.events.wait_for("received", NUM_SILENT)
 
 
-def test_a_room_that_cannot_be_put_into_words_fails_and_does_not_hang(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_room_that_cannot_be_encoded_fails_alone(sender: Prefill, receiver: Decode) -> None:
     no_number: Any = np.int64(0)  # as SGLang's might be, and which no message can hold
     receiver.open(1, [sender], [0], prefix_tokens=no_number)
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 1)[2]
     hand_over_one(sender, receiver)
 
 
-def test_a_room_that_no_message_can_name_fails_and_does_not_hang(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_room_number_too_large_fails_alone(sender: Prefill, receiver: Decode) -> None:
     """Not even that it was given up can be said then."""
     receiver.open(2**64, [sender], [0])
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 2**64)[2]

@@ -69,7 +69,7 @@ UNREADABLE: dict[str, Callable[[socket.socket], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("who", UNREADABLE)
-def test_memory_of_a_process_that_the_kernel_names_so_is_not_read(
+def test_memory_of_an_unreadable_process_is_not_pulled(
     who: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(same_host, "_credentials", UNREADABLE[who])
@@ -95,7 +95,7 @@ def test_without_the_system_call_pages_are_sent(
 
 
 @pytest.mark.parametrize("what", ["replaced", "forbidden"])
-def test_memory_that_stops_being_readable_is_sent_instead_and_no_room_fails(
+def test_memory_no_longer_readable_is_sent_instead(
     what: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of a process that died goes to another; or the permission goes to another."""
@@ -114,7 +114,7 @@ def test_memory_that_stops_being_readable_is_sent_instead_and_no_room_fails(
 
 
 @pytest.mark.parametrize("what", ["other_buffers", "no_message"])
-def test_memory_whose_offer_cannot_be_used_is_sent_instead(
+def test_memory_with_unusable_offer_is_sent_instead(
     what: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill waited for the confirmation until it gave up the session and all of its rooms."""
@@ -147,7 +147,7 @@ def hold(endpoint: Any) -> threading.Event:
 
 
 @pytest.mark.parametrize("by", ["silence", "fail", "forget", "close"])
-def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str) -> None:
+def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
     settings = LOST_SOON if by == "silence" else SAME_HOST
@@ -180,7 +180,7 @@ def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str
         assert "received" not in receiver.events.kinds(2)
 
 
-def test_a_slab_gathered_while_its_pages_were_given_away_is_not_sent(
+def test_a_slab_of_released_pages_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its checksum would be right, of the next request's bytes."""

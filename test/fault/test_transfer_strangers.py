@@ -67,7 +67,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_bytes_that_are_no_zeromq_are_hung_up_on(
+def test_bytes_that_are_no_zeromq_are_disconnected(
     name: str, sender: Prefill, receiver: Decode
 ) -> None:
     works(sender, receiver, 1)
@@ -96,9 +96,7 @@ FRAMES: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_frames_that_are_none_of_ours_harm_no_session(
-    name: str, sender: Prefill, receiver: Decode
-) -> None:
+def test_foreign_frames_harm_no_session(name: str, sender: Prefill, receiver: Decode) -> None:
     works(sender, receiver, 1)
     with strange_decode(sender.address) as stranger:
         stranger.control.send_multipart(FRAMES[name])
@@ -111,7 +109,7 @@ def test_frames_that_are_none_of_ours_harm_no_session(
     assert sender.endpoint.stats.num_sessions_lost == 1
 
 
-def test_a_frame_longer_than_any_of_ours_is_not_taken_in(sender: Prefill, receiver: Decode) -> None:
+def test_an_oversized_frame_is_not_buffered(sender: Prefill, receiver: Decode) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.control.send_multipart([VERSION_FRAME, bytes(messages.MAX_CONTROL_BYTES + 1)])
@@ -127,7 +125,7 @@ def test_garbage_does_not_flood_the_log(sender: Prefill, caplog: pytest.LogCaptu
     assert 1 <= sum("refused" in record.message for record in caplog.records) <= 5
 
 
-def test_a_decode_instance_of_another_version_is_told_both_versions(sender: Prefill) -> None:
+def test_a_decode_of_another_version_is_told_both(sender: Prefill) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.control.send_multipart([b"sgt-kv/7", b""])
         reason = stranger.hear(messages.Refuse).reason
@@ -135,7 +133,7 @@ def test_a_decode_instance_of_another_version_is_told_both_versions(sender: Pref
         assert f"version {messages.VERSION}" in reason
 
 
-def test_a_prefill_instance_of_another_version_fails_the_room_at_once(receiver: Decode) -> None:
+def test_a_prefill_of_another_version_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [0])
         stranger.hear(messages.Hello)
@@ -161,9 +159,7 @@ LAYOUT_LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUT_LIES)
-def test_a_layout_that_does_not_fit_is_refused_with_one_sentence(
-    name: str, sender: Prefill, receiver: Decode
-) -> None:
+def test_a_layout_that_misfits_is_refused(name: str, sender: Prefill, receiver: Decode) -> None:
     right = receiver.pool.layout
     with strange_decode(sender.address) as stranger:
         stranger.hello(layout=msgspec.structs.replace(right, **LAYOUT_LIES[name]))
@@ -188,14 +184,14 @@ WELCOME_LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WELCOME_LIES)
-def test_a_welcome_that_cannot_be_meant_fails_the_room(name: str, receiver: Decode) -> None:
+def test_an_impossible_welcome_fails_the_room(name: str, receiver: Decode) -> None:
     with strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [0])
         stranger.welcome(**WELCOME_LIES[name])
         assert receiver.events.wait_for("failed", 1)[2]
 
 
-def test_a_second_hello_of_a_connection_ends_its_first_session(sender: Prefill) -> None:
+def test_a_second_hello_ends_the_first_session(sender: Prefill) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet(instance=b"one")
         sender.endpoint.expect(1)
@@ -242,9 +238,7 @@ def test_a_wrong_proof_joins_no_session(sender: Prefill, tmp_path: Path) -> None
             assert session.links == [None]
 
 
-def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_served(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: Decode) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.join()
@@ -262,9 +256,7 @@ def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_serve
     assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
 
 
-def test_the_end_of_another_instance_that_claimed_a_room_does_not_fail_it_once_it_is_served(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_a_false_claimants_end_leaves_the_room_served(sender: Prefill, receiver: Decode) -> None:
     sender.endpoint.expect(1)
     with strange_decode(sender.address) as stranger:
         stranger.greet()
@@ -308,9 +300,7 @@ SLAB_LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SLAB_LIES)
-def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
-    name: str, receiver: Decode
-) -> None:
+def test_a_forged_slab_fails_its_room_unwritten(name: str, receiver: Decode) -> None:
     with strange_prefill() as stranger:
         opened = opened_by(receiver, stranger, [7])
         stranger.slab(opened, page(stranger), **SLAB_LIES[name])
@@ -319,9 +309,7 @@ def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
         assert not receiver.pool.kv.any()
 
 
-def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_slabs_of_anothers_room_end_the_session(sender: Prefill, receiver: Decode) -> None:
     sender.endpoint.expect(5)
     receiver.open(5, [sender], [7])
     sender.events.wait_for("ready", 5)
@@ -338,7 +326,7 @@ def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(
         assert np.array_equal(receiver.pool.pages([7]), sender.pool.pages([5]))
 
 
-def test_with_a_session_key_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
+def test_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
     with strange_prefill(key=b"k" * 32) as stranger:
         opened = opened_by(receiver, stranger, [7])
         header = messages.Slab(1, opened.generation, 0, -1, 0, 4, 0, 1, 0, 0, 0)
@@ -352,7 +340,7 @@ def test_with_a_session_key_a_wrong_authenticator_lands_nothing(receiver: Decode
         assert receiver.pool.pages([7]).tobytes() == page(stranger)
 
 
-def test_a_room_is_not_received_before_all_of_its_bytes_are(receiver: Decode) -> None:
+def test_a_room_missing_bytes_is_not_received(receiver: Decode) -> None:
     """A sender that forgets a page, a layer or a head says that it is done all the same."""
     with strange_prefill() as stranger:
         opened = opened_by(receiver, stranger, [7, 8])
@@ -396,9 +384,7 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
         assert told.isprintable()
 
 
-def test_decode_keeps_its_other_sessions_when_one_breaks_the_protocol(
-    sender: Prefill, receiver: Decode
-) -> None:
+def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode) -> None:
     works(sender, receiver, 1)
     with strange_prefill() as stranger:
         receiver.endpoint.open(
@@ -456,7 +442,7 @@ def is_admitted(port: int, name: str | None = None, password: str = "") -> bool:
                     return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
-def test_with_keys_nobody_but_a_session_gets_to_send_data(tmp_path: Path) -> None:
+def test_with_keys_only_a_session_sends_data(tmp_path: Path) -> None:
     """ZeroMQ collects all frames of a message before anybody can look at the first: an endless one
     takes all memory there is."""
     make_keys(tmp_path)
@@ -477,7 +463,7 @@ def test_with_keys_nobody_but_a_session_gets_to_send_data(tmp_path: Path) -> Non
         assert not is_admitted(port, name, password), "its session is over"
 
 
-def test_without_keys_an_instance_on_another_machine_is_refused_unless_it_is_allowed(
+def test_without_keys_only_allowed_machines_are_served(
     receiver: Decode,
 ) -> None:
     elsewhere = "203.0.113.1", 9  # nobody's (RFC 5737)
@@ -489,7 +475,7 @@ def test_without_keys_an_instance_on_another_machine_is_refused_unless_it_is_all
         assert "--transfer-allow" not in tolerant.events.wait_for("failed", 1)[2]
 
 
-def test_with_keys_and_a_list_of_allowed_addresses_both_are_asked_for(tmp_path: Path) -> None:
+def test_keys_do_not_replace_allowed_addresses(tmp_path: Path) -> None:
     make_keys(tmp_path)
     keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
     allowed = replace(IMPATIENT, allowed_networks=("192.0.2.0/24",))
@@ -510,9 +496,7 @@ def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill
 
 
 @pytest.mark.parametrize("encrypts", ["prefill", "decode"])
-def test_data_that_only_one_side_encrypts_fails_with_a_reason_on_both(
-    encrypts: str, tmp_path: Path
-) -> None:
+def test_one_sided_encryption_fails_on_both_sides(encrypts: str, tmp_path: Path) -> None:
     make_keys(tmp_path)
     settings = {
         role: replace(IMPATIENT, encrypt_data=role == encrypts) for role in ("prefill", "decode")

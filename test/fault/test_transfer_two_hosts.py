@@ -85,9 +85,7 @@ def test_a_link_that_delays_and_loses_changes_nothing(far: Child, receiver: Deco
         run(f"tc qdisc del dev {LINK} root")
 
 
-def test_a_cut_link_fails_rooms_within_the_timeout_and_is_used_again_once_mended(
-    far: Child, receiver: Decode
-) -> None:
+def test_a_cut_link_fails_rooms_until_mended(far: Child, receiver: Decode) -> None:
     hand_over(far, receiver, 1)
     far.tell("expect 2")
     receiver.open(2, [far.address], [2])
@@ -105,9 +103,7 @@ def test_a_cut_link_fails_rooms_within_the_timeout_and_is_used_again_once_mended
     hand_over(far, receiver, 3)
 
 
-def test_a_prefill_killed_on_another_host_is_noticed_by_its_connection(
-    far: Child, receiver: Decode
-) -> None:
+def test_a_killed_remote_prefill_is_noticed(far: Child, receiver: Decode) -> None:
     far.tell("expect 4")
     receiver.open(4, [far.address], [4])
     far.tell("ready 4")

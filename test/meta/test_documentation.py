@@ -39,7 +39,7 @@ def table_rows(name: str, first_column: str) -> list[list[str]]:
     return rows
 
 
-def test_the_front_page_does_not_grow_into_a_manual() -> None:
+def test_the_front_page_stays_short() -> None:
     assert len(page("README.md").encode()) < MAX_FRONT_PAGE_BYTES
 
 

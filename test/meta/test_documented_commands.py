@@ -67,7 +67,7 @@ def problems(text: str) -> list[str]:
     return [block.problem for block in blocks_of(text, "page") if block.problem is not None]
 
 
-def test_commands_are_found_with_their_place_their_mark_and_their_continuation() -> None:
+def test_commands_are_found_with_place_and_mark() -> None:
     first, second, third = blocks_of(PAGE, "page")
     assert [(command.line, command.text) for command in first.commands] == [
         (4, "scripts/serve     # a comment"),
@@ -106,7 +106,7 @@ def test_a_command_begins_with_whole_words() -> None:
         ("<!-- not run: x -->\n```\nls\n```\n", "page:3: a mark belongs before a fence of lang"),
     ],
 )
-def test_a_block_that_hides_from_the_test_is_a_problem(text: str, problem: str) -> None:
+def test_a_block_hidden_from_the_test_is_found(text: str, problem: str) -> None:
     (found,) = problems(text)
     assert found.startswith(problem)
 
@@ -119,17 +119,17 @@ def test_a_block_that_hides_from_the_test_is_a_problem(text: str, problem: str) 
         "<!-- not run: x -->\n<!-- not run: y -->\n```sh\nls\n```\n",
     ],
 )
-def test_a_mark_that_is_not_right_before_its_fence_is_refused(text: str) -> None:
+def test_a_mark_apart_from_its_fence_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the mark stands before no fence"):
         blocks_of(text, "page")
 
 
-def test_every_block_of_the_front_pages_is_run_or_says_why_not() -> None:
+def test_every_block_is_run_or_says_why_not() -> None:
     found = [block.problem for path in FRONT_PAGES for block in page_blocks(path)]
     assert not [problem for problem in found if problem is not None]
 
 
-def test_the_front_page_says_to_type_what_the_live_tests_are_there_for() -> None:
+def test_the_front_page_has_the_commands_typed_live() -> None:
     """They run what they find: a command that left the page would leave the tests in silence."""
     blocks = page_blocks(ROOT / "README.md")
     run = [str(c.words[0]) for block in blocks if block.not_run is None for c in block.commands]

@@ -29,7 +29,7 @@ def executable(path: Path, text: str) -> None:
         ((3, 11), "", "needs glibc 2.34 or newer, but this machine has another C library."),
     ],
 )
-def test_a_machine_without_wheels_is_refused_in_one_sentence_and_nothing_is_installed(
+def test_a_machine_without_wheels_is_refused_untouched(
     tmp_path: Path, version: tuple[int, int], libc: str, sentence: str
 ) -> None:
     """The interpreter is this one, which says that it is another."""

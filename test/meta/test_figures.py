@@ -87,7 +87,7 @@ def _is_rounded(text: str, value: float) -> bool:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_no_figure_differs_from_the_result_file_it_names(name: str) -> None:
+def test_every_figure_equals_its_result_file(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     compared, wrong = wrong_figures(ROOT / name, text)
     assert not wrong, "\n".join(wrong)
@@ -140,7 +140,7 @@ def demo() -> dict[str, Any]:
     return {"date": "2000-01-02", "machine": machine, "rows": rows, "answers_equal": True}
 
 
-def test_every_figure_of_the_demo_is_in_its_picture(tmp_path: Path, demo: dict[str, Any]) -> None:
+def test_every_demo_figure_is_in_its_picture(tmp_path: Path, demo: dict[str, Any]) -> None:
     (tmp_path / "demo_x.json").write_text(json.dumps(demo))
     (path,) = draw_all(tmp_path, tmp_path)
     text = path.read_text(encoding="utf-8")

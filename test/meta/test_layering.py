@@ -203,7 +203,7 @@ def classes() -> dict[str, list[str]]:
     return found
 
 
-def test_no_class_of_ours_stands_between_ours_and_sglangs() -> None:
+def test_only_listed_classes_stand_over_sglangs() -> None:
     """What one class of SGLang's does is read in two places then, and in MRO order."""
     known = classes()
 
@@ -237,7 +237,7 @@ SMALL = {
 }
 
 
-def test_no_module_is_a_drawer_of_its_only_importer() -> None:
+def test_small_modules_with_one_importer_have_reasons() -> None:
     importers: dict[str, set[str]] = {}
     lines = {}
     for path, module, is_package in modules():
@@ -344,7 +344,7 @@ def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
     assert violations(source, module) == []
 
 
-def test_a_relative_import_in_a_package_counts_from_the_package() -> None:
+def test_a_packages_relative_import_counts_from_itself() -> None:
     source = "from .base import TierEngine\nfrom ..policy import admission"
     assert violations(source, "sglang_tiered.storage", is_package=True) == [
         "sglang_tiered.storage:2: imports sglang_tiered.policy: storage must not import policy"

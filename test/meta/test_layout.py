@@ -13,6 +13,22 @@ SOURCE_FOLDERS = ("python", "kernels", "scripts", "benchmark")
 MAX_LINES = 600
 # A name that says nothing gathers everything.
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
+MAX_WORDS = 8
+# Of test/: those whose tests have names of so few words. The rest has yet to be renamed.
+SHORT_NAMED = (
+    "fault",
+    "kernels",
+    "meta",
+    "property",
+    "soak",
+    "unit/benchmark",
+    "unit/codecs",
+    "unit/kernels",
+    "unit/kit",
+    "unit/tools",
+    "unit/trace",
+    "unit/wire",
+)
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -68,6 +84,20 @@ def test_every_module_defers_its_annotations() -> None:
     assert not named(eager)
 
 
+@pytest.mark.parametrize("folder", SHORT_NAMED)
+def test_names_of_tests_are_short(folder: str) -> None:
+    tests = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in python_files(f"test/{folder}")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+    ]
+    assert tests, f"test/{folder} has no tests"
+    long = [test for test in tests if test.rpartition(": test_")[2].count("_") >= MAX_WORDS]
+    assert not long, f"more than {MAX_WORDS} words:\n" + "\n".join(long)
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -79,7 +109,7 @@ def test_every_module_defers_its_annotations() -> None:
         ".ci/run",
     ],
 )
-def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
+def test_every_script_runs_and_stops_at_errors(script: str) -> None:
     path = ROOT / script
     assert path.stat().st_mode & 0o111, "not executable"
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
@@ -88,7 +118,7 @@ def test_every_command_can_be_run_and_stops_at_an_error(script: str) -> None:
     assert "uo pipefail\n" in text
 
 
-def test_no_room_of_tests_is_forgotten_by_the_gate() -> None:
+def test_the_gate_forgets_no_folder_of_tests() -> None:
     """``gpu`` and ``soak`` have commands of their own."""
     rooms = {path.name for path in (ROOT / "test").iterdir() if any(path.glob("**/test_*.py"))}
     gate = (ROOT / "scripts" / "test").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def test_every_entry_point_leads_to_a_function(project: dict[str, Any], group: s
         assert callable(getattr(importlib.import_module(module), attribute)), target
 
 
-def test_the_pinned_environment_has_the_sglang_the_project_asks_for(
+def test_the_pinned_sglang_is_the_required_one(
     project: dict[str, Any],
 ) -> None:
     wanted = [line for line in project["dependencies"] if required(line) == "sglang"]
@@ -93,7 +93,7 @@ def third_party() -> set[str]:
     return {normal(providers[name][0]) for name in theirs}
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported(
+def test_imports_and_declared_dependencies_agree(
     project: dict[str, Any],
 ) -> None:
     """An undeclared import works until another package drops its own need of it."""
@@ -114,7 +114,7 @@ def test_no_package_is_pinned_twice_with_different_versions() -> None:
             assert seen.setdefault(name, pin) == pin, f"{path.name}: {name}"
 
 
-def test_what_would_replace_the_cpu_torch_is_not_resolved() -> None:
+def test_no_requirement_replaces_the_cpu_torch() -> None:
     """Resolved with their dependencies, these bring a CUDA build of torch of several GB."""
     resolved = pins("cpu.txt").keys() | pins("dev.txt").keys()
     assert not {"sglang", "torchvision", "torchaudio"} & resolved

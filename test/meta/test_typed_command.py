@@ -46,9 +46,7 @@ def test_a_command_that_fails_is_noticed(desk: Desk) -> None:
         desk.run("exit 3")
 
 
-def test_curl_that_is_answered_with_an_error_fails_though_its_line_says_nothing_of_that(
-    desk: Desk, url: str
-) -> None:
+def test_curl_answered_with_an_error_fails(desk: Desk, url: str) -> None:
     assert desk.run(f"curl -s {url}/")
     with pytest.raises(AssertionError, match="exit 22"):
         desk.run(f"curl -s {url}/ -d x")

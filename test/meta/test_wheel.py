@@ -91,7 +91,7 @@ def metadata(wheel_file: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_the_wheel_holds_the_package_its_pages_and_nothing_else(wheel: set[str]) -> None:
+def test_the_wheel_holds_package_and_pages_only(wheel: set[str]) -> None:
     """A room without ``__init__.py`` would be left out without a word."""
     ours = set().union(*(modules_and_pages(ROOT / root) for root in SOURCE_ROOTS))
     beside = {name for name in wheel if ".dist-info/" in name}
@@ -99,7 +99,7 @@ def test_the_wheel_holds_the_package_its_pages_and_nothing_else(wheel: set[str])
     assert {name.partition("/")[2] for name in beside} == BESIDE_THE_PACKAGE
 
 
-def test_the_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(sdist: Path) -> None:
+def test_the_sdist_holds_the_wheels_sources_only(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
     generated = {name for name in names if name.startswith("sglang_tiered.egg-info/")}

@@ -100,14 +100,14 @@ EXTENT = Extent(BLOCK_BYTES, b"n" * 32, page_table([(b"k" * 32, 5000, 7), (b"l" 
 NONCE = bytes(range(16))
 
 
-def test_every_flipped_byte_of_a_region_header_is_seen() -> None:
+def test_every_flipped_region_header_byte_is_seen() -> None:
     block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 3, NONCE, 1))
     for damaged in flips(block):
         assert unpack_region_header(damaged) is None
         assert other_version(damaged) is None, "damage taken for a newer format"
 
 
-def test_every_flipped_byte_of_an_extent_header_is_seen() -> None:
+def test_every_flipped_extent_header_byte_is_seen() -> None:
     for damaged in flips(pack_extent_header(EXTENT, NONCE, 0)):
         assert unpack_extent_header(damaged, EXTENT.offset, NONCE, 0) is None
 

@@ -34,7 +34,7 @@ addressed = st.builds(
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.one_of(st.binary(max_size=500), sealed, addressed, st.none()))
-def test_any_bytes_are_parsed_within_bounds_or_are_none(data: bytes | None) -> None:
+def test_any_bytes_parse_within_bounds_or_fail(data: bytes | None) -> None:
     record = formats.unpack_record(data, NAMESPACE, SERVER)
     assert record is None or (
         formats.is_address(record.address) and 0 < record.snapshot <= record.sequence

@@ -48,7 +48,7 @@ def make_costs(
     st.integers(1, 2000),
     st.floats(0, 2),
 )
-def test_a_plan_is_never_worse_than_what_it_could_have_left_out(
+def test_a_plan_never_loads_what_costs_more(
     disk: tuple[float, float],
     peers: tuple[float, float],
     bucket: tuple[float, float],
@@ -112,7 +112,7 @@ def test_an_absent_tier_changes_no_plan(
     assert plans[0] == plans[1]
 
 
-def test_a_plan_ends_where_the_fast_tier_ends_if_the_slow_one_does_not_pay() -> None:
+def test_a_plan_stops_before_unprofitable_slow_tiers() -> None:
     costs = make_costs((1e-4, 1e-9), (30.0, 1e-9))
     above, below = 37 * PAGE, 11 * PAGE
     spans = [(DISK, above), (BUCKET, below)]
@@ -123,7 +123,7 @@ def test_a_plan_ends_where_the_fast_tier_ends_if_the_slow_one_does_not_pay() -> 
     assert (plan.num_tokens, plan.num_far) == (above + below, below)
 
 
-def test_the_parts_of_a_load_are_read_at_the_same_time() -> None:
+def test_parts_of_a_load_are_read_together() -> None:
     costs = make_costs((0.0, 1e-6), (0.0, 2e-6), (0.0, 4e-6))
     assert costs.load_seconds((200, 0, 100)) == pytest.approx(200 * BYTES * 1e-6)
     assert costs.load_seconds((100, 0, 200)) == pytest.approx(200 * BYTES * 2e-6)
@@ -164,7 +164,7 @@ def arrive(planner: LoadPlanner[str], request: str, above: int, below: int) -> i
     )
 
 
-def test_a_bucket_that_turns_slow_is_declined_and_the_disk_is_not() -> None:
+def test_only_the_slow_bucket_is_declined() -> None:
     now = Now()
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
     assert arrive(planner, "r", 3200, 3200) == 6400
@@ -180,7 +180,7 @@ def test_a_bucket_that_turns_slow_is_declined_and_the_disk_is_not() -> None:
     assert planner.wants_probe(Tier.OBJECT)
 
 
-def test_reads_cut_short_by_their_deadline_teach_that_the_bucket_is_slow() -> None:
+def test_reads_cut_short_teach_slowness() -> None:
     now = Now()
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
     num_tried = 0
@@ -204,7 +204,7 @@ def test_a_quick_failure_teaches_nothing_about_speed() -> None:
     assert arrive(planner, "r", 0, 3200) == 3200
 
 
-def test_a_read_may_take_as_long_as_the_prefill_it_replaces() -> None:
+def test_a_read_may_take_its_prefills_time() -> None:
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
     assert planner.far_deadline_s == MIN_FAR_DEADLINE_S
     arrive(planner, "r", 0, 6400)
@@ -212,7 +212,7 @@ def test_a_read_may_take_as_long_as_the_prefill_it_replaces() -> None:
     assert planner.far_deadline_s >= planner.costs.prefill.seconds(6400, 0)
 
 
-def test_far_tiers_are_asked_in_the_order_of_what_they_take() -> None:
+def test_far_tiers_are_asked_fastest_first() -> None:
     now = Now()
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (5e-2, 5e-9)), now)
     assert planner.far_order() == [Tier.PEER, Tier.OBJECT], "unmeasured, peers are nearer"
@@ -241,7 +241,7 @@ class NeverWalked(dict[str, Any]):
     values = items = keys = __iter__  # type: ignore[assignment]
 
 
-def test_a_request_that_waits_costs_the_same_however_many_loads_are_under_way() -> None:
+def test_waiting_costs_the_same_beside_many_loads() -> None:
     """With hundreds of them each step paid for their square."""
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
     for number in range(3):
@@ -255,7 +255,7 @@ def test_a_request_that_waits_costs_the_same_however_many_loads_are_under_way() 
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 99)), max_size=40))
-def test_loads_under_way_are_counted_as_they_come_and_go(
+def test_loads_in_flight_are_counted_exactly(
     events: list[tuple[int, int, int]],
 ) -> None:
     planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())

@@ -108,7 +108,7 @@ def test_no_policy_serves_more_than_the_bound(
 
 @settings(max_examples=60, deadline=None)
 @given(chains=traces(), capacity=st.integers(0, 30))
-def test_the_bound_is_the_best_of_all_choices_and_grows_with_the_capacity(
+def test_the_bound_is_optimal_and_grows_with_capacity(
     chains: list[list[int]], capacity: int
 ) -> None:
     hits = []

@@ -103,7 +103,7 @@ def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size
 
 @settings(deadline=None)
 @given(traces)
-def test_a_trace_is_read_back_as_it_was_written(trace: list[TraceRequest]) -> None:
+def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
     assert [mooncake.decode(mooncake.encode(request)) for request in trace] == trace
     once = list(with_block_tokens(trace))
     assert list(with_block_tokens(once)) == once
@@ -212,9 +212,7 @@ def _damaged(text: bytes, place: int, damage: bytes) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(contents, st.sampled_from([None, *Format]))
-def test_a_reader_fed_anything_reads_or_says_one_sentence(
-    content: bytes, known: Format | None
-) -> None:
+def test_any_input_is_read_or_one_sentence(content: bytes, known: Format | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
         path.write_bytes(content)

@@ -80,7 +80,7 @@ def targets_of(rank: int, prefill_tp: int, decode_tp: int) -> range:
 
 @settings(max_examples=60, deadline=None)
 @given(deployments(), st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)))
-def test_every_decode_rank_ends_with_exactly_its_heads_of_every_layer(
+def test_every_decode_rank_gets_exactly_its_heads(
     sizes: dict[str, int], source_pages: list[int], pages: list[int]
 ) -> None:
     whole = model(sizes["num_layers"], sizes["num_heads"], sizes["page_size"])
@@ -130,7 +130,7 @@ def test_every_decode_rank_ends_with_exactly_its_heads_of_every_layer(
     page_size=st.sampled_from([1, 4, 16, 64, 200]),
     target_bytes=st.integers(1, 20000),
 )
-def test_slabs_cover_each_page_of_each_pair_once_and_stay_small(
+def test_slabs_are_small_and_cover_pages_once(
     num_pages: int, page_bytes: list[int], page_size: int, target_bytes: int
 ) -> None:
     covered = np.zeros((num_pages, len(page_bytes)), int)
@@ -153,7 +153,7 @@ def test_slabs_cover_each_page_of_each_pair_once_and_stay_small(
     length=st.integers(1, 8),
     pages=st.lists(st.integers(0, 9), min_size=1, unique=True),
 )
-def test_a_slice_is_gathered_and_scattered_without_touching_its_neighbours(
+def test_gathering_a_slice_touches_no_neighbour(
     tokens: int, low: int, length: int, pages: list[int]
 ) -> None:
     token_bytes = 15
@@ -190,9 +190,7 @@ def test_progress_is_a_set_of_numbers(seqs: list[int], num_slabs: int) -> None:
     st.permutations(range(12)).map(lambda order: order[:7]),
     st.permutations(range(12)).map(lambda order: order[:7]),
 )
-def test_pages_are_read_out_of_a_process_into_their_places(
-    source_pages: list[int], pages: list[int]
-) -> None:
+def test_pages_read_from_a_process_land_right(source_pages: list[int], pages: list[int]) -> None:
     """Runs that are consecutive on both sides are read in one go; the bytes must not show it."""
     source = np.random.default_rng(5).integers(1, 256, (2, 12, 8), np.uint8)
     target = np.zeros_like(source)
@@ -244,7 +242,7 @@ def test_control_messages_come_back_as_they_went(theirs: Any, ours: Any) -> None
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
-def test_no_bytes_make_the_decoders_do_more_than_refuse(frame: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(frame: bytes) -> None:
     for decoder in (
         messages.control_from_decode,
         messages.control_from_prefill,

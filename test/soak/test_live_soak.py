@@ -60,7 +60,7 @@ def answers(models: dict[str, Path], tmp_path: Path) -> Iterator[Answers]:
     answers.close()
 
 
-def test_no_answer_is_wrong_and_nothing_is_left_over(
+def test_live_servers_answer_right_and_leave_nothing(
     models: dict[str, Path], answers: Answers, tmp_path: Path
 ) -> None:
     end = time.monotonic() + SECONDS

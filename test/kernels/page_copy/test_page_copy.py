@@ -114,7 +114,7 @@ def test_no_pages_are_no_launch() -> None:
     scatter(slab, none, pool)
 
 
-def test_a_page_beyond_the_pool_is_an_error_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_beyond_the_pool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pool = PagedPool(buffers_of(), 16)
     slab = torch.zeros(pool.slab_shape(1), dtype=torch.uint8)

@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_of_the_default_keeps_two_blocks_on_an_sm(variant: str) -> None:
+def test_every_default_variant_keeps_two_blocks_per_sm(variant: str) -> None:
     options = dict(VARIANTS[variant])
     made = compiled(options.pop("shape", LLAMA), "A", **options)
     assert made.ctas_per_sm >= 2
@@ -89,7 +89,7 @@ def test_a_persistent_launch_compiles() -> None:
 
 
 @pytest.mark.slow
-def test_the_report_has_a_line_for_every_configuration_and_role() -> None:
+def test_the_report_lists_every_configuration_and_role() -> None:
     command = [sys.executable, "-W", "error"]
     command += ["-m", "sglang_tiered_kernels.pod_attention.tuning", "--report"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

@@ -60,7 +60,7 @@ def test_estimates_grow_with_the_work() -> None:
     assert large.decode_estimate_s > 2 * small.decode_estimate_s
 
 
-def test_a_window_is_not_paid_for_beyond_its_keys() -> None:
+def test_a_window_costs_only_its_keys() -> None:
     whole, window = mixed(2048, 64, 8192), mixed(2048, 64, 8192, window=512)
     assert window.prefill_estimate_s < whole.prefill_estimate_s / 3
     assert window.decode_estimate_s < whole.decode_estimate_s / 3

@@ -68,7 +68,7 @@ def test_a_cpu_computes_any_batch(rows: list[tuple[int, int]], page_size: int, w
     assert_close(case.run(case.plan()), case.expected())
 
 
-def test_a_role_alone_writes_its_own_queries_only_on_a_cpu() -> None:
+def test_a_single_role_writes_only_its_queries() -> None:
     case = make_case(EXTEND, PREFIX)
     decoding = torch.zeros(69, dtype=torch.bool)
     decoding[61:64] = True
@@ -78,7 +78,7 @@ def test_a_role_alone_writes_its_own_queries_only_on_a_cpu() -> None:
         assert actual[~own].isnan().all()
 
 
-def test_a_plan_used_with_other_slots_reads_the_other_slots() -> None:
+def test_a_plan_reused_reads_the_new_slots() -> None:
     case = make_case(EXTEND, PREFIX)
     plan = case.plan()
     case.run(plan)
@@ -105,7 +105,7 @@ def test_a_gpu_refuses_what_its_kernel_lacks(changes: dict[str, Any], message: s
     assert supports(dataclasses.replace(shape, **changes), "cpu") is None
 
 
-def test_warming_up_a_cpu_is_nothing_and_an_unsupported_model_is_told_at_start() -> None:
+def test_warm_up_refuses_an_unsupported_model() -> None:
     case = make_case(EXTEND, PREFIX)
     warm_up(case.k_cache, case.v_cache, case.shape)
     far = case.k_cache.to("meta")
@@ -124,7 +124,7 @@ def test_warming_up_a_cpu_is_nothing_and_an_unsupported_model_is_told_at_start()
         (torch.float8_e5m2, (8, 6), None),
     ],
 )
-def test_an_old_gpu_is_refused_before_its_compiler_fails(
+def test_an_old_gpu_is_refused_before_compiling(
     kv_dtype: torch.dtype,
     capability: tuple[int, int],
     message: str | None,
@@ -199,9 +199,7 @@ def bad(case: Case, name: str) -> dict[str, Any]:
         ("a short trace", r"trace is \[3, 4\]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(
-    name: str, message: str
-) -> None:
+def test_tensors_that_misfit_are_refused_before_writing(name: str, message: str) -> None:
     case = make_case(EXTEND, PREFIX)
     changes = bad(case, name)
     options = {k: v for k, v in changes.items() if not hasattr(case, k)}
@@ -212,7 +210,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(
     assert torch.equal(case.out.isnan(), out.isnan())
 
 
-def test_a_plan_of_an_unsupported_shape_is_refused_where_it_would_run() -> None:
+def test_a_plan_of_unsupported_shape_never_runs() -> None:
     shape = shape_of(head_dim=80)
     plan = make_plan([3], [0], shape, num_sms=1)
     plan.device = torch.device("cuda")

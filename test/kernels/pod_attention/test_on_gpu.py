@@ -55,7 +55,7 @@ def test_every_configuration_matches_the_reference(
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_who_runs_a_tile_does_not_change_its_result(schedule: Schedule) -> None:
+def test_the_runner_of_a_tile_changes_no_result(schedule: Schedule) -> None:
     case = large()
     plan = plan_of(case)
     serial = case.run(plan, roles=Roles.SERIAL).double()

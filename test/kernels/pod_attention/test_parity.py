@@ -37,7 +37,7 @@ def check(
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 127])
-def test_prompts_of_odd_lengths_without_and_with_a_prefix(length: int) -> None:
+def test_prompts_of_odd_lengths_match_the_reference(length: int) -> None:
     check(extend=[length, length, 2], prefix=[0, 45, 62], shape={"heads": (2, 1)})
 
 
@@ -71,19 +71,19 @@ def test_dtypes_and_head_sizes(shape: dict[str, Any]) -> None:
     check(extend=EXTEND, prefix=PREFIX, shape=shape)
 
 
-def test_scales_of_an_fp8_cache_reach_scores_and_values_once() -> None:
+def test_fp8_scales_reach_scores_and_values_once() -> None:
     check(extend=EXTEND, prefix=PREFIX, shape={"kv_dtype": FP8}, k_scale=0.25, v_scale=3.0)
 
 
 @pytest.mark.parametrize("window", [0, 1, 31, 40, 63, 1000])
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_a_window_hides_what_is_behind_it_and_reads_none_of_it(window: int, page_size: int) -> None:
+def test_keys_behind_the_window_are_never_read(window: int, page_size: int) -> None:
     shape = {"heads": (2, 1), "page_size": page_size}
     check(extend=EXTEND, prefix=PREFIX, shape=shape, window=window)
 
 
 @pytest.mark.parametrize("window", [133, 134, 135])
-def test_a_window_that_begins_around_the_edge_of_a_step(window: int) -> None:
+def test_a_window_may_begin_at_a_steps_edge(window: int) -> None:
     # The last query sees the keys from 66, 65 and 64 on; steps are of 32 keys.
     check(extend=[20], prefix=[180], shape={"heads": (2, 1)}, window=window)
 
@@ -93,7 +93,7 @@ def test_a_logit_cap_bends_scores_and_saturates(scale: float) -> None:
     check(extend=EXTEND, prefix=PREFIX, shape={"heads": (2, 1)}, logit_cap=3.0, sm_scale=scale)
 
 
-def test_sinks_join_the_denominator_of_whole_and_of_split_rows_once() -> None:
+def test_sinks_join_each_rows_denominator_once() -> None:
     check(extend=EXTEND, prefix=PREFIX, shape={}, sinks=True, v_scale=2.0)
 
 
@@ -124,7 +124,7 @@ def test_an_empty_role_leaves_nothing_unwritten(extend: list[int], prefix: list[
 
 
 @interpreted
-def test_a_row_of_many_splits_is_merged_in_more_than_one_step() -> None:
+def test_a_row_of_many_splits_is_merged_stepwise() -> None:
     case = make_case([1, 40], [32 * 37 + 5, 3], shape_of(heads=(2, 1)))
     plan = case.plan(replace(SMALL, split_len=32))
     assert plan.merges[:, 2].tolist() == [38]
@@ -145,7 +145,7 @@ def test_each_role_alone_writes_its_own_queries_only() -> None:
 
 
 @interpreted
-def test_int32_slots_and_strided_tensors_give_the_same_bits() -> None:
+def test_slot_types_and_strides_change_no_bits() -> None:
     case = make_case(EXTEND, PREFIX)
     plain = case.run(case.plan(), roles=Roles.FUSED).clone()
     case.kv_indices = case.kv_indices.int()

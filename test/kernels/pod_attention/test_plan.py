@@ -47,7 +47,7 @@ def plan_of(rows: list[tuple[int, int]], **options: object) -> PodPlan:
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS, config=CONFIGS, window=WINDOWS)
-def test_every_query_is_in_one_unit_at_its_own_position(
+def test_every_query_has_one_unit_at_its_position(
     rows: list[tuple[int, int]], config: PodConfig, window: int
 ) -> None:
     plan = plan_of(rows, config=config, window=window)
@@ -74,7 +74,7 @@ def test_every_query_is_in_one_unit_at_its_own_position(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS, config=CONFIGS, window=WINDOWS)
-def test_every_visible_key_of_a_decode_row_is_in_one_split(
+def test_every_visible_decode_key_is_in_one_split(
     rows: list[tuple[int, int]], config: PodConfig, window: int
 ) -> None:
     plan = plan_of(rows, config=config, window=window)
@@ -103,9 +103,7 @@ def test_every_visible_key_of_a_decode_row_is_in_one_split(
 
 @settings(max_examples=50, deadline=None)
 @given(rows=ROWS, window=WINDOWS)
-def test_the_longest_tiles_start_first_and_the_table_holds_the_records(
-    rows: list[tuple[int, int]], window: int
-) -> None:
+def test_the_longest_tiles_start_first(rows: list[tuple[int, int]], window: int) -> None:
     plan = plan_of(rows, window=window)
     first = plan.prefill_units[:, 3]
     end = first + plan.prefill_units[:, 2]
@@ -123,14 +121,14 @@ def test_the_longest_tiles_start_first_and_the_table_holds_the_records(
     assert plan.table.dtype == torch.int32
 
 
-def test_one_new_token_is_decode_only_with_something_before_it() -> None:
+def test_one_token_without_prefix_is_no_decode() -> None:
     assert is_decode_row(1, 1)
     assert not is_decode_row(1, 0), "a one-token prompt attends to itself; nothing is read"
     assert not is_decode_row(2, 5)
     assert not is_decode_row(0, 5)
 
 
-def test_many_short_decodes_are_not_split_and_few_long_ones_are() -> None:
+def test_only_few_long_decodes_are_split() -> None:
     auto = PodConfig("auto")
     many = plan_of([(1, 1000)] * 500, config=auto)
     assert not many.num_partials
@@ -138,7 +136,7 @@ def test_many_short_decodes_are_not_split_and_few_long_ones_are() -> None:
     assert few.num_decode_tiles >= 4 * few.num_sms
 
 
-def test_counters_are_zero_at_every_launch_and_equally_aligned() -> None:
+def test_counters_are_zero_and_aligned_at_launch() -> None:
     plan = plan_of([(20, 5), (1, 90)])
     for _ in range(3 * plan_module._LAUNCHES_PER_CLEARING):
         counters = plan.counters()

@@ -40,15 +40,13 @@ def check_once(schedule: Schedule, num_sms: int, extend: int, decodes: int) -> N
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 300])
-def test_tickets_run_every_tile_once_whatever_sms_are_called(num_sms: int) -> None:
+def test_tickets_run_every_tile_once_on_any_sm(num_sms: int) -> None:
     check_once(schedule=Schedule.TICKET, num_sms=num_sms, extend=90, decodes=5)
 
 
 @pytest.mark.parametrize(("extend", "decodes"), [(130, 1), (20, 9)])
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_a_role_that_runs_dry_early_leaves_no_tile_behind(
-    schedule: Schedule, extend: int, decodes: int
-) -> None:
+def test_a_role_out_of_work_leaves_no_tile(schedule: Schedule, extend: int, decodes: int) -> None:
     check_once(schedule=schedule, num_sms=2, extend=extend, decodes=decodes)
 
 
@@ -103,7 +101,7 @@ def test_a_plan_serves_layer_after_layer() -> None:
 
 
 @interpreted
-def test_a_role_alone_is_traced_at_its_own_tiles() -> None:
+def test_a_single_role_is_traced_at_its_tiles() -> None:
     case = mixed(40, 2)
     plan = case.plan()
     tiles = plan.num_prefill_tiles + plan.num_decode_tiles

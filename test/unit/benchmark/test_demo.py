@@ -51,7 +51,7 @@ def where_they_lie(plan: Plan, pools: Pools) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("pools", POOLS)
-def test_every_row_asks_prompts_that_lie_where_it_says(pools: Pools) -> None:
+def test_every_rows_prompts_lie_in_its_tier(pools: Pools) -> None:
     plan = make_plan(pools)
     lie = where_they_lie(plan, pools)
     assert not plan.missing
@@ -67,7 +67,7 @@ def test_no_prompt_is_asked_again_twice(pools: Pools) -> None:
     assert len(set(asked)) == len(asked)
 
 
-def test_the_demo_itself_takes_few_prompts_and_each_row_several() -> None:
+def test_the_demo_has_few_prompts_several_per_row() -> None:
     plan = make_plan(DEMO)
     assert plan.prompt_tokens == 1537
     assert plan.num_prompts == 17
@@ -88,9 +88,7 @@ def test_the_demo_itself_takes_few_prompts_and_each_row_several() -> None:
         (10**9, {DEVICE: 4, HOST: 4, NVME: 5}),
     ],
 )
-def test_a_bound_is_kept_and_what_it_cuts_off_is_said(
-    max_tokens: int, reached: dict[str, int]
-) -> None:
+def test_a_bound_is_kept_and_its_cut_told(max_tokens: int, reached: dict[str, int]) -> None:
     plan = make_plan(DEMO, max_tokens)
     assert {row: len(numbers) for row, numbers in plan.returns.items()} == reached
     assert plan.num_prompts * plan.prompt_tokens <= max_tokens
@@ -107,7 +105,7 @@ def test_a_server_without_nvme_has_no_such_row() -> None:
     assert plan.missing == {NVME: "this server has no NVMe tier"}
 
 
-def test_host_memory_no_larger_than_the_device_has_no_row_of_its_own() -> None:
+def test_small_host_memory_has_no_row() -> None:
     plan = make_plan(Pools(8192, 8192, 64, has_nvme=True))
     assert list(plan.returns) == [DEVICE, NVME]
     assert "no more than the device" in plan.missing[HOST]
@@ -164,7 +162,7 @@ def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: Plan) ->
     assert lines["after kill -9"].split()[-5:] == ["-", "-", "26,112", "17", "8.0x"]
 
 
-def test_a_row_that_was_not_reached_is_not_made_up(rows: list[Row]) -> None:
+def test_a_row_never_reached_is_not_invented(rows: list[Row]) -> None:
     short = make_plan(DEMO, 8192)
     text = shown(rows[:2], short)
     assert text.count("not asked") == 2
@@ -175,14 +173,14 @@ def test_all_as_expected_is_a_success(rows: list[Row]) -> None:
     assert verdict(rows) is None
 
 
-def test_one_other_token_in_one_answer_is_no_success(rows: list[Row]) -> None:
+def test_one_differing_token_is_no_success(rows: list[Row]) -> None:
     rows[2] = row_of(HOST, tuple(rows[2].answers), token=8)
     assert "expected to be the same" in (verdict(rows) or "")
     assert document(rows, {}, is_here=True)["answers_equal"] is False
 
 
 @pytest.mark.parametrize("source", [DEVICE, HOST, NVME, KILLED])
-def test_a_row_that_was_computed_again_is_no_success(rows: list[Row], source: str) -> None:
+def test_a_recomputed_row_is_no_success(rows: list[Row], source: str) -> None:
     changed = [
         row_of(source, tuple(row.answers), "computed") if row.source == source else row
         for row in rows
@@ -207,7 +205,7 @@ def test_another_machine_is_not_described_as_this_one(rows: list[Row]) -> None:
     assert document(rows, {}, is_here=False)["machine"] == {}
 
 
-def test_without_a_terminal_each_phase_is_one_plain_line() -> None:
+def test_without_terminal_each_phase_is_one_line() -> None:
     console = Console(file=io.StringIO(), width=80)
     phases = Phases(console)
     with phases.shown(), phases.phase("Asking", 3) as step:
@@ -294,7 +292,7 @@ def test_bad_input_is_refused_with_one_sentence(
         (200, {"internal_states": [{}, {}]}, "2 replicas"),
     ],
 )
-def test_another_kind_of_server_is_refused_with_one_sentence(
+def test_another_kind_of_server_is_refused(
     status: int,
     body: bytes | dict[str, object],
     sentence: str,
@@ -324,7 +322,7 @@ def test_another_kind_of_server_is_refused_with_one_sentence(
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_a_signal_waits_until_nothing_can_be_left_behind(
+def test_a_signal_waits_until_it_is_allowed(
     interruption: Interruption, number: signal.Signals, raised: type[BaseException]
 ) -> None:
     interruption.install()
@@ -341,7 +339,7 @@ def test_impatience_does_not_stop_the_clean_up(interruption: Interruption) -> No
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_file_that_is_there_is_not_emptied_by_the_check(
+def test_the_check_empties_no_existing_file(
     tmp_path: Path, interruption: Interruption, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "figures.json"

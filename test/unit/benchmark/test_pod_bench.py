@@ -58,7 +58,7 @@ def test_without_a_gpu_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> N
     assert "\n" not in said
 
 
-def test_a_machine_without_sglang_is_told_what_to_pass(
+def test_without_sglang_the_needed_flag_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MissingKernelsError, match=r"has no score_mod\.py"):
@@ -69,7 +69,7 @@ def test_a_machine_without_sglang_is_told_what_to_pass(
 
 
 @pytest.mark.parametrize("row", ["prefill", "decode"])
-def test_one_wrong_key_in_one_row_stops_the_run(row: str) -> None:
+def test_one_wrong_key_stops_the_run(row: str) -> None:
     batch = make_batch(
         GATE_MIXES[0], HEADS, page_size=64, dtype=torch.float16, device=torch.device("cpu")
     )
@@ -83,7 +83,7 @@ def test_one_wrong_key_in_one_row_stops_the_run(row: str) -> None:
         check_against(batch, first.name, first.run(), expected)
 
 
-def test_a_row_that_was_not_written_stops_the_run() -> None:
+def test_an_unwritten_row_stops_the_run() -> None:
     batch = make_batch(
         GATE_MIXES[0], HEADS, page_size=1, dtype=torch.float16, device=torch.device("cpu")
     )
@@ -110,7 +110,7 @@ def result(mix: Mix, **samples: list[float]) -> MixResult:
     return MixResult(mix, samples, least_s=1.0)
 
 
-def test_ratios_pair_samples_of_one_round_and_name_the_strongest_peer() -> None:
+def test_ratios_pair_rounds_and_name_the_best() -> None:
     one = result(
         MIXES[0],
         own_serial=[4.0, 5.0, 8.0],
@@ -184,12 +184,12 @@ def test_a_sweep_has_every_configuration_twice() -> None:
         check_against_reference(batch, one.name, one.run())
 
 
-def test_a_mix_on_which_somebody_differs_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mix_with_differing_results_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DifferentResultsError, match="own_static differs"):
         on_a_cpu(monkeypatch, spoil="own_static")
 
 
-def test_a_peer_that_differs_is_left_out_and_the_rest_measured(
+def test_a_differing_peer_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "flashinfer_pod" in on_a_cpu(monkeypatch, peer="flashinfer_pod").samples

@@ -70,11 +70,11 @@ def test_a_wrong_token_on_one_system_is_named() -> None:
     assert unequal_labels([right, wrong]) == ["c"]
 
 
-def test_a_request_only_one_system_was_asked_counts_as_unequal() -> None:
+def test_a_request_to_one_system_counts_as_unequal() -> None:
     assert unequal_labels([{"stock": [sample("a"), sample("b")], "tiered": [sample("a")]}]) == ["b"]
 
 
-def test_the_hit_rate_counts_whole_pages_that_were_seen_before() -> None:
+def test_the_hit_rate_counts_whole_pages_seen_before() -> None:
     assert reusable_tokens(sample(prompt=200, reusable=150)) == 128
     # The last token of a prompt is always computed, so its page never hits.
     assert reusable_tokens(sample(prompt=128, reusable=128)) == 64
@@ -84,13 +84,13 @@ def test_the_hit_rate_counts_whole_pages_that_were_seen_before() -> None:
     assert hit_rate([sample()]) == 0.0
 
 
-def test_a_side_that_did_not_hit_where_it_should_is_seen() -> None:
+def test_a_side_that_missed_a_due_hit_shows() -> None:
     taken = [sample(reusable=150, storage=128), sample(reusable=150, host=128)]
     assert share_from(taken, "host", "device") == 0.5
     assert share_from(taken, "storage") == 0.5
 
 
-def test_one_turn_that_was_held_up_does_not_decide_what_a_disk_adds() -> None:
+def test_one_slow_turn_does_not_decide_disk_time() -> None:
     pairs = _Pairs(
         disk=[{"tiered": [sample(ttft_s=0.5), sample(ttft_s=9.0), sample(ttft_s=0.6)]}],
         host=[{"tiered": [sample(ttft_s=0.4), sample(ttft_s=0.2), sample(ttft_s=0.4)]}],
@@ -98,7 +98,7 @@ def test_one_turn_that_was_held_up_does_not_decide_what_a_disk_adds() -> None:
     assert pairs.added_s("tiered") == pytest.approx([0.2])
 
 
-def test_noise_larger_than_what_is_divided_by_leaves_no_ratio(tmp_path: Path) -> None:
+def test_noise_above_the_divisor_leaves_no_ratio(tmp_path: Path) -> None:
     def pairs(ours_s: float, theirs_s: float = 0.1, host: int = 128) -> dict[str, _Pairs]:
         cold = [sample(ttft_s=0.4 + theirs_s, reusable=150, storage=128)]
         warm = [sample(ttft_s=0.4, reusable=150, host=host)]
@@ -118,7 +118,7 @@ def test_noise_larger_than_what_is_divided_by_leaves_no_ratio(tmp_path: Path) ->
         assert len(bench.report.notes) == 3 - ratios
 
 
-def test_ratios_are_tiered_over_the_other_round_by_round() -> None:
+def test_ratios_divide_tiered_by_others_per_round() -> None:
     rounds = [
         {"stock": [sample(ttft_s=2.0), sample(ttft_s=4.0)], "tiered": [sample(ttft_s=0.3)]},
         {"stock": [sample(ttft_s=1.0)], "tiered": [sample(ttft_s=0.5)]},
@@ -127,12 +127,12 @@ def test_ratios_are_tiered_over_the_other_round_by_round() -> None:
     assert ttft_percentile(0.99)([sample(ttft_s=t / 10) for t in range(1, 201)]) == 19.8
 
 
-def test_throughput_is_over_the_time_of_all_requests_together() -> None:
+def test_throughput_counts_the_whole_runs_time() -> None:
     both = [sample(started_s=1.0, latency_s=2.0), sample(started_s=2.0, latency_s=3.0)]
     assert throughput(both) == pytest.approx(2 * 202 / 4.0)
 
 
-def test_the_hit_rate_over_time_leaves_out_what_could_not_hit() -> None:
+def test_hit_rate_over_time_skips_requests_without_reuse() -> None:
     taken = [
         sample(started_s=5.0),
         sample(started_s=7.0, reusable=150, host=128),
@@ -142,7 +142,7 @@ def test_the_hit_rate_over_time_leaves_out_what_could_not_hit() -> None:
     assert running_hit_rate([sample()]) == ([], [])
 
 
-def test_the_working_set_is_as_large_as_the_table_says() -> None:
+def test_the_working_set_has_its_tables_size() -> None:
     for setting in (QUICK, FULL):
         wanted = setting.main.memory_tokens * setting.working_set
         lengths = context_lengths(random.Random(1), setting.contexts, wanted)
@@ -156,7 +156,7 @@ def test_the_working_set_is_as_large_as_the_table_says() -> None:
         assert loaded <= setting.disk.host_tokens + setting.disk.device_tokens
 
 
-def test_two_turns_from_one_history_share_nothing_but_it() -> None:
+def test_two_turns_share_only_their_history() -> None:
     (one, other) = make_conversations("x", 1, 2)
     first = one.turn(100, 4)
     assert first.prompt != other.turn(100, 4).prompt
@@ -168,7 +168,7 @@ def test_two_turns_from_one_history_share_nothing_but_it() -> None:
     assert len({first.label, second.label, third.label}) == 3
 
 
-def test_every_system_gets_the_same_memory_and_stores_get_the_same_cap(tmp_path: Path) -> None:
+def test_every_system_gets_equal_memory_and_cap(tmp_path: Path) -> None:
     geometry = Geometry(device_tokens=4096, host_ratio=2, nvme_bytes=123 << 20)
     given = {name: launch_arguments(name, geometry, tmp_path) for name in SYSTEMS}
     for name, arguments in given.items():
@@ -208,13 +208,13 @@ def test_metrics_are_read_with_and_without_labels() -> None:
     assert parse_metrics(text) == {"sglang:kv_used_tokens": 64.0, "sglang:other": 1000.0}
 
 
-def test_tiers_that_an_answer_does_not_name_are_zero() -> None:
+def test_tiers_missing_in_an_answer_are_zero() -> None:
     details = {"device": 64, "storage": None, "storage_backend": "file"}
     assert cached_by_tier(details) == {"device": 64, "host": 0, "storage": 0}
     assert sum(cached_by_tier(None).values()) == 0
 
 
-def test_the_token_ids_of_the_last_chunk_are_kept_beside_what_upstream_keeps() -> None:
+def test_token_ids_of_the_last_chunk_are_kept() -> None:
     seen = []
     upstream = SimpleNamespace(_record_server_prompt_len=lambda data, _: seen.append(data))
     keep_token_ids(upstream)
@@ -251,7 +251,7 @@ def test_an_answer_that_breaks_off_is_no_sample() -> None:
         (["--shape", "3m"], "invalid choice: '3m'"),
     ],
 )
-def test_what_cannot_run_is_refused_in_a_sentence_before_anything_starts(
+def test_an_impossible_setting_is_refused_before_any_start(
     arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
     if "/dev/shm" in arguments and not os.path.isdir("/dev/shm"):
@@ -273,7 +273,7 @@ def test_what_cannot_run_is_refused_in_a_sentence_before_anything_starts(
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "../bench_serving", "serving.py"])
-def test_an_unknown_benchmark_is_answered_with_those_there_are(name: str) -> None:
+def test_an_unknown_benchmark_is_answered_with_a_list(name: str) -> None:
     command = [str(SCRIPT.parents[1] / "scripts" / "bench"), name]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 2
@@ -283,7 +283,7 @@ def test_an_unknown_benchmark_is_answered_with_those_there_are(name: str) -> Non
     )
 
 
-def test_different_answers_leave_no_ratio_and_an_exit_code(tmp_path: Path) -> None:
+def test_different_answers_leave_no_ratio_and_fail(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     wrong = {"stock": [sample("c")], "tiered": [sample("c", output=(1, 3))]}
     assert not bench.conclude("x", Outcome(rounds=[wrong]))
@@ -297,7 +297,7 @@ def test_different_answers_leave_no_ratio_and_an_exit_code(tmp_path: Path) -> No
     assert len(bench.failures) == 2
 
 
-def test_bytes_written_are_compared_with_the_kv_that_is_new(tmp_path: Path) -> None:
+def test_bytes_written_are_compared_with_new_kv(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     right = {"stock": [sample("a")], "tiered": [sample("a")]}
     outcome = Outcome(rounds=[right], new_tokens=100)

@@ -62,7 +62,7 @@ def test_conversations_take_turns_and_none_overtakes_itself() -> None:
         assert [one.label for one in ordered if conversation[one.label] == name] == own
 
 
-def test_a_turn_is_sent_when_due_but_never_before_the_last_one_was_answered(
+def test_a_due_turn_waits_for_the_last_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
@@ -100,7 +100,7 @@ def fake_hierarchy(root: Path, version: int) -> ReadThrottle:
     ("version", "file", "text"),
     [(2, "io.max", "8:0 rbps=1000"), (1, "blkio.throttle.read_bps_device", "8:0 1000")],
 )
-def test_a_limited_process_goes_back_where_it_was_even_after_a_failure(
+def test_a_limited_process_returns_even_after_failure(
     tmp_path: Path, version: int, file: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     throttle = fake_hierarchy(tmp_path, version)
@@ -116,7 +116,7 @@ def test_a_limited_process_goes_back_where_it_was_even_after_a_failure(
     assert removed == [group]
 
 
-def test_the_limit_is_for_the_whole_disk_of_a_partition(tmp_path: Path) -> None:
+def test_a_partitions_limit_is_for_its_disk(tmp_path: Path) -> None:
     device = os.stat(tmp_path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     partition = tmp_path / "disk" / "disk1"

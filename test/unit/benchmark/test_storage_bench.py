@@ -32,7 +32,7 @@ def test_a_figure_keeps_its_spread() -> None:
     assert summarize([3.0, 1.0, 2.0]) == {"value": 2.0, "min": 1.0, "max": 3.0, "n": 3}
 
 
-def test_a_missing_sample_is_not_paired_with_the_next() -> None:
+def test_a_missing_sample_breaks_no_pairing() -> None:
     assert quotients([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     with pytest.raises(ValueError, match="shorter"):
         quotients([2.0, 9.0], [1.0])
@@ -52,7 +52,7 @@ def test_sizes_are_named_as_in_the_targets() -> None:
     ]
 
 
-def test_a_figure_left_out_of_the_table_is_still_in_the_results() -> None:
+def test_a_figure_without_row_is_in_the_results() -> None:
     report = Report()
     report.add("shown", [1.0])
     report.add("hidden", [2.0], in_table=False)
@@ -112,7 +112,7 @@ def test_the_simulated_lru_counts_leading_hits_only() -> None:
     assert lru.access([a, c, b]) == 3
 
 
-def test_the_key_of_a_page_depends_on_all_before_it() -> None:
+def test_a_pages_key_depends_on_its_prefix() -> None:
     first, second = chain_keys([1, 2, 3]), chain_keys([1, 9, 3])
     assert [len(key) for key in first] == [32, 32, 32]
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]
@@ -133,7 +133,7 @@ def test_figures_from_memory_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert Workspace(tmp_path, allow_tmpfs=True).filesystem == "tmpfs"
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_disk_too_small_is_refused_unwritten(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, allow_tmpfs=True)
     workspace.check_space(1, 1)
     with pytest.raises(UnusableDirectoryError, match="GB free"):

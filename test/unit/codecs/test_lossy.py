@@ -66,7 +66,7 @@ def reference_fp8(group: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [-20, -3, 0, 1, 9])
-def test_fp8_rounds_unlike_torch(dtype: str, exponent: int) -> None:
+def test_fp8_rounds_as_torch_does(dtype: str, exponent: int) -> None:
     """Every pattern of 16 upper bits in six binades and the subnormal ones below, with ties."""
     if dtype == "float16":
         exponent = max(exponent, -3)
@@ -81,7 +81,7 @@ def test_fp8_rounds_unlike_torch(dtype: str, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_groups_share_a_scale_with_neighbours(dtype: str) -> None:
+def test_fp8_groups_are_scaled_one_by_one(dtype: str) -> None:
     generator = torch.Generator().manual_seed(1)
     layout = PageLayout.kv(
         dtype=dtype, num_layers=3, page_size=5, num_heads=2, head_dim=40, v_head_dim=17
@@ -108,7 +108,7 @@ def test_fp8_groups_share_a_scale_with_neighbours(dtype: str) -> None:
                     )
 
 
-def test_fp8_keeps_the_sign_of_zero_and_zero_pages() -> None:
+def test_fp8_keeps_zeros_and_their_signs() -> None:
     codec = make_codec("fp8", column("bfloat16", 4, 16))
     values = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
@@ -118,7 +118,7 @@ def test_fp8_keeps_the_sign_of_zero_and_zero_pages() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_errs_by_more_than_half_a_step(dtype: str) -> None:
+def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(64, 48, generator=generator)
     values *= torch.exp2(torch.randint(-6, 6, (48,), generator=generator))
@@ -140,7 +140,7 @@ def test_int8_errs_by_more_than_half_a_step(dtype: str) -> None:
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "largest"])
-def test_value_that_cannot_be_scaled_is_changed(name: str, dtype: str, value: float | str) -> None:
+def test_value_that_cannot_be_scaled_stays_exact(name: str, dtype: str, value: float | str) -> None:
     kind = getattr(torch, dtype)
     rows = torch.randn(64, 16, generator=torch.Generator().manual_seed(3)).to(kind)
     rows[10, 3] = torch.finfo(kind).max if isinstance(value, str) else value
@@ -152,7 +152,7 @@ def test_value_that_cannot_be_scaled_is_changed(name: str, dtype: str, value: fl
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", ["tiny", "large"])
-def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, scale: str) -> None:
+def test_numbers_near_the_types_ends_stay_finite(name: str, dtype: str, scale: str) -> None:
     kind = getattr(torch, dtype)
     size = torch.finfo(kind).smallest_normal if scale == "tiny" else torch.finfo(kind).max / 2**9
     rows = (torch.rand(64, 16, generator=torch.Generator().manual_seed(4)).double() * size).to(kind)
@@ -173,7 +173,7 @@ def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, 
         ("int8", HEADER_BYTES + 7, 0x7F),
     ],
 )
-def test_bytes_that_nobody_writes_decode(name: str, place: int, value: int) -> None:
+def test_bytes_never_written_do_not_decode(name: str, place: int, value: int) -> None:
     codec = make_codec(name, column("bfloat16", 1, 16))
     # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
     page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
@@ -185,7 +185,7 @@ def test_bytes_that_nobody_writes_decode(name: str, place: int, value: int) -> N
         codec.decode(memoryview(data), (back,))
 
 
-def test_float32_is_rounded_to_bfloat16_unlike_torch() -> None:
+def test_float32_becomes_bfloat16_as_in_torch() -> None:
     generator = torch.Generator().manual_seed(7)
     values = torch.randn(4096, generator=generator)
     bits = values.view(torch.int32)
@@ -195,7 +195,7 @@ def test_float32_is_rounded_to_bfloat16_unlike_torch() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-def test_page_of_another_pool_is_quantized(name: str) -> None:
+def test_page_of_another_pool_stays_exact(name: str) -> None:
     """State pages and drafts of another length go through the same engine."""
     codec = make_codec(name, column("bfloat16", 64, 16))
     page = np.random.default_rng(0).bytes(1000)
@@ -207,7 +207,7 @@ def test_page_of_another_pool_is_quantized(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("order", ["page_first", "page_head", "layer_first"])
-def test_order_of_axes_is_misread(name: str, order: str) -> None:
+def test_order_of_axes_changes_no_number(name: str, order: str) -> None:
     """The same page in another order of memory decodes to the same numbers."""
     generator = torch.Generator().manual_seed(5)
     lengths = {"num_layers": 3, "page_size": 32, "num_heads": 2, "head_dim": 24}
@@ -238,7 +238,7 @@ def test_order_of_axes_is_misread(name: str, order: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("order", ["page_first_direct", "page_first", "layer_first"])
-def test_latent_page_is_refused(name: str, order: str) -> None:
+def test_latent_page_is_quantized(name: str, order: str) -> None:
     layout = PageLayout.latent(dtype="bfloat16", num_layers=2, page_size=64, dim=72, order=order)
     assert layout.page_bytes == 2 * 64 * 72 * 2
     values = torch.randn(2 * 64 * 72, generator=torch.Generator().manual_seed(6)).bfloat16()
@@ -256,18 +256,18 @@ def test_latent_page_is_refused(name: str, order: str) -> None:
     ],
     ids=["bytes", "unknown", "fp8"],
 )
-def test_lossy_codec_accepts_bytes_it_cannot_read(name: str, layout: PageLayout) -> None:
+def test_lossy_codec_refuses_layout_it_cannot_read(name: str, layout: PageLayout) -> None:
     with pytest.raises(ConfigError):
         make_codec(name, layout)
 
 
-def test_unknown_codec_is_a_surprise_later() -> None:
+def test_unknown_codec_is_refused_at_once() -> None:
     for name in ("gzip", "none", ""):
         with pytest.raises(ConfigError, match="codec"):
             make_codec(name, PageLayout.unknown())
 
 
-def test_layouts_share_a_digest() -> None:
+def test_layouts_have_different_digests() -> None:
     lengths = {"num_layers": 2, "page_size": 16, "num_heads": 2, "head_dim": 16}
     layouts = [
         PageLayout.kv(dtype=dtype, **lengths, order=order)
@@ -280,6 +280,6 @@ def test_layouts_share_a_digest() -> None:
 @pytest.mark.parametrize(
     ("axes", "shape"), [(("token",), (4,)), (("token", "channel"), (4,)), (("channel",), (0,))]
 )
-def test_layout_that_means_nothing_is_taken(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def test_layout_without_meaning_is_refused(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"axes|shape"):
         PageLayout(dtype="float32", segments=(SegmentLayout(axes, shape),))

@@ -59,7 +59,7 @@ def test_whole_sequences_equal_pytorchs_convolution(
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 8])
-def test_sequence_continued_from_its_state_gives_the_same_bits(
+def test_continued_sequence_gives_the_same_bits(
     weight: torch.Tensor, bias: torch.Tensor, cut: int
 ) -> None:
     whole, states, other = inputs(9, 3), fresh_states(), fresh_states()

@@ -138,7 +138,7 @@ LENGTHS = [1, 63, 64, 127, 300]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_extend_matches_the_oracle_without_and_with_a_prefix(options: dict[str, object]) -> None:
+def test_extend_with_or_without_prefix_matches_the_oracle(options: dict[str, object]) -> None:
     lengths = [(n, n) for n in LENGTHS] + [(n + 28, 28) for n in LENGTHS] + [(64, 1), (9, 0)]
     case = make_case(lengths)
     assert_close(run_extend(case, scale=0.25, **options), oracle(case, scale=0.25, **options))  # type: ignore[arg-type]
@@ -172,14 +172,14 @@ def test_a_long_prefix_keeps_its_precision(dtype: torch.dtype, capped: float) ->
 
 
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
-def test_value_heads_may_be_narrower_or_wider_than_key_heads(dims: tuple[int, int]) -> None:
+def test_value_and_key_heads_may_differ_in_width(dims: tuple[int, int]) -> None:
     case = make_case([(50, 50), (70, 7)], heads=(4, 1), dims=dims)
     assert_close(run_extend(case, scale=0.2), oracle(case, scale=0.2))
     step = make_case([(50, 1), (7, 1)], heads=(4, 1), dims=dims)
     assert_close(run_decode(step, scale=0.2), oracle(step, scale=0.2))
 
 
-def test_values_that_are_a_slice_of_the_keys_are_the_slice() -> None:
+def test_values_may_be_a_slice_of_the_keys() -> None:
     case = make_case([(50, 50), (70, 7)], heads=(4, 1), dims=(24, 24))
     case.values = case.keys[..., :16]
     assert_close(run_extend(case, scale=0.2), oracle(case, scale=0.2))
@@ -188,13 +188,13 @@ def test_values_that_are_a_slice_of_the_keys_are_the_slice() -> None:
     assert_close(run_decode(case, scale=0.2), oracle(case, scale=0.2))
 
 
-def test_values_that_are_another_slice_of_the_same_storage_are_not_mistaken_for_the_keys() -> None:
+def test_values_of_another_slice_are_not_the_keys() -> None:
     case = make_case([(50, 50)], heads=(4, 1), dims=(24, 24))
     case.values = case.keys[..., 8:]
     assert_close(run_extend(case, scale=0.2), oracle(case, scale=0.2))
 
 
-def test_an_fp8_cache_is_read_in_the_query_dtype() -> None:
+def test_an_fp8_cache_is_read_in_query_dtype() -> None:
     case = make_case([(50, 20), (9, 9)])
     case.keys = case.keys.to(torch.float8_e4m3fn)
     case.values = case.values.to(torch.float8_e4m3fn)
@@ -211,14 +211,14 @@ def test_an_encoder_sees_both_sides(sliding_window: int | None) -> None:
 
 
 @pytest.mark.parametrize("capped", [0.0, 5.0], ids=["fused", "explicit"])
-def test_cross_attention_allows_fewer_keys_than_queries_and_none_at_all(capped: float) -> None:
+def test_cross_attention_allows_few_keys_or_none(capped: float) -> None:
     case = make_case([(5, 30), (0, 4), (50, 3)])
     actual = run_extend(case, scale=0.25, causal=False, logit_cap=capped)
     assert_close(actual, oracle(case, scale=0.25, causal=False, logit_cap=capped))
     assert not actual[30:34].any(), "a request without encoder tokens is zeros, not NaN"
 
 
-def test_decode_of_a_sequence_without_keys_is_zeros_and_leaves_its_neighbours_right() -> None:
+def test_decode_without_keys_is_zeros_beside_right_rows() -> None:
     case = make_case([(5, 1), (0, 1), (50, 1)])
     assert_close(run_decode(case, scale=0.25), oracle(case, scale=0.25))
 
@@ -235,7 +235,7 @@ def test_slots_behind_every_window_are_not_read() -> None:
     assert_close(run_decode(step, **options), oracle(step, **options))  # type: ignore[arg-type]
 
 
-def test_padding_tokens_after_the_last_sequence_come_back_as_zeros() -> None:
+def test_padding_after_the_last_sequence_is_zeros() -> None:
     case = make_case([(10, 10)])
     case.query = torch.cat([case.query, torch.full_like(case.query[:3], math.nan)])
     actual = run_extend(case, scale=0.25)
@@ -273,7 +273,7 @@ def test_hundreds_of_uneven_sequences_are_padded_little() -> None:
     assert_close(run_decode(case, scale=0.3), oracle(case, scale=0.3))
 
 
-def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
+def test_one_long_sequence_pads_no_short_one() -> None:
     case = make_case([(10, 1), (1000, 1), (12, 1)])
     plan = plan_decode(case.rows)
     assert [len(g.rows) for g in plan.groups] == [1000, 24]

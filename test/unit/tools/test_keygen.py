@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 FILES = {"prefill.key", "prefill.key_secret", "decode.key", "decode.key_secret"}
 
 
-def test_the_keys_of_a_directory_let_both_roles_talk(
+def test_keys_of_one_directory_let_both_roles_talk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--out", str(tmp_path / "keys")]) == 0
@@ -96,7 +96,7 @@ def test_keys_in_use_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFi
         ["--out", "x", "--role", "king"],
     ],
 )
-def test_a_command_line_that_is_none_is_answered_in_one_line(
+def test_a_wrong_command_line_is_answered_briefly(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

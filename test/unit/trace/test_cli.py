@@ -111,7 +111,7 @@ def test_stat_of_requests_without_blocks_has_no_reuse(cli: Cli, tmp_path: Path) 
     assert cli("scale", path, "--tokens-max", 9, "-o", tmp_path / "out.jsonl").code == 0
 
 
-def test_mixed_block_sizes_are_told_apart_by_no_figure(cli: Cli, tmp_path: Path) -> None:
+def test_mixed_block_sizes_have_no_figures(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     line = '{"timestamp": 0, "input_length": 9, "output_length": 0, "hash_ids": [1]'
     path.write_text(line + "}\n" + line + ', "block_size": 16}\n')
@@ -130,7 +130,7 @@ def test_stat_adds_the_capacities_it_is_asked_for(cli: Cli, trace: Path, tmp_pat
     assert [row["hit_rate"] for row in rows if row["blocks"] == 11] == [19 / 30]
 
 
-def test_rows_that_are_no_requests_are_skipped_and_told(cli: Cli, trace: Path) -> None:
+def test_rows_without_a_request_are_skipped_and_counted(cli: Cli, trace: Path) -> None:
     text = trace.read_text()
     trace.write_text(text.replace("\n", "\n{broken\n", 2))
     outcome = cli("stat", trace)
@@ -155,7 +155,7 @@ def test_nothing_usable_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["stat", "scale", "convert"])
-def test_a_file_that_cannot_be_used_is_exit_code_2(cli: Cli, tmp_path: Path, command: str) -> None:
+def test_an_unusable_file_is_exit_code_2(cli: Cli, tmp_path: Path, command: str) -> None:
     output = () if command == "stat" else ("-o", tmp_path / "out")
     (tmp_path / "empty").touch()
     for name, what in (
@@ -304,9 +304,7 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
         ("generate", "--mooncake", "x", "--sharegpt", "x"),
     ],
 )
-def test_a_command_line_that_cannot_work_is_one_sentence(
-    cli: Cli, arguments: tuple[str, ...]
-) -> None:
+def test_an_impossible_command_line_is_one_sentence(cli: Cli, arguments: tuple[str, ...]) -> None:
     outcome = cli(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("sglang-tiered: ")

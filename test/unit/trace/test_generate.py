@@ -34,7 +34,7 @@ def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
     assert all(first[name] != other[name] for name in first)
 
 
-def test_sharegpt_text_can_be_read_as_downloaded_files_are(tmp_path: Path) -> None:
+def test_sharegpt_text_reads_like_a_downloaded_file(tmp_path: Path) -> None:
     files = generate(tmp_path / "made", "--num-conversations", 40, "--seed", 1)
     rows = json.loads(files["a.json"])
     assert len(rows) == 40
@@ -70,7 +70,7 @@ def test_conversations_have_the_published_means() -> None:
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (1.0, 1.0)])
-def test_system_prompts_are_shared_by_the_share_asked_for(share: float, expected: float) -> None:
+def test_system_prompts_have_the_share_asked_for(share: float, expected: float) -> None:
     shape = sharegpt_model.Shape(num_conversations=60, system_share=share, num_system_prompts=2)
     firsts = [json.loads(row)["conversations"][0] for row in sharegpt_model.rows(shape)]
     systems = [first["value"] for first in firsts if first["from"] == "system"]

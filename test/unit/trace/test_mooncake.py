@@ -21,14 +21,14 @@ def write(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
-def test_requests_come_in_order_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+def test_requests_keep_their_order_without_blank_lines(tmp_path: Path) -> None:
     second = GOOD.replace("7", "8", 1)
     requests = list(read(write(tmp_path, GOOD, "\n", second)))
     assert requests[0] == Request(7, 513, 2, (4, 9))
     assert [request.timestamp for request in requests] == [7, 8]
 
 
-def test_field_that_the_format_does_not_know_is_ignored(tmp_path: Path) -> None:
+def test_unknown_field_is_ignored(tmp_path: Path) -> None:
     assert len(list(read(write(tmp_path, GOOD.replace("{", '{"type": "chat", ', 1))))) == 1
 
 

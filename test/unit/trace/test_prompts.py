@@ -17,7 +17,7 @@ from sglang_tiered.trace.request import MAX_BLOCK_ID, TraceRequest
 MakeRequest = Callable[..., TraceRequest]
 
 
-def test_tokens_are_printable_ascii_and_as_many_as_the_prompt_has(
+def test_tokens_are_printable_and_of_the_prompts_number(
     make_request: MakeRequest,
 ) -> None:
     request = make_request((0, 1, MAX_BLOCK_ID), missing=7)
@@ -29,7 +29,7 @@ def test_tokens_are_printable_ascii_and_as_many_as_the_prompt_has(
     assert bytes(tokens.tolist()).decode("ascii").isprintable()
 
 
-def test_equal_ids_are_equal_tokens_and_different_ids_differ(make_request: MakeRequest) -> None:
+def test_ids_and_tokens_are_equal_only_together(make_request: MakeRequest) -> None:
     first = prompt_tokens(make_request((3, 4, 5)))
     second = prompt_tokens(make_request((3, 9, 5, 6)))
     assert (first[:16] == second[:16]).all()
@@ -38,16 +38,14 @@ def test_equal_ids_are_equal_tokens_and_different_ids_differ(make_request: MakeR
 
 
 @pytest.mark.parametrize("block_tokens", [2, 3, 10, 16])
-def test_no_two_blocks_of_a_large_trace_are_equal(
-    make_request: MakeRequest, block_tokens: int
-) -> None:
+def test_blocks_of_a_large_trace_all_differ(make_request: MakeRequest, block_tokens: int) -> None:
     number = min(20_000, NUM_TOKENS**block_tokens)
     tokens = prompt_tokens(make_request(tuple(range(number)), block_tokens=block_tokens))
     blocks = {block.tobytes() for block in tokens.reshape(number, block_tokens)}
     assert len(blocks) == number
 
 
-def test_ids_that_differ_in_one_bit_differ_in_their_blocks(make_request: MakeRequest) -> None:
+def test_ids_one_bit_apart_have_different_blocks(make_request: MakeRequest) -> None:
     ids = (0, *(1 << bit for bit in range(64)), MAX_BLOCK_ID)
     blocks = prompt_tokens(make_request(ids)).reshape(-1, 16)[:, :10]
     assert all((one != other).any() for one, other in itertools.combinations(blocks, 2))
@@ -60,7 +58,7 @@ def test_a_seed_changes_every_block_and_nothing_else(make_request: MakeRequest) 
     assert (first == prompt_tokens(request, seed=0).reshape(-1, 16)).all()
 
 
-def test_a_cut_block_is_the_start_of_the_whole_one(make_request: MakeRequest) -> None:
+def test_a_cut_block_begins_the_whole_block(make_request: MakeRequest) -> None:
     whole = prompt_tokens(make_request((1, 2)))
     cut = prompt_tokens(make_request((1, 2), missing=6))
     assert (cut == whole[: len(cut)]).all()
@@ -73,7 +71,7 @@ def test_smaller_blocks_keep_the_number_of_blocks(make_request: MakeRequest) -> 
     assert prompt_length(request, 512) == prompt_length(request) == 1025
 
 
-def test_a_block_too_small_for_its_id_is_refused(make_request: MakeRequest) -> None:
+def test_a_block_smaller_than_its_id_is_refused(make_request: MakeRequest) -> None:
     with pytest.raises(TraceError, match="9025 does not fit a block of 2 tokens"):
         prompt_tokens(make_request((9025,), block_tokens=2))
     with pytest.raises(TraceError, match="block of 0 tokens"):

@@ -51,7 +51,7 @@ def test_mooncake_lines_become_requests(tmp_path: Path) -> None:
     assert request.conversation is request.turn is request.tenant is None
 
 
-def test_mooncake_lines_may_name_another_block_size_and_more(tmp_path: Path) -> None:
+def test_mooncake_lines_may_name_a_block_size(tmp_path: Path) -> None:
     line = {
         **json.loads(MOONCAKE),
         "input_length": 30,
@@ -79,7 +79,7 @@ def test_a_conversation_is_its_turns_over_its_history(tmp_path: Path) -> None:
     assert first.block_ids[full:] != second.block_ids[full : full + 1]
 
 
-def test_equal_system_prompts_share_blocks_and_different_ones_do_not(tmp_path: Path) -> None:
+def test_only_equal_system_prompts_share_blocks(tmp_path: Path) -> None:
     rows = [
         chat(("system", prompt * 20), ("human", question), ("gpt", "x"))
         for prompt, question in (("abcd", "1"), ("abcd", "2"), ("abce", "1"))
@@ -118,9 +118,7 @@ def test_tokens_are_bytes_over_the_estimate_rounded_up(tmp_path: Path) -> None:
         (chat(("system", "s")), "it has no answer"),
     ],
 )
-def test_a_bad_conversation_is_skipped_and_the_next_is_used(
-    tmp_path: Path, row: Any, what: str
-) -> None:
+def test_a_bad_conversation_costs_no_other(tmp_path: Path, row: Any, what: str) -> None:
     path = written(tmp_path, "[\n" + json.dumps(TALK) + ",\n" + json.dumps(row) + ",\n")
     with path.open("a") as file:
         file.write(json.dumps(TALK) + "]")
@@ -144,7 +142,7 @@ def test_a_bad_conversation_is_skipped_and_the_next_is_used(
         ((("system", "s"), ("gpt", "hi"), ("human", "q"), ("gpt", "a")), [1], "begins with"),
     ],
 )
-def test_a_conversation_is_used_as_far_as_requests_can_be_made(
+def test_a_conversation_is_used_until_it_breaks(
     tmp_path: Path, turns: tuple[tuple[str, str], ...], outputs: list[int], what: str | None
 ) -> None:
     requests, tally = read(written(tmp_path, [chat(*turns)]), tokens=Tokens(512, 1))
@@ -182,7 +180,7 @@ def test_damage_in_a_row_costs_that_row_only(tmp_path: Path, damage: tuple[str, 
     assert tally.num_skipped in (1, 2)
 
 
-def test_a_file_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
+def test_a_file_cut_off_is_used_until_there(tmp_path: Path) -> None:
     whole = json.dumps([TALK] * 3)
     for cut in (len(whole) - 1, len(whole) - 2, len(whole) - 20):
         requests, tally = read(written(tmp_path, whole[:cut]))
@@ -191,7 +189,7 @@ def test_a_file_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
         assert "the file ends" in tally.reasons[0]
 
 
-def test_sharegpt_may_come_as_lines_and_mooncake_as_an_array(tmp_path: Path) -> None:
+def test_either_format_may_be_lines_or_array(tmp_path: Path) -> None:
     lines = json.dumps(TALK) + "\n{\n" + json.dumps(TALK) + "\n"
     requests, tally = read(written(tmp_path, lines))
     assert (len(requests), tally.num_skipped) == (4, 1)
@@ -200,7 +198,7 @@ def test_sharegpt_may_come_as_lines_and_mooncake_as_an_array(tmp_path: Path) -> 
     assert len(requests) == 2
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     for content in (MOONCAKE, json.dumps([TALK])):
         _, tally = read(written(tmp_path, b"\xef\xbb\xbf" + content.encode()))
         assert tally.num_skipped == 0

@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_policy_is_in_the_table_and_in_the_json(
+def test_every_policy_is_in_table_and_json(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
@@ -142,7 +142,7 @@ def test_a_trace_without_order_or_times_is_refused(
     assert "no arrival times" in capsys.readouterr().err
 
 
-def test_a_picture_is_drawn_or_its_library_is_named(
+def test_a_picture_is_drawn_or_matplotlib_named(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "x.png"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_UNITS = 100_000
 
 
-def test_a_unit_in_memory_or_on_nvme_takes_some_two_hundred_bytes() -> None:
+def test_a_unit_takes_some_two_hundred_bytes() -> None:
     tracemalloc.start()
     try:
         tier = LruTier(NUM_UNITS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     ("name", "ideal", "curve"),
     [("conversation", 36.6, {1.5: 6.5, 15: 32.6}), ("synthetic", 64.0, {1.5: 18.8, 15: 62.4})],
 )
-def test_one_cache_of_a_size_hits_what_was_published(
+def test_a_single_cache_hits_what_was_published(
     published: Callable[[str], Path], name: str, ideal: float, curve: dict[float, float]
 ) -> None:
     stream = TraceStream(published(name))

@@ -49,7 +49,7 @@ def conversations(seed: int, count: int, *, longest: int) -> Iterator[list[int]]
     ("page_bytes", "region_bytes", "num_regions", "num_requests"),
     [(4096, 64 * 4096, 6, 250), (3000, 64 * 4096, 10, 250), (1 << 20, 16 << 20, 5, 60)],
 )
-def test_model_of_the_log_serves_what_the_store_on_a_disk_serves(
+def test_modelled_log_serves_what_the_real_store_serves(
     tmp_path: Path, page_bytes: int, region_bytes: int, num_regions: int, num_requests: int
 ) -> None:
     capacity_bytes = num_regions * region_bytes
@@ -127,7 +127,7 @@ def by_the_page(runs: list[int], page_bytes: int, region_bytes: int) -> list[tup
         (3 << 20, 1 << 25),
     ],
 )
-def test_a_run_is_placed_as_if_page_by_page(page_bytes: int, region_bytes: int) -> None:
+def test_a_run_lies_as_its_single_pages_would(page_bytes: int, region_bytes: int) -> None:
     choose = random.Random(page_bytes)
     runs = [choose.randint(1, 1400) for _ in range(12)]
     log = RegionLog(4000 * region_bytes, region_bytes)
@@ -179,7 +179,7 @@ def test_of_hot_pages_the_most_loaded_is_saved() -> None:
     assert 1 not in log
 
 
-def test_the_cap_is_never_exceeded_and_what_was_loaded_outlives_the_rest() -> None:
+def test_the_cap_holds_and_loaded_pages_outlive_others() -> None:
     log = RegionLog(1 << 20, 1 << 18)
     log.store([0, 1, 2], [4096] * 3)
     for start in range(10, 3000, 30):

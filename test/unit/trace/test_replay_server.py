@@ -81,7 +81,7 @@ def test_requests_wait_for_the_prefill_before_them() -> None:
     assert totals.last_s == pytest.approx(10)
 
 
-def test_a_hit_costs_what_is_new_and_its_last_token_at_least() -> None:
+def test_a_hit_costs_its_new_tokens_or_one() -> None:
     totals, _ = serve(
         LruStack, sizes(10, 0, 0), [request(0, 1, 2), request(10, 1, 2, 3), request(20, 1, 2)]
     )
@@ -90,14 +90,14 @@ def test_a_hit_costs_what_is_new_and_its_last_token_at_least() -> None:
     assert totals.units_hit == {"device": 4, "host": 0, "nvme": 0}
 
 
-def test_a_prefix_is_matched_when_its_turn_comes_not_when_it_arrives() -> None:
+def test_a_prefix_is_matched_at_service_not_arrival() -> None:
     """The second of two equal prompts that arrive together hits what the first computed."""
     totals, _ = serve(LruStack, sizes(10, 0, 0), [request(0, 1, 2), request(0, 1, 2)])
     assert totals.units_hit["device"] == 2
 
 
 @pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_what_left_device_and_host_comes_back_from_nvme(
+def test_pages_evicted_from_host_return_from_nvme(
     kind: type[HiCacheStack | TieredStack],
 ) -> None:
     fillers = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
@@ -118,7 +118,7 @@ def test_requests_pass_one_whose_load_is_under_way() -> None:
     assert totals.ttft.sum_s == pytest.approx(4 + 9 * 5 + 1 + (1.1 + 1 / UNIT), rel=1e-3)
 
 
-def test_hicache_goes_on_without_what_its_deadline_cut_off() -> None:
+def test_hicache_goes_on_without_pages_after_its_deadline() -> None:
     """One unit of 64 tokens takes 10 s: 1 s and 0.25 s per 1,024 tokens later nothing is there."""
     fillers = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
     prompt = [request(0, 1, 2, 3, 4), *fillers, request(200, 1, 2, 3, 4)]
@@ -141,7 +141,7 @@ def test_tiered_computes_what_would_take_longer_to_load() -> None:
     assert totals.ttft.max_s <= 10
 
 
-def test_tiered_loads_that_find_no_room_take_turns_and_none_is_lost() -> None:
+def test_tiered_loads_without_room_wait_and_all_run() -> None:
     chains = [list(range(100 * i, 100 * i + 8)) for i in range(12)]
     first = [request(10 * i, *chain) for i, chain in enumerate(chains)]
     filler = [request(200 + 10 * i, *range(5000 + 9 * i, 5009 + 9 * i)) for i in range(8)]
@@ -153,7 +153,7 @@ def test_tiered_loads_that_find_no_room_take_turns_and_none_is_lost() -> None:
     assert totals.num_requests == 32
 
 
-def test_tiered_keeps_to_its_write_budget_and_says_what_it_dropped() -> None:
+def test_tiered_keeps_its_write_budget_and_counts_drops() -> None:
     unit_bytes = UNIT * HARDWARE.kv_bytes_per_token
     prompts = [request(20 * i, *range(10 * i, 10 * i + 9)) for i in range(100)]
     free, _ = serve(TieredStack, sizes(10, 20, 4000), prompts)
@@ -165,7 +165,7 @@ def test_tiered_keeps_to_its_write_budget_and_says_what_it_dropped() -> None:
     assert held.units_lost_unstored > 0
 
 
-def test_a_full_host_tier_loses_what_the_device_evicts_and_counts_it() -> None:
+def test_a_full_host_tier_counts_its_losses() -> None:
     """Stores so slow that they pin the whole host tier."""
     stuck = dataclasses.replace(HARDWARE, nvme_write_bytes_per_s=640.0)
     prompts = [request(20 * i, *range(10 * i, 10 * i + 9)) for i in range(20)]
@@ -174,7 +174,7 @@ def test_a_full_host_tier_loses_what_the_device_evicts_and_counts_it() -> None:
 
 
 @pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_the_host_tier_never_keeps_an_end_without_its_beginning(
+def test_the_host_tier_never_keeps_a_headless_prefix(
     kind: type[HiCacheStack | TieredStack],
 ) -> None:
     """In a tree only leaves go. Here single units do, in an order that must come to the same, also
@@ -197,7 +197,7 @@ def test_the_host_tier_never_keeps_an_end_without_its_beginning(
     assert totals.units_hit["nvme"] > 0
 
 
-def test_loads_and_stores_share_the_device_and_no_time_is_lost() -> None:
+def test_loads_and_stores_share_all_device_time() -> None:
     disk = Disk(dataclasses.replace(HARDWARE, nvme_write_bytes_per_s=640_000.0))
     disk.store(0.0, 640_000)  # one second alone
     begin_s, end_s = disk.load(0.0, 640_000)  # likewise; gets four fifths of the device

@@ -64,7 +64,7 @@ def test_inferred_turns_are_those_published(
         assert round(100 * turns.count(turn) / len(turns), 1) == percent
 
 
-def test_a_hit_ends_at_the_first_block_that_is_gone(make_request: MakeRequest) -> None:
+def test_a_hit_ends_at_the_first_missing_block(make_request: MakeRequest) -> None:
     """The last blocks of a chain are touched last, so a small cache holds what it cannot use."""
     reuse = measure([make_request((1, 2, 3)), make_request((1, 2, 3))])
     assert reuse.distance[3:].tolist() == [2, 1, 0]
@@ -72,14 +72,14 @@ def test_a_hit_ends_at_the_first_block_that_is_gone(make_request: MakeRequest) -
     assert [reuse.hit_rate(capacity) for capacity in (0, 1, 2, 3)] == [0, 0, 0, 0.5]
 
 
-def test_a_block_behind_a_new_one_is_no_hit(make_request: MakeRequest) -> None:
+def test_a_block_behind_a_new_one_misses(make_request: MakeRequest) -> None:
     reuse = measure([make_request((1, 2)), make_request((7, 2))])
     assert reuse.distance.tolist() == [NEVER] * 4
     assert reuse.hit_rate() == 0
     assert reuse.num_unique == 4  # the second 2 ends another prefix
 
 
-def test_tokens_weigh_a_last_block_by_what_fills_it(make_request: MakeRequest) -> None:
+def test_a_last_block_weighs_its_tokens_only(make_request: MakeRequest) -> None:
     request = make_request((1, 2), block_tokens=10, missing=9)
     reuse = measure([request, make_request((1,), block_tokens=10)])
     assert reuse.hit_rate() == 1 / 3
@@ -101,7 +101,7 @@ def test_a_trace_without_blocks_has_no_figures(make_request: MakeRequest) -> Non
         assert len(reuse.counts()) == len(reuse.gaps_s()) == 0
 
 
-def test_prefix_keys_tell_equal_blocks_apart_by_what_is_before_them() -> None:
+def test_equal_blocks_behind_different_prefixes_have_different_keys() -> None:
     prefixes = PrefixKeys()
     assert prefixes.of((5, 5, 5)) == [0, 1, 2]
     assert prefixes.of((5, 6)) == [0, 3]

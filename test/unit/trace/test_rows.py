@@ -67,7 +67,7 @@ def test_damage_is_told_and_left_behind(
         assert [row.problem for row in found if row.problem] == problems
 
 
-def test_a_row_beyond_the_limit_costs_no_memory_and_no_other_row() -> None:
+def test_a_row_beyond_the_limit_costs_only_itself() -> None:
     long = json.dumps({"id": "x" * 5_000_000})
     text = f'[{{"id": 1}}, {long}, {{"id": 2}}]'
     found = cut(text, max_bytes=1 << 20)
@@ -82,7 +82,7 @@ def test_a_line_beyond_the_limit_is_skipped() -> None:
     assert found[1].problem == "it is longer than 100 bytes"
 
 
-def test_the_row_after_a_long_one_is_found_wherever_a_chunk_ends(
+def test_a_long_row_never_hides_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rows_module, "_CHUNK_BYTES", 16)

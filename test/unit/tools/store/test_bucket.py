@@ -229,7 +229,7 @@ def test_every_command_on_s3(cli: Cli, remote: tuple[Bucket, FaultProxy, str]) -
     assert answer(cli, "gc", place, "--delete")["namespaces"][0]["num_objects"] == 1
 
 
-def test_a_bucket_that_takes_only_encrypted_writes_can_be_collected(
+def test_a_bucket_of_encrypted_writes_can_be_collected(
     cli: Cli, remote: tuple[Bucket, FaultProxy, str]
 ) -> None:
     bucket, proxy, place = remote
@@ -269,7 +269,7 @@ def test_a_refusal_shows_no_secret(
                 assert secret not in outcome.err
 
 
-def test_a_bucket_that_fails_half_way_is_one_sentence(
+def test_a_bucket_failing_midway_is_one_sentence(
     cli: Cli, remote: tuple[Bucket, FaultProxy, str]
 ) -> None:
     bucket, proxy, place = remote

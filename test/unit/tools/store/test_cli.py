@@ -63,9 +63,7 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
     "arguments",
     [(), ("stat",), ("verifi", "/"), ("stat", "/", "--deleet"), ("stat", "/", "--jobs", "x")],
 )
-def test_a_command_line_that_cannot_work_is_one_sentence(
-    cli: Cli, arguments: tuple[str, ...]
-) -> None:
+def test_an_impossible_command_line_is_one_sentence(cli: Cli, arguments: tuple[str, ...]) -> None:
     outcome = cli(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("sglang-tiered: ")
@@ -106,7 +104,7 @@ def foreign_shard(path: Path) -> None:
         (foreign_shard, "holds 'thesis.tex', which is not ours"),
     ],
 )
-def test_a_directory_that_is_no_store_is_refused_untouched(
+def test_a_directory_without_store_is_refused_untouched(
     cli: Cli, tmp_path: Path, digest: Digest, command: str, make: Callable[[Path], None], what: str
 ) -> None:
     path = tmp_path / "directory"
@@ -139,7 +137,7 @@ def test_no_directory_is_one_sentence(cli: Cli, tmp_path: Path, command: str) ->
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_we_may_not_read_is_one_sentence(
+def test_an_unreadable_directory_is_one_sentence(
     cli: Cli, tier: Path, shard: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may read everything, so the system is made to refuse."""
@@ -158,9 +156,7 @@ def test_a_directory_we_may_not_read_is_one_sentence(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_tier_without_shards_and_a_shard_without_regions(
-    cli: Cli, tmp_path: Path, command: str
-) -> None:
+def test_an_empty_tier_and_shard_are_fine(cli: Cli, tmp_path: Path, command: str) -> None:
     prepare(tmp_path / "tier")
     assert cli(command, tmp_path / "tier").code == 0
     (tmp_path / "tier" / "shard-0").mkdir()

@@ -36,7 +36,7 @@ def pages(cli: Cli, path: Path, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outcome.out.splitlines()]
 
 
-def test_every_page_has_a_line_with_what_was_stored(
+def test_every_stored_page_has_its_line(
     cli: Cli, tier: Path, shard: Path, make_run: MakeRun
 ) -> None:
     found = pages(cli, tier)
@@ -125,7 +125,7 @@ def test_extract_overwrites_nothing(
     assert not output.exists() or output.read_bytes() == b"precious"
 
 
-def test_extract_does_not_overwrite_what_appears_while_it_reads(
+def test_extract_never_overwrites_a_file_appearing_meanwhile(
     cli: Cli, tier: Path, tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "page.bin"
@@ -149,7 +149,7 @@ def test_extract_gives_no_damaged_bytes(
     assert not (tmp_path / "page.bin").exists()
 
 
-def test_extract_leaves_no_half_file_on_a_full_disk(
+def test_extract_on_a_full_disk_leaves_no_file(
     cli: Cli, tier: Path, tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_on_full_disk(fd: int, _: str) -> Any:

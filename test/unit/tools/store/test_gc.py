@@ -147,7 +147,7 @@ def test_a_mistyped_namespace_does_not_empty_the_store(
     assert cli("gc", tier, "--keep-namespace", "1111111").code == 2
 
 
-def test_a_page_that_was_stored_again_only_in_part_keeps_its_region(
+def test_a_partly_superseded_region_stays(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     engine = open_engine(shard)
@@ -179,7 +179,7 @@ def test_a_running_server_keeps_everything(
     engine.check_integrity()
 
 
-def test_what_a_running_server_writes_is_not_in_the_plan(
+def test_regions_of_a_running_server_are_not_planned(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     engine = open_engine(shard, namespace=OTHER_NAMESPACE)
@@ -197,7 +197,7 @@ def plant_region(shard: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> 
     return f"{shard.name}/{region_name(9)}"
 
 
-def test_an_older_format_goes_and_a_newer_one_stays(
+def test_only_older_formats_go(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = plant_region(shard, 1, monkeypatch)
@@ -246,7 +246,7 @@ def test_a_file_swapped_after_the_plan_stays(
     assert not (shard / region_name(1)).exists()
 
 
-def test_shards_for_other_sizes_go_but_for_those_used_last(
+def test_shards_of_sizes_not_used_last_go(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     """The names are those the server gives its shards."""
@@ -281,7 +281,7 @@ def test_a_shard_in_use_keeps_its_sizes(
     assert plan(cli, tier) == {}
 
 
-def test_a_stray_file_keeps_a_shard_for_other_sizes(
+def test_a_stray_file_keeps_its_old_shard(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     engine = open_engine(shard_path(tier, "tp0of2-pp0of1-dp0-0"))
@@ -294,7 +294,7 @@ def test_a_stray_file_keeps_a_shard_for_other_sizes(
     assert (shard / "thesis.tex").read_text() == "years"
 
 
-def test_a_shard_alone_is_deleted_from_only_when_it_is_ours(
+def test_a_lone_shard_with_foreign_files_is_kept(
     cli: Cli, tier: Path, shard: Path, flip: Flip, tmp_path: Path
 ) -> None:
     flip(shard / region_name(0), 8)

@@ -26,7 +26,7 @@ def test_the_holder_is_named_and_keeps_his_lock(tmp_path: Path) -> None:
     assert str(find_holder(tmp_path)) == f"not in use, last by process {os.getpid()}"
 
 
-def test_a_lock_on_another_file_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_lock_on_another_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / LOCK_NAME).touch()
     with DirectoryLock(tmp_path / "other"):
@@ -45,7 +45,7 @@ def test_what_is_no_lock_file_holds_nothing_up(tmp_path: Path, kind: str) -> Non
     assert find_holder(tmp_path) == Holder(False, None)
 
 
-def test_where_the_system_does_not_tell_it_says_so(
+def test_a_system_without_lock_table_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LOCK_NAME).write_text("4711\n")
@@ -62,7 +62,7 @@ def test_a_lock_file_of_nonsense_names_nobody(tmp_path: Path, text: bytes) -> No
     assert find_holder(tmp_path) == Holder(False, None)
 
 
-def test_waiters_are_not_holders_and_volumes_have_two_devices(
+def test_waiters_and_volumes_of_two_devices_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LOCK_NAME).touch()

@@ -188,7 +188,7 @@ def test_a_region_that_vanishes_is_not_missed(
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, Path.touch])
-def test_a_shard_that_is_no_directory_is_left_alone(
+def test_a_shard_not_a_directory_is_left_alone(
     cli: Cli, tier: Path, plant: Callable[[Path], object]
 ) -> None:
     plant(tier / "shard-odd")

@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_found_where_it_is(
     assert "damaged: 1 of 3 regions" in outcome.out
 
 
-def test_a_damaged_page_is_named_with_key_and_place(
+def test_a_damaged_page_is_named_and_placed(
     cli: Cli, tier: Path, shard: Path, flip: Flip, make_run: MakeRun
 ) -> None:
     flip(shard / region_name(1), 5 * BLOCK_BYTES + 100)
@@ -252,7 +252,7 @@ def plant_cut(path: Path) -> None:
         (plant_copy, f"belongs to {region_name(1)}"),
     ],
 )
-def test_what_is_no_region_under_its_name_is_reported(
+def test_a_file_named_like_a_region_is_reported(
     cli: Cli, tier: Path, shard: Path, plant: Callable[[Path], object], what: str
 ) -> None:
     name = region_name(16)
@@ -265,7 +265,7 @@ def test_what_is_no_region_under_its_name_is_reported(
     assert report["total"]["pages"] == 9
 
 
-def test_a_region_cut_short_says_which_pages_are_lost(cli: Cli, tier: Path, shard: Path) -> None:
+def test_a_region_cut_short_names_lost_pages(cli: Cli, tier: Path, shard: Path) -> None:
     os.truncate(shard / region_name(2), 6 * BLOCK_BYTES)
     code, report = verify(cli, tier)
     assert code == 1
@@ -305,7 +305,7 @@ def crashed(
     return tmp_path / "shard-0", BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
 
 
-def test_a_torn_end_of_an_open_region_is_a_note(
+def test_an_open_regions_torn_end_is_a_note(
     cli: Cli, crashed: tuple[Path, int], flip: Flip
 ) -> None:
     shard, synced = crashed
@@ -320,7 +320,7 @@ def test_a_torn_end_of_an_open_region_is_a_note(
 
 
 @pytest.mark.parametrize(("offset", "part"), [(BLOCK_BYTES + 7, "extent"), (9000, "page")])
-def test_what_was_synced_in_an_open_region_can_be_damaged(
+def test_damage_in_an_open_regions_synced_part_shows(
     cli: Cli, crashed: tuple[Path, int], flip: Flip, offset: int, part: str
 ) -> None:
     shard, _ = crashed
@@ -329,7 +329,7 @@ def test_what_was_synced_in_an_open_region_can_be_damaged(
     assert (code, problems(report)) == (1, [(FIRST, part)])
 
 
-def test_a_running_server_is_named_and_its_open_region_no_damage(
+def test_a_running_servers_open_region_is_no_damage(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     engine = open_engine(shard)
@@ -343,7 +343,7 @@ def test_a_running_server_is_named_and_its_open_region_no_damage(
     engine.check_integrity()
 
 
-def test_a_store_that_is_written_and_reclaimed_all_the_time_is_fine(
+def test_a_store_reclaimed_all_the_time_is_fine(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun
 ) -> None:
     engine = open_engine(shard)  # holds 32 regions: every run beyond takes one away
@@ -367,7 +367,7 @@ def test_a_store_that_is_written_and_reclaimed_all_the_time_is_fine(
     engine.check_integrity()
 
 
-def test_a_file_being_created_is_no_damage_while_a_server_runs(
+def test_a_file_being_created_is_no_damage(
     cli: Cli, tier: Path, shard: Path, open_engine: Open
 ) -> None:
     engine = open_engine(shard)
@@ -378,7 +378,7 @@ def test_a_file_being_created_is_no_damage_while_a_server_runs(
     assert (code, problems(report)) == (1, [(region_name(7), "header")])
 
 
-def test_what_a_second_look_finds_right_is_no_damage(
+def test_pages_right_at_second_look_are_undamaged(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_engine(shard)
@@ -399,7 +399,7 @@ def test_what_a_second_look_finds_right_is_no_damage(
 
 @pytest.mark.parametrize("when", ["before", "while"])
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_region_reclaimed_meanwhile_is_counted_and_no_damage(
+def test_a_region_reclaimed_meanwhile_is_no_damage(
     cli: Cli,
     tier: Path,
     shard: Path,
@@ -424,7 +424,7 @@ def test_a_region_reclaimed_meanwhile_is_counted_and_no_damage(
     assert "1 regions were reclaimed" in report["notes"][-1]
 
 
-def test_a_bad_sector_costs_the_pages_on_it_only(
+def test_a_bad_sector_costs_only_its_pages(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = 5 * BLOCK_BYTES  # where the second page begins
