@@ -4,7 +4,6 @@ in one server's region store, looked up and loaded in another."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,13 +14,13 @@ from sglang_tiered.storage.base import Job, JobKind, LookupResult, Reason, Run, 
 from sglang_tiered.storage.region.device import aligned_buffer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from kit.runs import Blank, MakeRun, PageData
 
 pytestmark = pytest.mark.timeout(60)
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
 TIMEOUT_S = 20.0
 ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)

@@ -6,13 +6,13 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -30,14 +30,11 @@ from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
 from sglang_tiered.storage.stack import LayeredEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
 TIMEOUT_S = 20.0
-NAMESPACE = b"\x11" * 32
 CAPACITY = 1 << 20
 QUEUE = 512 * 1024  # of stores, where an engine has one
 ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)

@@ -10,10 +10,10 @@ import pytest
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
-    Job,
     LookupResult,
     Reason,
     Run,
@@ -30,12 +30,10 @@ from sglang_tiered.storage.stack import LayeredEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
+    from kit.runs import Blank, MakeRun, PageData
+
 MakeEngine = Callable[..., TierEngine]
 
-TIMEOUT_S = 20.0
 CAPACITY = 1 << 20
 REGION = 64 * 1024
 SHARE = CAPACITY // 4
@@ -107,11 +105,6 @@ def engine(make_engine: MakeEngine) -> TierEngine:
 
 def of(tenant: bytes, run: Run) -> Run:
     return Run(run.keys, run.pages, tenant)
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def hits(engine: TierEngine, run: Run) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.memory import MemoryEngine
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
+if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun
 
 
 def test_a_load_protects_from_eviction(make_run: MakeRun, blank: Blank) -> None:

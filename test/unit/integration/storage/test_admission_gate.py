@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.admission_gate import LOG_INTERVAL_S, StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 BUSY_S = 2.5  # waits that make the tier selective, and close it
 EXHAUSTED_S = 5.0
 VERY_LONG = LONG_PREFIX_TOKENS * 4
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def hashes(*names: object) -> list[str]:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
 REGION = 4 << 20
-NAMESPACE = b"\x11" * 32
 
 
 @pytest.fixture
@@ -52,11 +49,6 @@ def borrower(owner: RegionEngine) -> Iterator[BorrowedEngine]:
     yield engine
     engine.close()
     engine.check_integrity()
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S)
-    return job.reasons
 
 
 def store(engine: RegionEngine, run: Run) -> None:

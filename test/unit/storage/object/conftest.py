@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 MakeEngine = Callable[..., ObjectEngine]
 
 TIMEOUT_S = 20.0
-NAMESPACE = b"\x11" * 32
 
 
 @pytest.fixture

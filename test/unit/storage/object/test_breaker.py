@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from kit.clock import Clock
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.object.breaker import Breaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def opened(clock: Clock) -> Breaker:
@@ -25,13 +18,13 @@ def opened(clock: Clock) -> Breaker:
 
 
 def test_it_opens_after_three_in_a_row_and_says_why() -> None:
-    breaker = opened(Clock())
+    breaker = opened(Clock(1000.0))
     assert breaker.diagnosis() == (Health.MISS_ONLY, "get was answered with status 503")
     assert not breaker.accepts_stores()
 
 
 def test_an_answer_in_between_keeps_it_closed() -> None:
-    breaker = Breaker(Clock())
+    breaker = Breaker(Clock(1000.0))
     for _ in range(10):
         breaker.succeeded()
         breaker.failed("x")
@@ -41,13 +34,13 @@ def test_an_answer_in_between_keeps_it_closed() -> None:
 
 
 def test_a_bucket_that_never_answered_opens_it_at_once() -> None:
-    breaker = Breaker(Clock())
+    breaker = Breaker(Clock(1000.0))
     breaker.failed("list found no connection")
     assert breaker.is_open
 
 
 def test_requests_from_before_it_opened_do_not_lengthen_the_pause() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     breaker = opened(clock)
     for _ in range(20):
         breaker.failed("x")
@@ -56,7 +49,7 @@ def test_requests_from_before_it_opened_do_not_lengthen_the_pause() -> None:
 
 
 def test_pauses_double_to_a_minute_and_one_success_ends_them() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     breaker = opened(clock)
     pauses = []
     for _ in range(9):
@@ -74,7 +67,7 @@ def test_pauses_double_to_a_minute_and_one_success_ends_them() -> None:
 
 
 def test_failed_stores_pause_stores_only() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     breaker = Breaker(clock)
     breaker.succeeded()
     breaker.store_failed()

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.storage.object.budgets import DailyBudget, RequestCost, RetryBudget
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_store_that_fails_altogether_is_not_asked_three_times_as_often() -> None:
@@ -24,7 +17,7 @@ def test_a_store_that_fails_altogether_is_not_asked_three_times_as_often() -> No
 
 
 def test_a_day_never_sees_more_than_its_budget() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     budget = DailyBudget(86_400, clock)
     spent = 0
     for _ in range(24 * 60):
@@ -36,7 +29,7 @@ def test_a_day_never_sees_more_than_its_budget() -> None:
 
 
 def test_what_was_overspent_flows_in_first() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     budget = DailyBudget(1000, clock)
     budget.spend(1000)
     assert budget.available == pytest.approx(-900)

@@ -11,27 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_tiered.storage.base import Job, Reason, Run
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Reason, Run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.object import ObjectEngine
 
 MakeEngine = Callable[..., "ObjectEngine"]
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 Read = Callable[[int, Sequence[Any], int, int], int]
 
-TIMEOUT_S = 20.0
 SIZES = [70_000, (3000, 1, 5000), 4096, 9000, (20_000, 20_000), 12_345]
 _preadv = os.preadv
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def stored(make_engine: MakeEngine, make_run: MakeRun, folder: Path) -> tuple[ObjectEngine, Run]:

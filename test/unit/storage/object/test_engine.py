@@ -8,28 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import Health, Reason, Run, Stop
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import MAX_MANIFEST_BYTES, unpack_manifest, unpack_tail
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.object import ObjectEngine
 
 MakeEngine = Callable[..., "ObjectEngine"]
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
 A, B = b"a" * 16, b"b" * 16
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def of(tenant: bytes, run: Run) -> Run:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.object.format import (
     FORMAT_VERSION,
     MAX_OBJECT_BYTES,
@@ -28,7 +29,7 @@ from sglang_tiered.storage.object.format import (
 from sglang_tiered.storage.object.names import MAX_UNIX_MS, ObjectId
 
 ID = ObjectId(1234, 5, 6, 7)
-NAMESPACE, TENANT = b"\x11" * 32, b"\x22" * 16
+TENANT = b"\x22" * 16
 
 
 def manifest(codec: str = "none", lengths: tuple[int, ...] = (10, 20, 30)) -> Manifest:

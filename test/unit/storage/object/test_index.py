@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from kit.runs import NAMESPACE
 from sglang_tiered.storage.object.format import Manifest, page_table
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.names import ObjectId, tenant_tag
 
 A, B = b"a" * 16, b"b" * 16
-NAMESPACE = b"\x11" * 32
 
 
 def key(number: int) -> bytes:

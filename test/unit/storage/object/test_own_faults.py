@@ -7,33 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_tiered.storage.base import Health, Job, Reason, Run
+from kit.clock import Clock
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.object import discovery, loading, packing, uploading
 
 if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun
     from sglang_tiered.storage.object import ObjectEngine
 
 MakeEngine = Callable[..., "ObjectEngine"]
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-
-TIMEOUT_S = 20.0
 
 
 class Panic(BaseException):
     """As the library's own: none of ``Exception``."""
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def fail_once(
@@ -81,7 +68,7 @@ def test_a_store_that_meets_our_own_fault_ends_and_the_next_is_stored(
     name: str,
     error: BaseException,
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     engine = make_engine(clocks={"clock": clock})
     run = make_run(1, [4096, 5000])
     fail_once(monkeypatch, place or engine._client, name, error)
@@ -98,7 +85,7 @@ def test_a_load_that_meets_our_own_fault_ends_and_the_next_is_served(
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     engine = make_engine(num_connections=1, clocks={"clock": clock})
     run = make_run(1, [4096, 5000])
     assert finished(engine.submit_store(run)) == [Reason.OK] * 2

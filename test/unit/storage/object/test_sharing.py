@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xxhash
 
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
-from sglang_tiered.storage.base import Health, Job, Reason, Run
+from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.object.format import (
     Manifest,
     Purge,
@@ -24,21 +25,13 @@ from sglang_tiered.storage.object.format import (
 from sglang_tiered.storage.object.names import Layout, ObjectId
 
 if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.object import ObjectEngine
 
 MakeEngine = Callable[..., "ObjectEngine"]
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
 A, B = b"a" * 16, b"b" * 16
 OLD, NEW = b"\x11" * 32, b"\x22" * 32
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def of(tenant: bytes, run: Run) -> Run:

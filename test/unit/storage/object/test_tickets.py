@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Job, JobKind, Run
+from sglang_tiered.storage.base import Job, JobKind
 from sglang_tiered.storage.object.pending import LoadTicket
 
-MakeRun = Callable[..., Run]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.runs import MakeRun
+
 TIMEOUT_S = 20.0
 
 

@@ -18,12 +18,10 @@ from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.storage.base import Run
+    from kit.runs import MakeRun
 
-    MakeRun = Callable[..., Run]
 
 REGION = 64 * 1024
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.storage.backoff import Backoff, OnceLog
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.region.health import HealthMonitor
@@ -13,16 +14,9 @@ from sglang_tiered.storage.region.health import HealthMonitor
 ERROR = OSError(5, "Input/output error")
 
 
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(50.0)
 
 
 @pytest.fixture

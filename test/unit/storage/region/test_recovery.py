@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.faulty import Fault, FaultyDevice
+from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine, recovery
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.index import PageIndex
@@ -20,10 +19,8 @@ from sglang_tiered.storage.region.regions import RegionTable
 if TYPE_CHECKING:
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
 
 REGION = 64 * 1024
-NAMESPACE = b"\x11" * 32
 CAPACITY = 8 * REGION
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import NAMESPACE, Blank, MakeRun
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
 
 TIMEOUT_S = 20.0
 PAGE = 4096
 REGION = 64 * PAGE
 CAPACITY = 4 * REGION
-NAMESPACE = b"\x11" * 32
 
 
 @pytest.fixture

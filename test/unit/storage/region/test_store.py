@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +14,11 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
+    from kit.runs import Blank, MakeRun
+
 
 TIMEOUT_S = 20.0
 REGION = 64 * 1024

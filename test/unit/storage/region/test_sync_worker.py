@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine, sync_worker
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
+    from kit.runs import MakeRun
+
 
 TIMEOUT_S = 10.0
 REGION = 64 * 1024
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +10,11 @@ from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine, view
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
+    from kit.runs import MakeRun
+
 
 REGION = 64 * 1024
 NAMESPACE, OTHER = b"\x11" * 32, b"\x22" * 32

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.faulty import Fault, FaultyDevice
+from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.storage.base import NO_TENANT, Job, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -24,12 +24,11 @@ from sglang_tiered.storage.region.format import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
 
 TIMEOUT_S = 20.0
-NAMESPACE = b"\x11" * 32
 REGION = 16 * BLOCK_BYTES
 HEADER = extent_header_bytes(1)
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from shared_tier import SharedTier
 
-from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Health, JobKind, LookupResult, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import LayeredEngine
 from sglang_tiered.storage.stack.tiers import LayeredSettings, Span, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
+    from kit.runs import Blank, MakeRun, PageData
 
-TIMEOUT_S = 20.0
+
 PAGES = [8192] * 4
 TENANT = b"a" * 16
 SETTINGS = LayeredSettings(
@@ -74,11 +73,6 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 @pytest.fixture
 def engine(tiers: Tiers) -> LayeredEngine:
     return tiers.open()
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def select(run: Run, positions: list[int], tenant: bytes = TENANT) -> Run:

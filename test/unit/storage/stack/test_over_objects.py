@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.base import Job, Reason, Run
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import LayeredEngine
 from sglang_tiered.storage.stack.tiers import Span, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
-TIMEOUT_S = 20.0
-NAMESPACE, TENANT = b"\x11" * 32, b"a" * 16
+TENANT = b"a" * 16
 PAGES = [8192] * 4
 
 
@@ -53,11 +51,6 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], LayeredEngine]]:
     for engine in made:
         assert engine.drain(TIMEOUT_S)
         engine.close()
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def test_what_one_server_flushed_another_serves_and_keeps(

@@ -4,25 +4,24 @@ tried next, and what a purge leaves of them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from shared_tier import SharedTier
 
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import LayeredEngine
 from sglang_tiered.storage.stack.tiers import FAR_TIERS, LayeredSettings, Span, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MakeRun = Callable[..., Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
+    from kit.runs import Blank, MakeRun, PageData
 
-TIMEOUT_S = 20.0
+
 PAGES = [8192] * 4
 TENANT = b"a" * 16
 SETTINGS = LayeredSettings(promotion_bytes=1 << 20, retry_s=0.01)
@@ -87,11 +86,6 @@ def world(tmp_path: Path) -> Iterator[World]:
         assert engine.drain(TIMEOUT_S)
         engine.check_integrity()
         engine.close()
-
-
-def finished(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 def part(run: Run, *positions: int) -> Run:
