@@ -77,7 +77,7 @@ def hand_over(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> li
     """Rooms one after the other started, all under way at once. Returns those received."""
     target = [Target(address)]
     for room in range(NUM_ROOMS):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [address], pages_of(room))
     pending, received = set(range(NUM_ROOMS)), []
     sent: set[int] = set()
@@ -107,7 +107,7 @@ def hand_over(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> li
                 if event[:2] == ("failed", room):
                     assert event[2]
         receiver.endpoint.close_room(room)
-        receiver.endpoint.abort(room, target, "done")
+        receiver.endpoint.abort_room(room, target, "done")
     return received
 
 
@@ -165,8 +165,8 @@ def test_an_abort_that_is_lost_with_its_session_is_told_again_and_over_the_next_
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, mangle) as between,
     ):
-        sender.endpoint.expect(7)
-        receiver.endpoint.abort(7, [Target(between.address)], "the client left")
+        sender.endpoint.expect_room(7)
+        receiver.endpoint.abort_room(7, [Target(between.address)], "the client left")
         eventually(lambda: "failed" in sender.events.kinds(7))
         assert len(mangled) == 2
 
@@ -189,7 +189,7 @@ def test_several_connections_overtake_each_other_and_nothing_is_lost(name: str) 
 def recovers(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> bool:
     """A room of a number not used before gets through; a session may still be ending."""
     room = 1000 + len(receiver.events.events) * 2000 + len(sender.events.events)
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [address], [63])
     eventually(lambda: sender.events.kinds(room) or receiver.events.kinds(room))
     if sender.events.kinds(room) == ["ready"]:
@@ -245,7 +245,7 @@ def test_a_slab_damaged_just_before_the_end_is_sent_again() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [between.address], [1, 2])
         sender.events.wait_for("ready", 1)
         sender.send(1, [7, 8])
@@ -262,7 +262,7 @@ def test_a_slab_that_never_arrives_intact_fails_its_room() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, sometimes(flip(3), share=1.0, only=is_slab)) as between,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [between.address], [1])
         sender.events.wait_for("ready", 1)
         sender.send(1, [7])
@@ -287,7 +287,7 @@ def test_a_lost_slab_is_missed_however_busy_the_session_is() -> None:
         decode(SHAPE, settings=settings) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect(0)
+        sender.endpoint.expect_room(0)
         receiver.open(0, [between.address], [1])
         sender.events.wait_for("ready", 0)
         sender.send(0, [7])
@@ -295,7 +295,7 @@ def test_a_lost_slab_is_missed_however_busy_the_session_is() -> None:
 
         def keeps_busy() -> bool:
             room = next(numbers)
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             receiver.open(room, [between.address], indices([2]))
             eventually(lambda: sender.events.kinds(room) or receiver.events.kinds(room))
             sender.send(room, [9])

@@ -67,7 +67,7 @@ def test_a_killed_decode_fails_its_rooms_long_before_silence_would(unhurried: Pr
     sender = unhurried
     with Child("decode", sender.endpoint.control_port) as child:
         for room in (1, 2):
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             child.tell(f"open {room}")
             sender.events.wait_for("ready", room)
         sender.send(1, [1], is_last=False)
@@ -76,7 +76,7 @@ def test_a_killed_decode_fails_its_rooms_long_before_silence_would(unhurried: Pr
             assert sender.events.wait_for("failed", room)[2]
     eventually(lambda: sender.endpoint.num_sessions == sender.endpoint.num_rooms == 0)
     with Child("decode", sender.endpoint.control_port) as successor:
-        sender.endpoint.expect(3)
+        sender.endpoint.expect_room(3)
         successor.tell("open 3")
         sender.events.wait_for("ready", 3)
         sender.send(3, [3])
@@ -103,7 +103,7 @@ def test_a_prefill_that_is_stopped_is_given_up_and_served_again_when_it_goes_on(
 
 def test_a_decode_that_is_stopped_is_given_up_and_comes_back(sender: Prefill) -> None:
     with Child("decode", sender.endpoint.control_port) as child:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         child.tell("open 1")
         sender.events.wait_for("ready", 1)
         child.stop()
@@ -114,7 +114,7 @@ def test_a_decode_that_is_stopped_is_given_up_and_comes_back(sender: Prefill) ->
         child.wait_for("failed")
         child.tell("open 2")
         child.wait_for("opened 2")
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         sender.events.wait_for("ready", 2)
         sender.send(2, [2])
         sender.events.wait_for("sent", 2)

@@ -154,7 +154,7 @@ def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         hand_over(sender, receiver, 1)
         receiver.pool.kv[:] = 0
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         receiver.open(2, [sender], [1, 2])
         sender.events.wait_for("ready", 2)
         leave = hold(receiver.endpoint)
@@ -186,7 +186,7 @@ def test_a_slab_gathered_while_its_pages_were_given_away_is_not_sent(
     """Its checksum would be right, of the next request's bytes."""
     settings = replace(SAME_HOST, same_host=False)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         receiver.open(2, [sender], [1, 2])
         sender.events.wait_for("ready", 2)
         gather = sender.pool.memories.kv.gather
@@ -200,7 +200,7 @@ def test_a_slab_gathered_while_its_pages_were_given_away_is_not_sent(
         monkeypatch.setattr(sender.pool.memories.kv, "gather", slow)
         sender.send(2, [8, 9])
         assert entered.wait(DEADLINE_S)
-        sender.endpoint.fail(2, "no memory")
+        sender.endpoint.fail_room(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
         assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"

@@ -25,9 +25,9 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME
-from sglang_tiered.wire import framing
-from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import load_keys, make_keys
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def receiver() -> Iterator[Decode]:
 
 
 def works(sender: Prefill, receiver: Decode, room: int = 99) -> None:
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [sender], [3])
     sender.events.wait_for("ready", room)
     sender.send(room, [5])
@@ -205,7 +205,7 @@ def test_a_welcome_that_cannot_be_meant_fails_the_room(name: str, receiver: Deco
 def test_a_second_hello_of_a_connection_ends_its_first_session(sender: Prefill) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet(instance=b"one")
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         stranger.open(1)
         sender.events.wait_for("ready", 1)
         stranger.greet(instance=b"two")
@@ -219,7 +219,7 @@ def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> No
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.open(1)
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         sender.events.wait_for("ready", 1)
         sender.send(1, [0])
 
@@ -255,7 +255,7 @@ def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_serve
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.join()
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [1, 2])
         sender.events.wait_for("ready", 1)
         stranger.open(1, 2)
@@ -272,7 +272,7 @@ def test_another_decode_instance_can_neither_open_nor_abort_a_room_that_is_serve
 def test_the_end_of_another_instance_that_claimed_a_room_does_not_fail_it_once_it_is_served(
     sender: Prefill, receiver: Decode
 ) -> None:
-    sender.endpoint.expect(1)
+    sender.endpoint.expect_room(1)
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.tell(messages.Claim(1))
@@ -329,7 +329,7 @@ def test_a_slab_that_no_honest_prefill_sends_fails_its_room_and_writes_nothing(
 def test_slabs_of_a_room_that_another_prefill_serves_end_the_session(
     sender: Prefill, receiver: Decode
 ) -> None:
-    sender.endpoint.expect(5)
+    sender.endpoint.expect_room(5)
     receiver.open(5, [sender], [7])
     sender.events.wait_for("ready", 5)
     with strange_prefill() as stranger:
@@ -399,7 +399,7 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
         reason = "line\n\x1b[31m" + "x" * 100_000
         stranger.tell(messages.Failed(1, opened.generation, reason))
         told = receiver.events.wait_for("failed", 1)[2]
-        assert len(told) <= len(messages.peer_failed("")) + framing.MAX_REASON
+        assert len(told) <= len(messages.peer_failed("")) + sockets.MAX_REASON
         assert told.isprintable()
 
 
@@ -408,7 +408,7 @@ def test_decode_keeps_its_other_sessions_when_one_breaks_the_protocol(
 ) -> None:
     works(sender, receiver, 1)
     with strange_prefill() as stranger:
-        receiver.endpoint.open(
+        receiver.endpoint.open_room(
             7, [Target(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
             aux_row=None, prefix_tokens=0, num_receivers=1,
         )  # fmt: skip
@@ -436,7 +436,7 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
         mixed = replace(ours["decode"], public=theirs.public, secret=theirs.secret)
         with decode(settings=IMPATIENT, keys=mixed) as stranger:
             stranger.open(1, [guarded], [0])
-            assert "refuses our key" in stranger.events.wait_for("failed", 1)[2]
+            assert "refuses this server's key" in stranger.events.wait_for("failed", 1)[2]
         assert guarded.endpoint.num_sessions == 0
         with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
             works(guarded, receiver)
@@ -528,7 +528,7 @@ def test_data_that_only_one_side_encrypts_fails_with_a_reason_on_both(
         prefill(settings=settings["prefill"], keys=load_keys(tmp_path, "prefill")) as sender,
         decode(settings=settings["decode"], keys=load_keys(tmp_path, "decode")) as receiver,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [0])
         for events in (sender.events, receiver.events):
             assert "no data connection reached port" in events.wait_for("failed", 1)[2]

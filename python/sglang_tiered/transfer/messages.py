@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.framing import printable
 from sglang_tiered.wire.keys import KEY_BYTES
+from sglang_tiered.wire.sockets import printable
 
 __all__ = [
     "KV_COMPONENT",

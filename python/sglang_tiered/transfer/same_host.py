@@ -28,7 +28,7 @@ import numpy as np
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import Buffer, check_pages
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import KEY_BYTES, Tagger
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Guest:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def token(self) -> bytes | None:
+    def read_token(self) -> bytes | None:
         """The session it says it belongs to; None while it has not said, empty if it left."""
         try:
             return self._connection.recv(messages.TOKEN_BYTES)
@@ -97,13 +97,13 @@ class Guest:
         except OSError:
             return b""
 
-    def admit(self, buffers: Sequence[Buffer]) -> Tagger | None:
+    def offer_buffers(self, buffers: Sequence[Buffer]) -> Tagger | None:
         """Let its process read this one, and say where these buffers are. Returns what makes the
         authenticators of what it is to read; None where it has left."""
         key = secrets.token_bytes(KEY_BYTES)
         offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
         try:
-            self._connection.send(framing.encode(messages.Offer(key, offered)))
+            self._connection.send(sockets.encode(messages.Offer(key, offered)))
         except OSError:
             return None
         _may_be_read_by(self._pid)
@@ -131,7 +131,7 @@ class Door:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def welcome(self) -> Guest | None:
+    def accept(self) -> Guest | None:
         """The next who has come, strangers turned away; None when nobody is left. Raises
         ``OSError`` while nobody can be let in, for want of file descriptors or memory."""
         for _ in range(_BACKLOG):  # others have their turn too, however many come
@@ -146,7 +146,7 @@ class Door:
             connection.close()
         return None
 
-    def nobody_stays(self) -> None:
+    def revoke_permission(self) -> None:
         """The last guest that was admitted has gone: take the permission back. Only then: a process
         has one, which may be a debugger's."""
         _may_be_read_by(0)
@@ -232,13 +232,13 @@ class PeerMemory:
                 answer = self._connection.recv(_MAX_OFFER_BYTES)
             except OSError:
                 return False
-            if answer and not self._take(answer):
+            if answer and not self._accept_offer(answer):
                 self.is_unusable = True
         return self._tagger is not None and self._tagger.is_right(tag, *parts)
 
-    def _take(self, answer: bytes) -> bool:
+    def _accept_offer(self, answer: bytes) -> bool:
         try:
-            offer = framing.decode(answer, messages.offer)
+            offer = sockets.decode(answer, messages.offer)
         except TransferError:
             return False
         if len(offer.buffers) != self._num_buffers:

@@ -12,7 +12,7 @@ from msgspec import inspect
 import sglang_tiered.transfer
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,14 +61,14 @@ def test_another_version_is_named_beside_ours() -> None:
     "frame",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(framing.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
-        pytest.param(framing.encode(messages.Bye("reason"))[:-1], id="cut short"),
+        pytest.param(sockets.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
+        pytest.param(sockets.encode(messages.Bye("reason"))[:-1], id="cut short"),
         pytest.param(b"\x91" * 100_000, id="deep"),
     ],
 )
 def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
-    with pytest.raises(TransferError, match="none of ours"):
-        framing.decode(frame, messages.control_from_decode)
+    with pytest.raises(TransferError, match="not a message of this protocol"):
+        sockets.decode(frame, messages.control_from_decode)
 
 
 def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
@@ -98,12 +98,12 @@ def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
     assert endless == cut | {"Last.aux[]"}, "whose length is compared with the pool's"
     layout = messages.KVLayout(1, "", [1] * 4096, [0] * 4096, 0, 1, 0, [], [])
     hello = messages.Hello(b"", layout, 1, False)
-    assert framing.decode(framing.encode(hello), messages.control_from_decode) == hello
+    assert sockets.decode(sockets.encode(hello), messages.control_from_decode) == hello
     layout.page_bytes.append(1)
     with pytest.raises(TransferError, match="length <= 4096"):
-        framing.decode(framing.encode(hello), messages.control_from_decode)
+        sockets.decode(sockets.encode(hello), messages.control_from_decode)
 
 
 def test_reasons_fit_a_line() -> None:
-    assert framing.printable("a\nb\x00c\u202e") == "a b c "
-    assert len(framing.printable("x" * 9999)) == framing.MAX_REASON
+    assert sockets.printable("a\nb\x00c\u202e") == "a b c "
+    assert len(sockets.printable("x" * 9999)) == sockets.MAX_REASON

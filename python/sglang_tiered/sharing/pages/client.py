@@ -24,8 +24,8 @@ from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Fetch, Outcome, Request, cut_requests
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.settings import PageSettings
-from sglang_tiered.wire.framing import printable, received
 from sglang_tiered.wire.loop import EndpointLoop
+from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -230,7 +230,7 @@ class PageClient:
             request.lengths(),
             min(3_600_000, max(1, int(patience_s * 1000))),
         )
-        if not link.tell(message):
+        if not link.send(message):
             return False
         link.waiting.popleft()
         if not link.open_requests:
@@ -282,7 +282,7 @@ class PageClient:
             self._settle(request, None)
 
     def _on_monitor(self, link: PageLink) -> None:
-        reason = link.lost_because()
+        reason = link.loss_reason()
         if reason is not None and not link.is_gone:
             self._on_message(link)  # what it sent before
             if not link.is_gone:
@@ -321,7 +321,7 @@ class PageClient:
         link = self._links.get(fetch.address)
         for request in requests:
             if not request.is_settled and request.sent_at is not None and link is not None:
-                link.tell(messages.Cancel(request.number))
+                link.send(messages.Cancel(request.number))
             self._settle(request, outcome)
         if fetch.is_open:  # it had none
             self._end(fetch)

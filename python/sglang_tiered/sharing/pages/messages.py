@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.framing import decode, encode, printable
+from sglang_tiered.wire.sockets import decode, encode, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

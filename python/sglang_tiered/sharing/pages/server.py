@@ -22,6 +22,7 @@ from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
 from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
+from sglang_tiered.wire.sockets import endpoint_of, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,7 +142,7 @@ class PageServer:
         socket.ipv6 = ":" in host
         if keys is not None:
             keys.secure_server(socket)
-        socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        socket.bind(endpoint_of(host, port or "*"))
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
@@ -176,18 +177,15 @@ class PageServer:
     # ---- The server's thread ----
 
     def _on_messages(self) -> None:
-        for _ in range(_MAX_MESSAGES):
+        for sender, *frames in received(self._socket, _MAX_MESSAGES):
+            client = sender.bytes
             try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._take(client, frames)
+                self._serve(client, [frame.buffer for frame in frames])
             except TransferError as error:
                 self.stats.num_breaches += 1
                 self._send(client, messages.Refuse(str(error)))
 
-    def _take(self, client: bytes, frames: list[bytes]) -> None:
+    def _serve(self, client: bytes, frames: list[memoryview]) -> None:
         message = messages.decode_from_client(frames)
         if isinstance(message, messages.Cancel):
             if self._queue.cancel(client, message.number):

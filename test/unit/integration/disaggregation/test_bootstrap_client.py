@@ -24,14 +24,14 @@ from transfer_pair import eventually
 from server_process import free_port
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
-from sglang_tiered.integration.disaggregation import bootstrap_client as prefill_lookups
+from sglang_tiered.integration.disaggregation import bootstrap_client
 from sglang_tiered.integration.disaggregation.bootstrap_client import (
-    PrefillLookups,
+    BootstrapClient,
     address_of,
     is_loopback,
     is_wildcard,
 )
-from sglang_tiered.integration.disaggregation.manager import ZmqKVManager, ZmqKVReceiver
+from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.decode.endpoint import Target
 
@@ -47,7 +47,7 @@ RANK = ("192.0.2.7", 4321)
 @pytest.fixture
 def manager() -> Any:
     """A decode rank's manager without the endpoint that its constructor makes."""
-    made: Any = ZmqKVManager.__new__(ZmqKVManager)
+    made: Any = DecodeKVManager.__new__(DecodeKVManager)
     made.prefill_info_table = {}
     made.kv_args = SimpleNamespace(page_size=64, engine_rank=0, state_types=[])
     made.kv_cache_dtype_str = "auto"
@@ -57,9 +57,14 @@ def manager() -> Any:
     made.is_mla_backend = made.is_hybrid_mla_backend = False
     made.enable_all_cp_ranks_for_transfer = False
     made.connection_lock, made.connection_pool = threading.Lock(), {}
-    made._lookups = PrefillLookups(made, made.check_is_allowed)
+    made.bootstrap_client = BootstrapClient(made, made.check_is_allowed)
     made._transfer = TransferConfig()
     return made
+
+
+def failure_of(manager: Any, server: str) -> str | None:
+    reason: str | None = manager.bootstrap_client.lookup_failure(server)
+    return reason
 
 
 @pytest.fixture
@@ -102,9 +107,9 @@ def register(bootstrap: str, *, page_size: int = 64) -> None:
 def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) == RANK
+    assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) == RANK
     assert manager.prefill_info_table[bootstrap].required_prefill_response_num == 1
-    assert manager.why_unknown(bootstrap) is None
+    assert failure_of(manager, bootstrap) is None
 
 
 def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
@@ -114,8 +119,8 @@ def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
             assert not manager.try_ensure_parallel_info(address)
         connection, _ = silent.accept()
         connection.close()
-    eventually(lambda: manager.why_unknown(address) is not None)
-    assert address in manager.why_unknown(address)
+    eventually(lambda: failure_of(manager, address) is not None)
+    assert address in failure_of(manager, address)
 
 
 def test_a_server_with_another_page_size_is_a_reason_and_no_error(
@@ -124,17 +129,17 @@ def test_a_server_with_another_page_size_is_a_reason_and_no_error(
     """In SGLang it ends the decode scheduler."""
     register(bootstrap, page_size=16)
     assert not manager.try_ensure_parallel_info(bootstrap)
-    eventually(lambda: manager.why_unknown(bootstrap) is not None)
-    assert "page_size=16" in manager.why_unknown(bootstrap)
+    eventually(lambda: failure_of(manager, bootstrap) is not None)
+    assert "page_size=16" in failure_of(manager, bootstrap)
     assert bootstrap not in manager.prefill_info_table
 
 
 def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager._lookups.forget(("192.0.2.7", 1)) == []
-    assert manager._lookups.forget(RANK) == [bootstrap]
-    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) is None
+    assert manager.bootstrap_client.forget_servers_at(("192.0.2.7", 1)) == []
+    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
+    assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) is None
 
 
 def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
@@ -143,9 +148,9 @@ def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
     """A request given up before its prefill server was known would be waited for there."""
     register(bootstrap)
     told: list[Any] = []
-    manager.tell_ranks(bootstrap, told.append)
+    manager.bootstrap_client.call_with_ranks(bootstrap, told.append)
     eventually(lambda: bool(told))
-    manager.tell_ranks(bootstrap, told.append)  # known by now: at once
+    manager.bootstrap_client.call_with_ranks(bootstrap, told.append)  # known by now: at once
     assert told == [[RANK], [RANK]]
 
 
@@ -155,10 +160,10 @@ def test_who_waits_for_a_server_that_cannot_be_used_is_forgotten(
     register(bootstrap, page_size=16)
     told: list[Any] = []
     for _ in range(3):
-        manager.tell_ranks(bootstrap, told.append)
-    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+        manager.bootstrap_client.call_with_ranks(bootstrap, told.append)
+    eventually(lambda: failure_of(manager, bootstrap) is not None)
     assert told == []
-    assert not manager._lookups._waiting
+    assert not manager.bootstrap_client._waiting
 
 
 def test_addresses_are_told_apart() -> None:
@@ -177,11 +182,11 @@ def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
     )
     for server in ("192.0.2.7:9", "[2001:db8::1]:9"):
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda server=server: manager.why_unknown(server) is not None)
-        assert "--transfer-allow" in manager.why_unknown(server)
+        eventually(lambda server=server: failure_of(manager, server) is not None)
+        assert "--transfer-allow" in failure_of(manager, server)
     assert not asked
     manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
-    manager._lookups = PrefillLookups(manager, manager.check_is_allowed)
+    manager.bootstrap_client = BootstrapClient(manager, manager.check_is_allowed)
     assert not manager.try_ensure_parallel_info("192.0.2.7:9")
     eventually(lambda: bool(asked))
 
@@ -261,7 +266,7 @@ def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> 
     """Or the next tests say nothing."""
     with bootstrap_that_says(GOOD_INFO, {**GOOD_ROW, "more": [1]}) as server:
         eventually(lambda: manager.try_ensure_parallel_info(server))
-        assert manager.rank_of(server, (0, 0, 0, 0)) == RANK
+        assert manager.bootstrap_client.rank_address(server, (0, 0, 0, 0)) == RANK
 
 
 @pytest.mark.parametrize(
@@ -287,12 +292,12 @@ def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
     """It ended the scheduler, and kept every later loss from being noticed."""
     with bootstrap_that_says(GOOD_INFO, row) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert f"the server at {server} cannot be used" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert f"the server at {server} cannot be used" in failure_of(manager, server)
         assert server not in manager.prefill_info_table
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager._lookups.forget(RANK) == [bootstrap]
+    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
 
 
 @pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])
@@ -303,8 +308,8 @@ def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
     """Lists of them took all memory; none at all ended the scheduler."""
     with bootstrap_that_says({**GOOD_INFO, kind: number}, GOOD_ROW) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert "no ranks, or more than" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert "no ranks, or more than" in failure_of(manager, server)
         assert server not in manager.prefill_info_table
 
 
@@ -312,7 +317,7 @@ def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It held a thread for hours: each answer came in time."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.3)
     pause = threading.Event()
 
     def slow_row() -> Any:
@@ -321,8 +326,8 @@ def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
 
     with bootstrap_that_says({**GOOD_INFO, "dp_size": 4096}, slow_row) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert "did not answer within" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert "did not answer within" in failure_of(manager, server)
 
 
 def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any) -> None:
@@ -333,15 +338,15 @@ def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any)
         for host in hosts:
             port = silent.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1]
             servers.append(f"{host}:{port}")
-        assert len(servers) > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
-        assert prefill_lookups.MAX_LOOKUPS > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        assert len(servers) > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
+        assert bootstrap_client.MAX_LOOKUPS > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
         for server in servers:
             assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: any(manager.why_unknown(server) for server in servers))
-        (why,) = filter(None, map(manager.why_unknown, servers))
+        eventually(lambda: any(failure_of(manager, server) for server in servers))
+        (why,) = filter(None, [failure_of(manager, server) for server in servers])
         assert "its machine has not answered other questions" in why
-    eventually(lambda: all(map(manager.why_unknown, servers)))
-    assert not manager._lookups._asked
+    eventually(lambda: all(failure_of(manager, server) for server in servers))
+    assert not manager.bootstrap_client._asked
 
 
 def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
@@ -357,21 +362,21 @@ def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
 def test_of_many_servers_those_used_last_are_remembered(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_lookups, "MAX_SERVERS", 2)
+    monkeypatch.setattr(bootstrap_client, "MAX_SERVERS", 2)
     with ExitStack() as stack:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(3)]
         for server in servers:
             eventually(lambda server=server: manager.try_ensure_parallel_info(server))
             manager.connection_pool[f"{server}_0"] = []
-            manager.use_server(servers[0])
+            manager.bootstrap_client.mark_used(servers[0])
         assert set(manager.prefill_info_table) == {servers[0], servers[2]}
         assert set(manager.connection_pool) == {f"{servers[0]}_0", f"{servers[2]}_0"}
-        assert manager.rank_of(servers[1], (0, 0, 0, 0)) is None
+        assert manager.bootstrap_client.rank_address(servers[1], (0, 0, 0, 0)) is None
         eventually(lambda: manager.try_ensure_parallel_info(servers[1]))  # asked again
     for port in (1, 2, 3):
         assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
-    eventually(lambda: not manager._lookups._running)
-    assert len(manager._lookups._failures) == 2
+    eventually(lambda: not manager.bootstrap_client._running)
+    assert len(manager.bootstrap_client._failures) == 2
 
 
 @pytest.mark.parametrize(
@@ -389,28 +394,30 @@ def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
 ) -> None:
     """SGLang makes numbers of them there, and ends on what is none."""
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
-        eventually(lambda: manager.replicas_of(server, [7]) == understood)
+        eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == understood)
 
 
 def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang waited for it on the scheduler's thread, five seconds a step."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.5)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server = f"127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):  # each returns, though the question is still open
-            assert manager.replicas_of(server, [7]) == {}
-        eventually(lambda: manager.replicas_of(server, [7]) == {"7": -1})
+            assert manager.bootstrap_client.replicas_of(server, [7]) == {}
+        eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == {"7": -1})
 
 
 def test_a_room_that_no_replica_has_fails_its_request(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was pending for ever."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.3)
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
-        eventually(lambda: manager.replicas_of(server, [7, 8]) == {"7": -1, "8": 1})
+        eventually(
+            lambda: manager.bootstrap_client.replicas_of(server, [7, 8]) == {"7": -1, "8": 1}
+        )
 
 
 def test_sglang_asks_us_which_replica_has_a_request(

@@ -14,7 +14,8 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.disaggregation.manager import (
-    ZmqKVManager,
+    DecodeKVManager,
+    PrefillKVManager,
     ZmqKVReceiver,
     ZmqKVSender,
 )
@@ -25,7 +26,7 @@ SERVER = "192.0.2.1:1"
 
 def end_of(kind: type[Any], tp_size: int = 1) -> Any:
     """A handoff of SGLang's classes and ours, without the endpoint that carries it."""
-    manager = manager_of(tp_size)
+    manager = manager_of(kind, tp_size)
     manager.request_status = {ROOM: KVPoll.WaitingForInput}
     made = kind.__new__(kind)
     made.kv_mgr, made.bootstrap_room, made.bootstrap_addr = manager, ROOM, SERVER
@@ -35,8 +36,9 @@ def end_of(kind: type[Any], tp_size: int = 1) -> Any:
     return made
 
 
-def manager_of(tp_size: int = 1) -> Any:
-    manager: Any = ZmqKVManager.__new__(ZmqKVManager)
+def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
+    role: Any = DecodeKVManager if kind is ZmqKVReceiver else PrefillKVManager
+    manager = role.__new__(role)
     manager.attn_tp_size, manager.pp_size = tp_size, 1
     manager.failure_lock, manager.failure_records = threading.Lock(), {}
     manager.request_status = {}
@@ -49,7 +51,8 @@ def manager_of(tp_size: int = 1) -> Any:
     manager.transfer_infos, manager.req_to_decode_prefix_len = {}, {}
     manager._staging_outstanding = {}
     manager.is_dummy_cp_rank = False
-    manager.sending = manager.receiving = Mock()
+    manager.endpoint, manager.bootstrap_client = Mock(), Mock()
+    manager.bootstrap_client.lookup_failure = lambda _: None
     return manager
 
 
@@ -94,14 +97,14 @@ def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
     kind: type[Any], room: int
 ) -> None:
     """Prefill's scheduler ended on it, and decode waited for an answer without end."""
-    manager = manager_of()
+    manager = manager_of(kind)
     with get_parallel().override(num_dp_ranks=1):
         end = kind(manager, SERVER, room)
     assert end.poll() == KVPoll.Failed
     assert "from 0 to 2^63 - 1" in reason_of(end).failure_reason
     end.clear()
-    said = [name for name, *_ in manager.sending.method_calls]
-    assert not {"expect", "abort", "claim"} & set(said), "no message can hold it"
+    said = [name for name, *_ in manager.endpoint.method_calls]
+    assert not {"expect_room", "abort_room", "claim_room"} & set(said), "no message can hold it"
     assert not manager.request_status and not manager.addr_to_rooms_tracker
 
 
@@ -109,14 +112,12 @@ def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
 @BOTH
 def test_the_largest_room_number_that_fits_is_served(kind: type[Any], room: int) -> None:
     with get_parallel().override(num_dp_ranks=1):
-        assert kind(manager_of(), SERVER, room).conclude_state is None
+        assert kind(manager_of(kind), SERVER, room).conclude_state is None
 
 
 def test_a_request_that_no_replica_has_fails_with_a_sentence() -> None:
-    manager = manager_of()
-    manager._lookups = SimpleNamespace(use=lambda _: None)
+    manager = manager_of(ZmqKVReceiver)
     receiver = ZmqKVReceiver(manager, SERVER, ROOM)
     receiver.init(-1)
     assert receiver.poll() == KVPoll.Failed
-    manager.tell_ranks = lambda *_: None
     assert "does not say which replica" in reason_of(receiver).failure_reason

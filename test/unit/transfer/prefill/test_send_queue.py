@@ -39,13 +39,13 @@ def opened(room: int = 1, num_pages: int = 4) -> Open:
 def add(queue: SendQueue, pages: list[int], fence: Fence | None = None, **changes: Any) -> None:
     room = changes.pop("room", 1)
     chunk = Chunk(indices(pages), changes.pop("start", 0), changes.pop("is_last", True), **changes)
-    queue.add(opened(room), chunk, fence or Fence())
+    queue.add_chunk(opened(room), chunk, fence or Fence())
 
 
 def post(queue: SendQueue, now: float = 0.0) -> Parcel:
     parcel = queue.next_parcel()
     assert parcel is not None
-    queue.sent(parcel, now)
+    queue.mark_sent(parcel, now)
     return parcel
 
 
@@ -70,7 +70,7 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     for room in range(10):
         add(queue, [1, 2, 3, 4], room=room)
     while (parcel := queue.next_parcel()) is not None:
-        queue.sent(parcel, 0.0)
+        queue.mark_sent(parcel, 0.0)
     assert 0 >= queue.credit_bytes > -4 * PAGE_BYTES
 
 
@@ -78,7 +78,7 @@ def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
     for room in range(MAX_UNCONFIRMED + 10):
         add(queue, [], room=room)
     while (parcel := queue.next_parcel()) is not None:
-        queue.sent(parcel, 0.0)
+        queue.mark_sent(parcel, 0.0)
     assert len(queue.unconfirmed) == MAX_UNCONFIRMED
     queue.confirm((0, 7, 0), 0.0)
     assert queue.next_parcel() is not None
@@ -119,7 +119,7 @@ def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_conf
     first = post(queue)
     second = post(queue)
     queue.resend(second.key, 0.0)
-    queue.drop(1)
+    queue.drop_room(1)
     assert queue.credit_bytes == 8 * PAGE_BYTES
     assert not first.frames
     assert first.buffer is None

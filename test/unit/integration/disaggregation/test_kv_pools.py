@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
+from sglang_tiered.integration.disaggregation.kv_pools import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, TokenSlice
 
 PAGES = np.array([7, 0, 3], np.int32)
