@@ -118,14 +118,14 @@ def test_memory_whose_offer_cannot_be_used_is_sent_instead(
     what: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill waited for the confirmation until it gave up the session and all of its rooms."""
-    admit = Guest.admit
+    admit = Guest.offer_buffers
 
     def offer(guest: Guest, buffers: Sequence[Buffer]) -> Tagger | None:
         if what == "no_message":
             guest._connection.send(b"\xc1")
         return admit(guest, buffers[1:] if what == "other_buffers" else buffers)
 
-    monkeypatch.setattr(Guest, "admit", offer)
+    monkeypatch.setattr(Guest, "offer_buffers", offer)
     hand_over(sender, receiver, 1)
     hand_over(sender, receiver, 2)
     assert receiver.endpoint.stats.pulled_bytes == 0
@@ -146,7 +146,7 @@ def hold(endpoint: Any) -> threading.Event:
     return leave
 
 
-@pytest.mark.parametrize("by", ["silence", "fail", "forget", "close"])
+@pytest.mark.parametrize("by", ["silence", "fail_room", "forget_room", "close"])
 def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
@@ -168,7 +168,7 @@ def test_pages_that_prefill_has_given_away_are_never_taken_for_the_rooms(by: str
             sender.endpoint.close()
         else:
             resume = hold(sender.endpoint)  # the scheduler goes on before this thread does
-            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail" else []))
+            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail_room" else []))
         sender.pool.kv[:, [8, 9]] = 0xEE  # the next request's
         leave.set()
         if by in ("silence", "close"):

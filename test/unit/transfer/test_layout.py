@@ -68,9 +68,9 @@ def test_of_ranks_with_the_same_head_one_sends_it_to_each_decode_rank(
         ({"aux_bytes": [24, 24]}, "1 metadata buffers and decode 2"),
         ({"layer_ids": [0, 2, 0, 2]}, "KV of layer 1 that decode does not"),
         ({"page_bytes": [64] * 4}, "128 bytes on prefill and 64"),
-        ({"page_bytes": [128] * 3}, "contradicts itself"),
-        ({"tp_rank": 1}, "contradicts itself"),
-        ({"tp_size": 2, "page_bytes": [100] * 4}, "no split by heads"),
+        ({"page_bytes": [128] * 3}, "inconsistently"),
+        ({"tp_rank": 1}, "inconsistently"),
+        ({"tp_size": 2, "page_bytes": [100] * 4}, "not a split by heads"),
     ],
 )
 def test_what_cannot_be_paired_is_refused_in_one_sentence(

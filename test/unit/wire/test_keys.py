@@ -105,7 +105,7 @@ def test_a_bad_key_of_one_peer_is_named_before_it_keeps_out_all(
 ) -> None:
     make_keys(tmp_path)
     (tmp_path / "third.key").write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"third\.key is no usable key; copy it anew, or move"):
+    with pytest.raises(ConfigError, match=r"third\.key is not a usable key; copy it again, or move"):
         load_keys(tmp_path, "prefill")
     (tmp_path / "third.key").rename(tmp_path / ".third.key")  # which is not read
     load_keys(tmp_path, "prefill")

@@ -1,11 +1,11 @@
-"""One page server as a client sees it: the connection, and what is asked for over it.
+"""One page server as a client sees it: the connection, and the requests over it.
 
     connecting --greeted--> open --disconnect, silence, breach, idle--> gone
          |                                          ^
          +-- refused, no answer --------------------+
 
-A link is used once: after a loss the next fetch makes another, so nothing that an earlier process
-behind the address owed is taken for an answer of its successor. The client's thread only.
+A link is used once: after a loss the next fetch makes another, so no late answer of an earlier
+process behind the address is taken for one of its successor. The client's thread only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _HEARTBEAT_MS = 1000
 
 
 def check_address(address: str) -> None:
-    """Raises ``TransferError`` for anything but an IP address and a port over TCP: addresses come
-    from others, ZeroMQ would also open files and pipes, and a name may take long to look up."""
+    """Raises ``TransferError`` for anything but an IP address and a port over TCP. Addresses come
+    from other servers, ZeroMQ would also open files and pipes, and looking up a name may take long.
+    """
     match = _ADDRESS.fullmatch(address)
     try:
         if match is None or not 0 < int(match[3]) < 1 << 16:
@@ -53,7 +54,7 @@ def check_address(address: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class PageLink:
-    """``open_requests``: sent and not answered, by number, those whose fetch has ended included."""
+    """``open_requests``: sent and not answered, by number, also those whose fetch has ended."""
 
     address: str
     socket: zmq.Socket[bytes]
