@@ -145,15 +145,15 @@ def test_a_page_that_goes_between_the_look_and_the_read_is_none(
 
 def test_memory_is_used_again_and_what_lies_idle_is_bounded() -> None:
     memory = _Memory(max_free_bytes=1 << 20)
-    first = memory.take(300_000)
+    first = memory.borrow_buffer(300_000)
     assert 300_000 <= first.nbytes <= 375_000
-    memory.give_back(first)
-    assert memory.take(first.nbytes - 1) is first
-    many = [memory.take(300_000) for _ in range(20)]
+    memory.return_buffer(first)
+    assert memory.borrow_buffer(first.nbytes - 1) is first
+    many = [memory.borrow_buffer(300_000) for _ in range(20)]
     for buffer in many:
-        memory.give_back(buffer)
-    assert sum(map(len, (memory.take(300_000) for _ in range(20)))) > 0
+        memory.return_buffer(buffer)
+    assert sum(map(len, (memory.borrow_buffer(300_000) for _ in range(20)))) > 0
     assert memory._free_bytes == 0
     for buffer in many:
-        memory.give_back(buffer)
+        memory.return_buffer(buffer)
     assert memory._free_bytes <= 1 << 20

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.purges import LocalPurge
-    from sglang_tiered.sharing.locality.redis_keys import Names
+    from sglang_tiered.sharing.locality.redis_keys import RedisKeys
     from sglang_tiered.sharing.locality.state import IndexState
 
     PurgeWanted = Callable[[bytes | None], LocalPurge | None]
@@ -38,7 +38,7 @@ class PurgeReader:
         self._last_failed = b""  # logged once
         self.is_done = False  # of this namespace
 
-    def read(self, names: Names, epoch: int) -> None:
+    def read(self, names: RedisKeys, epoch: int) -> None:
         """Apply what was purged elsewhere; what Redis lost is told again."""
         state = self._state
         book = state.book

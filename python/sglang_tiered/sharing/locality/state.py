@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.sharing.locality.connection_health import Trouble
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.locality.purges import PurgeBook
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,8 +72,8 @@ class IndexState:
         self.num_garbage = 0
 
     @property
-    def names(self) -> Names:
-        return Names.of(self.namespace)
+    def names(self) -> RedisKeys:
+        return RedisKeys.of(self.namespace)
 
     def wake_publisher(self) -> None:
         with self.lock:

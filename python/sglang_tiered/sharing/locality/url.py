@@ -1,4 +1,4 @@
-"""The URL of the Redis that holds the index. What is shown of it never has a password in it."""
+"""The URL of the Redis that holds the index. Its shown form never contains a password."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class IndexUrl(NamedTuple):
-    """Where the index is. ``host`` is empty where it is a Unix socket."""
+    """Where the index is. ``host`` is empty for a Unix socket."""
 
     scheme: str
     host: str
@@ -36,7 +36,7 @@ class IndexUrl(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """For people: without user, password and options."""
+        """The URL as logs may show it: without user, password and options."""
         if self.scheme == "unix":
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -49,7 +49,7 @@ class IndexUrl(NamedTuple):
 def parse_index_url(text: str) -> IndexUrl:
     """``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, or
     ``unix://[[user]:password@]/path[?db=0]``. Raises ``ConfigError``, one sentence that repeats
-    nothing of what might be a password."""
+    nothing that might be a password."""
     try:
         parts = urllib.parse.urlsplit(text)
         port = parts.port
@@ -63,7 +63,7 @@ def parse_index_url(text: str) -> IndexUrl:
     if parts.scheme not in _SCHEMES:
         raise _refusal("does not begin with redis://, rediss:// or unix://")
     if parts.fragment:
-        raise _refusal("has a #; write it as %23 where it belongs to a password")
+        raise _refusal("has a #; write it as %23 if it belongs to a password")
     is_socket = parts.scheme == "unix"
     if is_socket and (host or not parts.path.startswith("/")):
         raise _refusal("must give the absolute path of a socket, as in unix:///run/redis.sock")
@@ -74,7 +74,7 @@ def parse_index_url(text: str) -> IndexUrl:
     allowed = {"redis": set(), "rediss": _TLS_OPTIONS, "unix": {"db"}}[parts.scheme]
     if options.keys() - allowed:
         known = ", ".join(sorted(allowed)) or "none"
-        raise _refusal(f"has an option that is not known; {parts.scheme}:// takes {known}")
+        raise _refusal(f"has an unknown option; {parts.scheme}:// takes {known}")
     database = options.pop("db", "0") if is_socket else parts.path.strip("/") or "0"
     if not (database.isascii() and database.isdigit() and len(database) < 6):
         raise _refusal("names a database that is not a number")

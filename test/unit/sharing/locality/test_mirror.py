@@ -47,7 +47,7 @@ class World:
 
     def load(self, number: int, *pages: int) -> None:
         known = self.peer(number)
-        self.mirror.add(known, np.array(pages, np.uint64))
+        self.mirror.add_pages(known, np.array(pages, np.uint64))
         self.mirror.loaded(known, 1)
 
     def found(self, *pages: int) -> list[int | None]:
@@ -69,7 +69,7 @@ def test_a_page_is_found_at_its_holder() -> None:
 def test_a_snapshot_half_read_is_not_found() -> None:
     world = World()
     world.see(record(1))
-    world.mirror.add(world.peer(1), np.array([10], np.uint64))
+    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
     assert world.found(10) == [None]
 
 
@@ -103,7 +103,7 @@ def test_what_a_peer_lacks_is_found_again_only_when_it_says_so() -> None:
     world.mirror.lacks(server(1), keys(10, 99))
     world.see(record(1))
     assert world.found(10, 11) == [None, 1]
-    world.mirror.add(world.peer(1), np.array([10], np.uint64))
+    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
     assert world.found(10) == [1]
     world.mirror.lacks(server(9), keys(10))  # it has left meanwhile
     assert world.found(10) == [1]
@@ -161,7 +161,7 @@ def test_no_more_pages_than_the_bound_are_kept() -> None:
     assert (num_pages, num_cut) == (100, 30)
     assert world.found(*range(81, 91)) == [world.found(81)[0]] * 10
     assert world.mirror.is_full
-    world.mirror.remove(world.peer(1), np.arange(1, 81, dtype=np.uint64))
+    world.mirror.remove_pages(world.peer(1), np.arange(1, 81, dtype=np.uint64))
     assert world.mirror.may_hold_more(world.peer(2))
     world.mirror.check_integrity()
 
@@ -223,11 +223,11 @@ def test_nothing_is_found_while_the_namespace_changes() -> None:
     world.see(record(1))  # by a reader that has not noticed
     assert world.found(10) == [None]
     world.mirror.hide(2)
-    world.mirror.begin(1)
+    world.mirror.begin_namespace(1)
     world.see(record(1))
     world.load(1, 10)
     assert world.found(10) == [None]
-    world.mirror.begin(2)
+    world.mirror.begin_namespace(2)
     assert world.mirror.peers == []
     world.see(record(1))
     world.load(1, 10)

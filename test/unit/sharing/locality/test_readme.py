@@ -11,7 +11,7 @@ import sglang_tiered.sharing as package
 from sglang_tiered.sharing.locality import formats, purges
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES
 from sglang_tiered.sharing.locality.formats import Delta, Purge, ServerRecord
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
 
 SERVER = "00112233445566778899aabbccddeeff"
@@ -54,7 +54,7 @@ def test_the_worked_examples_are_what_the_code_writes() -> None:
 
 
 def test_the_keys_are_what_the_code_makes() -> None:
-    names, text = Names.of(NAMESPACE), page()
+    names, text = RedisKeys.of(NAMESPACE), page()
     assert f"sgt1:{{{NAMESPACE.hex()}}}" == names.prefix
     for key in (
         names.servers,

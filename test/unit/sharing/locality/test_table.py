@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.sharing.locality.holders import choose_slots
+from sglang_tiered.sharing.locality.replica_choice import choose_slots
 from sglang_tiered.sharing.locality.table import PageTable
 
 if TYPE_CHECKING:
