@@ -74,7 +74,7 @@ def pair(
         yield sender, receiver
 
 
-def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair) -> None:
+def test_pages_states_and_metadata_arrive_intact(pair: Pair) -> None:
     sender, receiver = pair
     sender.pool.aux[:, 5] = np.arange(24, dtype=np.uint8)
     sender.endpoint.expect_room(1)
@@ -98,7 +98,7 @@ def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair
     assert is_smaller == (sender.pool.shape.codec != "none")
 
 
-def test_a_room_of_no_pages_still_brings_its_metadata(pair: Pair) -> None:
+def test_empty_room_still_brings_metadata(pair: Pair) -> None:
     sender, receiver = pair
     sender.pool.aux[:, 1] = 7
     receiver.open(2, [sender], [], state_rows=[None, None])
@@ -141,7 +141,7 @@ def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
     assert receiver.events.kinds(3) == ["received"]
 
 
-def test_an_abort_on_prefill_reaches_decode_with_its_reason(pair: Pair) -> None:
+def test_prefill_abort_reaches_decode_with_reason(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(3)
     receiver.open(3, [sender], [1, 2], state_rows=[None, None])
@@ -151,7 +151,7 @@ def test_an_abort_on_prefill_reaches_decode_with_its_reason(pair: Pair) -> None:
     assert receiver.events.wait_for("failed", 3)[2] == "PD peer failed: the client went away"
 
 
-def test_an_abort_on_decode_reaches_prefill_with_its_reason(pair: Pair) -> None:
+def test_decode_abort_reaches_prefill_with_reason(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(4)
     receiver.open(4, [sender], [1, 2], state_rows=[None, None])
@@ -160,7 +160,7 @@ def test_an_abort_on_decode_reaches_prefill_with_its_reason(pair: Pair) -> None:
     assert "the request ended" in sender.events.wait_for("failed", 4)[2]
 
 
-def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair) -> None:
+def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(5)
     sender.endpoint.fail_room(5, "no memory")
@@ -175,7 +175,7 @@ def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair
     assert "the request ended" in sender.events.wait_for("failed", 6, timeout_s=5)[2]
 
 
-def test_a_request_that_decode_gave_up_before_opening_its_room_does_not_wait(pair: Pair) -> None:
+def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(7)
     receiver.endpoint.abort_room(7, [Target(sender.address)], "the client went away")
@@ -183,7 +183,7 @@ def test_a_request_that_decode_gave_up_before_opening_its_room_does_not_wait(pai
     assert reason == "decode dropped it: the client went away"
 
 
-def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
+def test_uncomputed_chunk_is_not_sent(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(8)
     receiver.open(8, [sender], [1], state_rows=[None, None])
@@ -204,7 +204,7 @@ def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
     assert (receiver.pool.pages([1]) == 77).all()
 
 
-def test_a_decode_that_leaves_before_it_had_memory_does_not_keep_prefill_waiting(
+def test_lost_claim_fails_prefills_request(
     pair: Pair,
 ) -> None:
     sender, receiver = pair

@@ -107,7 +107,7 @@ def test_every_decode_rank_gets_its_heads(
         eventually(lambda sender=sender: sender.endpoint.num_rooms == 0)
 
 
-def test_latent_kv_comes_from_one_rank_and_the_others_only_take_part(stack: ExitStack) -> None:
+def test_latent_kv_is_sent_by_one_rank(stack: ExitStack) -> None:
     shape = Shape(latent=True, num_layers=3)
     prefills = [stack.enter_context(prefill(shape, seed=5)) for _ in range(4)]
     receiver = stack.enter_context(decode(shape))
@@ -122,7 +122,7 @@ def test_latent_kv_comes_from_one_rank_and_the_others_only_take_part(stack: Exit
     assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
 
 
-def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
+def test_pipeline_stages_send_layers_and_metadata(
     stack: ExitStack,
 ) -> None:
     whole = model(4)
@@ -139,7 +139,7 @@ def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
     assert (receiver.pool.aux[:, 2] == 42).all()
 
 
-def test_a_stage_that_nobody_asked_is_missed(stack: ExitStack) -> None:
+def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
     whole = model(4)
     first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
     receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
@@ -149,7 +149,7 @@ def test_a_stage_that_nobody_asked_is_missed(stack: ExitStack) -> None:
     assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
 
 
-def test_one_rank_that_fails_fails_the_room_for_all(stack: ExitStack) -> None:
+def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
     whole = model()
     prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]
     receiver = stack.enter_context(decode(shape_of(0, 1)))
@@ -164,7 +164,7 @@ def test_one_rank_that_fails_fails_the_room_for_all(stack: ExitStack) -> None:
     eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))
 
 
-def test_several_instances_of_both_roles_serve_each_other_at_once(stack: ExitStack) -> None:
+def test_several_instances_of_both_roles_interleave(stack: ExitStack) -> None:
     shape = Shape()
     prefills = [stack.enter_context(prefill(shape, seed=seed)) for seed in (1, 2, 3)]
     decodes = [stack.enter_context(decode(shape)) for _ in range(3)]

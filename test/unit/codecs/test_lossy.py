@@ -108,7 +108,7 @@ def test_fp8_groups_share_a_scale_with_neighbours(dtype: str) -> None:
                     )
 
 
-def test_fp8_keeps_the_sign_of_zero_and_zero_pages() -> None:
+def test_fp8_keeps_zero_and_its_sign() -> None:
     codec = make_codec("fp8", column("bfloat16", 4, 16))
     values = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
@@ -152,7 +152,7 @@ def test_value_that_cannot_be_scaled_is_changed(name: str, dtype: str, value: fl
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", ["tiny", "large"])
-def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, scale: str) -> None:
+def test_largest_numbers_become_infinite(name: str, dtype: str, scale: str) -> None:
     kind = getattr(torch, dtype)
     size = torch.finfo(kind).smallest_normal if scale == "tiny" else torch.finfo(kind).max / 2**9
     rows = (torch.rand(64, 16, generator=torch.Generator().manual_seed(4)).double() * size).to(kind)
@@ -173,7 +173,7 @@ def test_numbers_at_the_ends_of_the_type_become_infinite(name: str, dtype: str, 
         ("int8", HEADER_BYTES + 7, 0x7F),
     ],
 )
-def test_bytes_that_nobody_writes_decode(name: str, place: int, value: int) -> None:
+def test_invalid_bytes_decode(name: str, place: int, value: int) -> None:
     codec = make_codec(name, column("bfloat16", 1, 16))
     # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
     page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
@@ -195,7 +195,7 @@ def test_float32_is_rounded_to_bfloat16_unlike_torch() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-def test_page_of_another_pool_is_quantized(name: str) -> None:
+def test_page_of_a_foreign_pool_is_quantized(name: str) -> None:
     """State pages and drafts of another length go through the same engine."""
     codec = make_codec(name, column("bfloat16", 64, 16))
     page = np.random.default_rng(0).bytes(1000)
@@ -256,7 +256,7 @@ def test_latent_page_is_refused(name: str, order: str) -> None:
     ],
     ids=["bytes", "unknown", "fp8"],
 )
-def test_lossy_codec_accepts_bytes_it_cannot_read(name: str, layout: PageLayout) -> None:
+def test_lossy_codec_accepts_unreadable_bytes(name: str, layout: PageLayout) -> None:
     with pytest.raises(ConfigError):
         make_codec(name, layout)
 

@@ -36,7 +36,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def test_the_table_has_every_message_with_its_fields() -> None:
+def test_readme_table_lists_every_message_and_field() -> None:
     expected = {kind.__name__: list(kind.__struct_fields__) for kind in ALL}
     assert rows() == expected
 
@@ -45,11 +45,11 @@ def test_the_table_has_the_version_there_is() -> None:
     assert f"(`{messages.VERSION_FRAME.decode()}`)" in README
 
 
-def test_tags_are_their_names_so_that_a_trace_can_be_read() -> None:
+def test_message_tags_are_readable_names() -> None:
     assert {kind.__struct_config__.tag for kind in ALL} == {kind.__name__.lower() for kind in ALL}
 
 
-def test_another_version_is_named_beside_ours() -> None:
+def test_foreign_version_is_refused_by_both_numbers() -> None:
     with pytest.raises(TransferError, match=f"version 12 .* version {messages.VERSION};"):
         messages.check_version(b"sgt-kv/12", "a peer")
     with pytest.raises(TransferError) as refusal:
@@ -66,7 +66,7 @@ def test_another_version_is_named_beside_ours() -> None:
         pytest.param(b"\x91" * 100_000, id="deep"),
     ],
 )
-def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
+def test_garbage_frame_raises_only_a_transfer_error(frame: bytes) -> None:
     with pytest.raises(TransferError, match="not a message of this protocol"):
         sockets.decode(frame, messages.control_from_decode)
 
@@ -87,7 +87,7 @@ def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
             yield name, kind.max_length
 
 
-def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
+def test_every_field_of_a_message_is_bounded() -> None:
     """A layout of two million layers took the only thread of an endpoint for seconds."""
     found = {}
     for message in (*ALL, messages.Offer):

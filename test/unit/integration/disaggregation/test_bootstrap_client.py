@@ -104,7 +104,7 @@ def register(bootstrap: str, *, page_size: int = 64) -> None:
     requests.put(f"http://{bootstrap}/route", json=row, timeout=5).raise_for_status()
 
 
-def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
+def test_known_server_has_all_its_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
     assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) == RANK
@@ -112,7 +112,7 @@ def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: 
     assert failure_of(manager, bootstrap) is None
 
 
-def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
+def test_silent_server_does_not_block_the_scheduler(manager: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):  # each returns, though the question is still open
@@ -123,9 +123,7 @@ def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
     assert address in failure_of(manager, address)
 
 
-def test_a_server_with_another_page_size_is_a_reason_and_no_error(
-    manager: Any, bootstrap: str
-) -> None:
+def test_other_page_size_fails_without_raising(manager: Any, bootstrap: str) -> None:
     """In SGLang it ends the decode scheduler."""
     register(bootstrap, page_size=16)
     assert not manager.try_ensure_parallel_info(bootstrap)
@@ -142,9 +140,7 @@ def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> N
     assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) is None
 
 
-def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
-    manager: Any, bootstrap: str
-) -> None:
+def test_waiting_callback_gets_the_ranks(manager: Any, bootstrap: str) -> None:
     """A request given up before its prefill server was known would be waited for there."""
     register(bootstrap)
     told: list[Any] = []
@@ -154,9 +150,7 @@ def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
     assert told == [[RANK], [RANK]]
 
 
-def test_who_waits_for_a_server_that_cannot_be_used_is_forgotten(
-    manager: Any, bootstrap: str
-) -> None:
+def test_waiting_callback_of_an_unusable_server_is_dropped(manager: Any, bootstrap: str) -> None:
     register(bootstrap, page_size=16)
     told: list[Any] = []
     for _ in range(3):
@@ -172,7 +166,7 @@ def test_addresses_are_told_apart() -> None:
     assert is_wildcard("0.0.0.0") and is_wildcard("::") and not is_wildcard("192.0.2.7")
 
 
-def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
+def test_remote_server_is_asked_only_if_allowed(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client names it: whoever runs it would decide what decode takes for KV."""
@@ -191,7 +185,7 @@ def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
     eventually(lambda: bool(asked))
 
 
-def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_path: Path) -> None:
+def test_allowed_networks_apply_with_keys(manager: Any, tmp_path: Path) -> None:
     for networks, refused in ((), False), (("192.0.2.0/24",), True):
         manager._transfer = TransferConfig(keys_directory=str(tmp_path), allowed_networks=networks)
         manager.check_is_allowed("192.0.2.7")
@@ -203,7 +197,7 @@ def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_pat
             manager.check_is_allowed("203.0.113.1")
 
 
-def test_a_receiver_asks_the_ranks_that_were_looked_up(manager: Any, bootstrap: str) -> None:
+def test_receiver_uses_the_looked_up_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
     info = manager.prefill_info_table[bootstrap]
@@ -262,7 +256,7 @@ def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[s
             serving.join()
 
 
-def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> None:
+def test_valid_bootstrap_server_is_usable(manager: Any) -> None:
     """Or the next tests say nothing."""
     with bootstrap_that_says(GOOD_INFO, {**GOOD_ROW, "more": [1]}) as server:
         eventually(lambda: manager.try_ensure_parallel_info(server))
@@ -286,9 +280,7 @@ def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> 
     ],
     ids=repr,
 )
-def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
-    row: Any, manager: Any, bootstrap: str
-) -> None:
+def test_rank_without_address_harms_only_its_server(row: Any, manager: Any, bootstrap: str) -> None:
     """It ended the scheduler, and kept every later loss from being noticed."""
     with bootstrap_that_says(GOOD_INFO, row) as server:
         assert not manager.try_ensure_parallel_info(server)
@@ -302,9 +294,7 @@ def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
 
 @pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])
 @pytest.mark.parametrize("kind", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
-def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
-    kind: str, number: int, manager: Any
-) -> None:
+def test_server_with_invalid_rank_counts_is_refused(kind: str, number: int, manager: Any) -> None:
     """Lists of them took all memory; none at all ended the scheduler."""
     with bootstrap_that_says({**GOOD_INFO, kind: number}, GOOD_ROW) as server:
         assert not manager.try_ensure_parallel_info(server)
@@ -313,7 +303,7 @@ def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
         assert server not in manager.prefill_info_table
 
 
-def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
+def test_slow_answers_for_many_ranks_time_out(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It held a thread for hours: each answer came in time."""
@@ -330,7 +320,7 @@ def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
         assert "did not answer within" in failure_of(manager, server)
 
 
-def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any) -> None:
+def test_silent_machine_leaves_threads_to_others(manager: Any) -> None:
     """A client names as many silent ports as it likes, and by any name of the machine."""
     with ExitStack() as silent:
         hosts = ("127.0.0.1", "127.0.0.2", "localhost", "[::ffff:127.0.0.1]", "127.0.0.3")
@@ -349,7 +339,7 @@ def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any)
     assert not manager.bootstrap_client._asked
 
 
-def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
+def test_lookup_leaves_no_file_open(manager: Any) -> None:
     """A client names as many as it likes."""
     with ExitStack() as stack:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(6)]
@@ -359,7 +349,7 @@ def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_of_many_servers_those_used_last_are_remembered(
+def test_least_recently_used_server_is_forgotten(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap_client, "MAX_SERVERS", 2)
@@ -389,7 +379,7 @@ def test_of_many_servers_those_used_last_are_remembered(
         (None, {"7": -1}),
     ],
 )
-def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
+def test_non_numeric_replica_does_not_reach_the_scheduler(
     said: Any, understood: dict[str, int], manager: Any
 ) -> None:
     """SGLang makes numbers of them there, and ends on what is none."""
@@ -397,7 +387,7 @@ def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
         eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == understood)
 
 
-def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
+def test_silent_replica_query_fails_without_blocking(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang waited for it on the scheduler's thread, five seconds a step."""
@@ -409,9 +399,7 @@ def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_an
         eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == {"7": -1})
 
 
-def test_a_room_that_no_replica_has_fails_its_request(
-    manager: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_without_a_replica_fails(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was pending for ever."""
     monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.3)
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
@@ -420,7 +408,7 @@ def test_a_room_that_no_replica_has_fails_its_request(
         )
 
 
-def test_sglang_asks_us_which_replica_has_a_request(
+def test_sglang_query_uses_the_bootstrap_client(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards

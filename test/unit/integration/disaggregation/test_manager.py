@@ -67,7 +67,7 @@ BOTH = pytest.mark.parametrize("kind", [ZmqKVReceiver, ZmqKVSender])
 
 @BOTH
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_handoff_says_each_time_what_happened(kind: type[Any], tp_size: int) -> None:
+def test_failure_reason_is_the_same_each_time(kind: type[Any], tp_size: int) -> None:
     """SGLang asks again while the request waits to be removed, and tells the client the last."""
     end = end_of(kind, tp_size)
     end.kv_mgr.room_failed(ROOM, "PD peer failed: it closed the connection")
@@ -78,14 +78,14 @@ def test_a_handoff_says_each_time_what_happened(kind: type[Any], tp_size: int) -
 
 
 @BOTH
-def test_no_single_rank_puts_a_failure_on_another(kind: type[Any]) -> None:
+def test_single_rank_does_not_blame_other_ranks(kind: type[Any]) -> None:
     error = reason_of(end_of(kind))
     assert "aborted by this instance" in error.failure_reason
     assert not error.is_from_another_rank
 
 
 @BOTH
-def test_a_failure_of_another_rank_is_said_to_be_one(kind: type[Any]) -> None:
+def test_failure_of_another_rank_is_named(kind: type[Any]) -> None:
     error = reason_of(end_of(kind, tp_size=2))
     assert "aborted by another rank" in error.failure_reason
     assert error.is_from_another_rank, "the rank where it happened logs it"
@@ -93,9 +93,7 @@ def test_a_failure_of_another_rank_is_said_to_be_one(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("room", [2**64, 2**63, -1, -(2**63) - 1, 10**30])
 @BOTH
-def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
-    kind: type[Any], room: int
-) -> None:
+def test_oversized_room_number_fails_the_request(kind: type[Any], room: int) -> None:
     """Prefill's scheduler ended on it, and decode waited for an answer without end."""
     manager = manager_of(kind)
     with get_parallel().override(num_dp_ranks=1):
@@ -110,12 +108,12 @@ def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
 
 @pytest.mark.parametrize("room", [0, 2**63 - 1])
 @BOTH
-def test_the_largest_room_number_that_fits_is_served(kind: type[Any], room: int) -> None:
+def test_largest_valid_room_number_is_served(kind: type[Any], room: int) -> None:
     with get_parallel().override(num_dp_ranks=1):
         assert kind(manager_of(kind), SERVER, room).conclude_state is None
 
 
-def test_a_request_that_no_replica_has_fails_with_a_sentence() -> None:
+def test_request_without_a_replica_fails_with_reason() -> None:
     manager = manager_of(ZmqKVReceiver)
     receiver = ZmqKVReceiver(manager, SERVER, ROOM)
     receiver.init(-1)

@@ -34,7 +34,7 @@ def test_clients_take_turns() -> None:
     assert queue.num_clients == 0
 
 
-def test_one_client_holds_half_of_the_memory_at_most() -> None:
+def test_greedy_client_holds_half_the_memory() -> None:
     queue = ServeQueue(SETTINGS)
     for number in range(8):
         queue.add_request(request(b"a", number))
@@ -60,7 +60,7 @@ def test_all_clients_hold_no_more_than_the_memory() -> None:
     queue.check_integrity()
 
 
-def test_a_request_larger_than_the_memory_is_served_by_itself() -> None:
+def test_request_beyond_the_memory_is_served_alone() -> None:
     queue = ServeQueue(SETTINGS)
     assert queue.add_request(request(b"a", 1, 3000))
     assert queue.add_request(request(b"b", 1, 10))
@@ -71,7 +71,7 @@ def test_a_request_larger_than_the_memory_is_served_by_itself() -> None:
     assert queue.next_request(0.0) is not None
 
 
-def test_what_waits_is_bounded_for_each_and_for_all() -> None:
+def test_waiting_requests_are_bounded() -> None:
     queue = ServeQueue(SETTINGS)
     accepted = [queue.add_request(request(b"a", number)) for number in range(20)]
     assert accepted == [True] * 10 + [False] * 10
@@ -85,7 +85,7 @@ def test_what_waits_is_bounded_for_each_and_for_all() -> None:
     queue.check_integrity()
 
 
-def test_many_names_count_even_where_their_pages_are_tiny() -> None:
+def test_many_tiny_pages_count_by_their_keys() -> None:
     queue = ServeQueue(PageSettings(max_queued_bytes=400_000))
     accepted = 0
     for number in range(1000):
@@ -98,7 +98,7 @@ def test_many_names_count_even_where_their_pages_are_tiny() -> None:
     assert queue.waiting_bytes == queue.held_bytes == 0
 
 
-def test_what_nobody_waits_for_is_dropped_before_it_is_read() -> None:
+def test_expired_request_is_dropped_unread() -> None:
     queue = ServeQueue(SETTINGS)
     queue.add_request(request(b"a", 1, expires_at=1.0))
     queue.add_request(request(b"a", 2, expires_at=3.0))
@@ -158,7 +158,7 @@ class Read:
     def release(self) -> None: ...
 
 
-def test_frames_hold_pages_that_follow_each_other_and_a_mebibyte_at_most() -> None:
+def test_adjacent_pages_share_bounded_frames() -> None:
     size = 700_000
     data = random.Random(2).randbytes(4 * size)
     places = [Place(0, size, 1), Place(size, size, 2), None, Place(3 * size, size - 5, 3)]
