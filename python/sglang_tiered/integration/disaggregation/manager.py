@@ -115,7 +115,7 @@ def make_manager(
     return role(args, mode, server_args, is_mla_backend)
 
 
-class _Role:
+class KVManagerRole:
     """What both roles share: one rank's endpoint, and the status of its rooms. Before SGLang's
     class."""
 
@@ -190,7 +190,7 @@ class _Role:
         return None if directory is None else load_keys(directory, role)
 
 
-class PrefillKVManager(_Role, CommonKVManager):  # type: ignore[misc]
+class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
     """The sending side of every handoff of one rank."""
 
     endpoint: PrefillEndpoint
@@ -268,7 +268,7 @@ class PrefillKVManager(_Role, CommonKVManager):  # type: ignore[misc]
         self._conclude(room, KVPoll.Success)
 
 
-class DecodeKVManager(_Role, CommonKVManager):  # type: ignore[misc]
+class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
     """The receiving side of every handoff of one rank."""
 
     endpoint: DecodeEndpoint
@@ -324,7 +324,7 @@ class _End:
     conclude_state: Any
     _failure: KVTransferError | None = None
 
-    def __init__(self, mgr: _Role, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, mgr: KVManagerRole, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)  # type: ignore[call-arg]
         # A client chooses the number. A larger one ends prefill's scheduler, which writes it into
         # a tensor, and no message holds a number beyond 64 bits.
