@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
+from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.connection import IndexConnection
 from sglang_tiered.sharing.locality.formats import is_address
 from sglang_tiered.sharing.locality.mirror import Peer
@@ -47,13 +47,13 @@ class LocalityIndex:
     retried with backoff. Raises ``ConfigError`` (one sentence, no password) only for settings that
     cannot work. Every method may be called from any thread.
 
-    ``held(version)`` gives the pages that this server can serve now as (a version above 0,
-    fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has
-    it. ``purge_wanted(tenant)`` must forget what this server itself keeps of a tenant (None: of
-    everyone) before it returns, and returns what tells when it has done so for good (None: it has);
-    it must not begin a purge here, nor in a store that servers share. Both are called on threads of
-    the index and may take their time. ``notes`` keep what was applied for good over a restart;
-    without them ``purge_wanted`` is called again for purges of days ago.
+    ``held(version)`` returns the pages that this server can serve now as (a version above 0,
+    fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has it.
+    ``purge_wanted(tenant)`` must hide this server's own pages of a tenant (None: of all) before it
+    returns, and returns a purge that is done when it is durable (None: it is); it must not begin a
+    purge here, nor in a store that servers share. Both are called on threads of the index and may
+    block. ``notes`` keep the durable purges over a restart; without them ``purge_wanted`` is called
+    again for purges of the last days.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LocalityIndex:
         self._pid = os.getpid()
         url = parse_index_url(settings.index_url)
         self._state = state = IndexState(settings, namespace, clock)
-        memory = None if notes is None else PurgeMemory(notes, state.book, clock)
+        memory = None if notes is None else AppliedPurges(notes, state.book, clock)
         if memory is not None:
             memory.recall()
         self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
@@ -122,9 +122,9 @@ class LocalityIndex:
         self._state.mirror.avoid(peer.server, seconds)
 
     def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
-        """Tell every server to forget a tenant (None: everyone), which this one has forgotten;
-        ``local`` tells when for good. Memory only. Until another server says that it has done so,
-        nothing is found there."""
+        """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
+        done when this server's purge is durable. Memory only. No page is found at another server
+        until it says that it has done so."""
         state = self._state
         purge = state.book.begin(tenant, local)
         state.mirror.choose()

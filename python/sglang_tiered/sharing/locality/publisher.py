@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
+    from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 
@@ -48,7 +48,7 @@ class Publisher:
         state: IndexState,
         connection: IndexConnection,
         held: Held,
-        memory: PurgeMemory | None = None,
+        memory: AppliedPurges | None = None,
     ) -> None:
         self._state = state
         self._memory = memory
