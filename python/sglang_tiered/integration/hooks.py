@@ -1,55 +1,33 @@
 """Every hook into SGLang that has no seam, each with its reason. For SGLang 0.5.23.
 
-| target | kind | reason | |---|---|---| |
-SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update
-and end_weight_update | AFTER | weights replaced in a running server make every stored page stale;
-SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) | |
-SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | stores
-under way would have SGLang refuse the flush, and old KV stay in memory under new weights | |
-SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while
-stores are under way; and released weights come back as garbage, whose KV must not be stored as
-theirs | | SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the
-scheduler when it is to resume what was not released, as a disk that hung may have had it | |
-Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang
-takes no note of stores that end, and a flush would be refused for ever | | Scheduler.run_batch,
-Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the
-cost model learns from that | | Scheduler.is_fully_idle | AFTER | a load that was given up may still
-be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its
-storage threads do not stop (``quiescing``) | | Scheduler.get_internal_state | AFTER |
-``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention
-backend has served | | Scheduler.handle_dumper_control | AROUND | SGLang's control message with free
-content reaches every rank; ours carry purges, all others are passed on | | Scheduler.__init__ |
-AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges
-a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where
-SGLang's own way is a traceback | | entrypoints.engine._scheduler_died_error | AFTER | the launcher
-is told that the scheduler refused, and says nothing more | | Scheduler.get_init_info,
-DataParallelController.get_init_info | AFTER | the launcher's banner tells the host tier's size,
-which only the scheduler knows | | pool_host.base.ranks_per_host | AROUND | SGLang does not count
-the replicas of ``--dp-size`` among those that share the machine's memory | |
-kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens,
-where hardly any memory is left | | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only
-| SGLang gives the device pool most of the machine's memory, which is the host tier's too
-(``cpu.memory``) | | Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either
-ends the separation of purged tenants | | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST
-/hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other
-servers, goes with ``/tier/purge`` alone | | Scheduler.on_idle | AFTER | what a purge left in the
-tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler
-that waits for a handoff polls without a pause, on the cores that the other instance computes on | |
-Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the
-tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an
-adapter's pages | | TokenizerManager._tokenize_one_request | BEFORE | a client may say what its
-images hash to, and so store one image's pages under another's key (``media_hashes``) | |
-disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq``
-is answered here, all others are passed on | | disaggregation.utils.TransferBackend | member | the
-enum of their names is closed too | | DecodePreallocQueue.__init__ | AFTER | it asks for a prefill
-server once a second, on the scheduler's thread; ours is asked for in the background, and answered
-at the next look. So is which replica of ``--dp-size`` has a request
-(``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) | |
-DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated},
-DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it
-is loaded, and fails the request when less arrives; ``decode_loads`` loads first | | log filter on
-managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would
-fill the log |"""  # noqa: E501
+| target | kind | reason |
+|---|---|---|
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | stores under way would have SGLang refuse the flush, and old KV stay in memory under new weights |
+| SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored as theirs |
+| SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the scheduler when it is to resume what was not released, as a disk that hung may have had it |
+| Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang takes no note of stores that end, and a flush would be refused for ever |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
+| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop (``quiescing``) |
+| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
+| Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
+| Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
+| entrypoints.engine._scheduler_died_error | AFTER | the launcher is told that the scheduler refused, and says nothing more |
+| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
+| pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
+| kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
+| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu.memory``) |
+| Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
+| Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
+| Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
+| Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
+| TokenizerManager._tokenize_one_request | BEFORE | a client may say what its images hash to, and so store one image's pages under another's key (``media_hashes``) |
+| disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
+| disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
+| DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look. So is which replica of ``--dp-size`` has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
+| DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it is loaded, and fails the request when less arrives; ``decode_loads`` loads first |
+| log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
+"""  # noqa: E501
 
 from __future__ import annotations
 
