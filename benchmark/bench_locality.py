@@ -74,7 +74,7 @@ def measure_lookups(num_peers: int, num_pages: int, rounds: int) -> dict[str, An
     began = time.perf_counter()
     for known in mirror.peers:
         held.append(np.concatenate([shared, random_pages(source, num_pages - len(shared))]))
-        mirror.add(known, held[-1])
+        mirror.add_pages(known, held[-1])
         mirror.loaded(known, 1)
     load_s = time.perf_counter() - began
 
@@ -98,8 +98,8 @@ def measure_lookups(num_peers: int, num_pages: int, rounds: int) -> dict[str, An
             while not until.is_set():
                 known = mirror.peers[0]
                 pages = random_pages(source, 1000)
-                mirror.add(known, pages)
-                mirror.remove(known, pages)
+                mirror.add_pages(known, pages)
+                mirror.remove_pages(known, pages)
                 until.wait(0.1)
 
         if is_busy:

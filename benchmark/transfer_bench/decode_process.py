@@ -64,7 +64,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
             case ("open", name, room, address, seed):
                 pages = prompt_pages(shape, seed)
                 before = cpu_seconds()
-                endpoints[name].open(
+                endpoints[name].open_room(
                     room,
                     [Target(address)],
                     pages=pages,

@@ -131,12 +131,12 @@ class _Sender:
         _Sender._next_room += 1
         # Other pages than the receiver's, in another order.
         pages = prompt_pages(self._pool.shape, seed + 1000)
-        self._endpoint.expect(room)
+        self._endpoint.expect_room(room)
         address = ("127.0.0.1", self._endpoint.control_port)
         self._pipe.send(("open", self._name, room, address, seed))
         self._events.wait_for("ready", room)
         begun, cpu = time.perf_counter(), cpu_seconds()
-        self._endpoint.send(room, Chunk(pages, 0, True, (), 0))
+        self._endpoint.send_chunk(room, Chunk(pages, 0, True, (), 0))
         self._events.wait_for("sent", room)
         seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
         return seconds, cpu + _checked(self._pipe, self._pool, pages)

@@ -520,7 +520,7 @@ def _handoff(module: ModuleType) -> None:
     wrap(module.ZmqKVReceiver, "send_metadata", beginning)
     wrap(module.ZmqKVReceiver, "abort", closing)
     wrap(module.ZmqKVReceiver, "_clear", closing)
-    wrap(module.ZmqKVManager, "_conclude", concluding)
+    wrap(module.KVManagerRole, "_conclude", concluding)
 
 
 def _engine(module: ModuleType) -> None:

@@ -31,7 +31,7 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
         server.check_integrity()
 
 
-def test_pages_of_32_mib_arrive_although_only_one_fits_a_window() -> None:
+def test_pages_larger_than_half_a_window_arrive() -> None:
     pages = make_pages(16, [32 * MiB] * 3)
     with page_server(pages) as (server, _), page_client() as client:
         wanted = Wanted(client, server.port, pages)
@@ -40,7 +40,7 @@ def test_pages_of_32_mib_arrive_although_only_one_fits_a_window() -> None:
         server.check_integrity()
 
 
-def test_a_page_that_is_not_held_is_a_miss_and_its_neighbours_arrive() -> None:
+def test_missing_page_does_not_harm_its_neighbours() -> None:
     pages = make_pages(2, [5000] * 8)
     held = {key: page for index, (key, page) in enumerate(pages.items()) if index not in (0, 3, 7)}
     with page_server(held) as (server, _), page_client() as client:
@@ -51,7 +51,7 @@ def test_a_page_that_is_not_held_is_a_miss_and_its_neighbours_arrive() -> None:
             assert bytes(wanted.buffers[key]) == (page if key in held else b"\xa5" * 5000)
 
 
-def test_a_page_of_another_length_is_a_miss_and_its_buffer_untouched() -> None:
+def test_other_length_is_a_miss_without_writes() -> None:
     pages = make_pages(3, [4096, 4096])
     first = next(iter(pages))
     for length in (4095, 4097, 8192):
@@ -72,7 +72,7 @@ def test_another_namespace_is_a_miss() -> None:
         assert Wanted(client, server.port, pages).wait() == [Outcome.MISS] * 3
 
 
-def test_what_was_read_under_the_namespace_before_is_not_given_away() -> None:
+def test_pages_read_before_a_namespace_change_are_withheld() -> None:
     pages = make_pages(5, [4096] * 3)
     with page_server(pages) as (server, reader), page_client() as client:
         reader.hold = True
@@ -85,7 +85,7 @@ def test_what_was_read_under_the_namespace_before_is_not_given_away() -> None:
         eventually(lambda: reader.held_bytes == 0)
 
 
-def test_bytes_read_under_another_namespace_than_asked_for_never_count() -> None:
+def test_bytes_of_a_foreign_namespace_never_verify() -> None:
     """The store behind the reader changed first: its checksums say so."""
     pages = make_pages(6, [4096] * 3)
     with page_server(pages) as (server, reader), page_client() as client:
@@ -104,7 +104,7 @@ def test_many_fetches_at_once_over_one_small_window() -> None:
         assert client.num_links == 1
 
 
-def test_what_is_asked_for_stays_within_the_window() -> None:
+def test_requests_stay_within_the_window() -> None:
     pages = make_pages(7, [50_000] * 40)
     settings = PageSettings(request_bytes=50_000, window_bytes=400_000, max_requests=64)
     with page_server(pages) as (server, reader), page_client(settings) as client:
@@ -116,7 +116,7 @@ def test_what_is_asked_for_stays_within_the_window() -> None:
         assert wanted.wait() == [Outcome.OK] * 40
 
 
-def test_a_device_with_work_of_its_own_is_asked_for_one_request_at_a_time() -> None:
+def test_busy_device_reads_one_request_each() -> None:
     pages = make_pages(15, [50_000] * 8)
     settings = PageSettings(request_bytes=50_000)
     with page_server(pages) as (server, reader), page_client(settings) as client:
@@ -137,7 +137,7 @@ def test_one_request_goes_out_however_large_it_is() -> None:
         assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
 
 
-def test_cancelling_ends_a_fetch_and_frees_what_it_had_asked_for() -> None:
+def test_cancel_ends_a_fetch_and_its_credit() -> None:
     pages = make_pages(9, [50_000] * 40)
     settings = PageSettings(request_bytes=50_000, window_bytes=400_000)
     with page_server(pages) as (server, reader), page_client(settings) as client:
@@ -164,7 +164,7 @@ def test_nothing_asked_for_ends_at_once() -> None:
         assert Wanted(client, 1, {}).wait() == []
 
 
-def test_a_client_that_is_closed_cancels_what_is_under_way_and_what_comes() -> None:
+def test_closed_client_cancels_open_and_later_fetches() -> None:
     pages = make_pages(11, [4096] * 4)
     with page_server(pages) as (server, reader), page_client() as client:
         reader.hold = True
@@ -176,7 +176,7 @@ def test_a_client_that_is_closed_cancels_what_is_under_way_and_what_comes() -> N
         client.close()
 
 
-def test_an_address_that_is_none_of_ours_is_not_connected_to() -> None:
+def test_invalid_address_is_not_connected() -> None:
     pages = make_pages(12, [10])
     for address in (
         "ipc:///tmp/x",

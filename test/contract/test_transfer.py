@@ -74,10 +74,10 @@ def pair(
         yield sender, receiver
 
 
-def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair) -> None:
+def test_pages_states_and_metadata_arrive_intact(pair: Pair) -> None:
     sender, receiver = pair
     sender.pool.aux[:, 5] = np.arange(24, dtype=np.uint8)
-    sender.endpoint.expect(1)
+    sender.endpoint.expect_room(1)
     receiver.open(1, [sender], [9, 3, 40, 41, 42], state_rows=[[1, 2], [7]], prefix_tokens=8)
     assert sender.events.wait_for("ready", 1)[2] == 8
 
@@ -98,11 +98,11 @@ def test_pages_states_and_metadata_arrive_bit_for_bit_in_their_places(pair: Pair
     assert is_smaller == (sender.pool.shape.codec != "none")
 
 
-def test_a_room_of_no_pages_still_brings_its_metadata(pair: Pair) -> None:
+def test_empty_room_still_brings_metadata(pair: Pair) -> None:
     sender, receiver = pair
     sender.pool.aux[:, 1] = 7
     receiver.open(2, [sender], [], state_rows=[None, None])
-    sender.endpoint.expect(2)
+    sender.endpoint.expect_room(2)
     sender.events.wait_for("ready", 2)
     sender.send(2, [])
     receiver.events.wait_for("received", 2)
@@ -112,7 +112,7 @@ def test_a_room_of_no_pages_still_brings_its_metadata(pair: Pair) -> None:
 def test_many_rooms_at_once_do_not_mix(pair: Pair) -> None:
     sender, receiver = pair
     for room in range(16):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [sender], range(room * 4, room * 4 + 4), state_rows=[None, None])
     for room in range(16):
         sender.events.wait_for("ready", room)
@@ -128,42 +128,42 @@ def test_many_rooms_at_once_do_not_mix(pair: Pair) -> None:
 def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
     sender, receiver = pair
     for room in range(20):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [sender], [room], state_rows=[None, None])
         sender.events.wait_for("ready", room)
         sender.send(room, [room])
         receiver.events.wait_for("received", room)
         receiver.endpoint.close_room(room)
         sender.events.wait_for("sent", room)
-        sender.endpoint.forget(room)
+        sender.endpoint.forget_room(room)
     eventually(lambda: sender.endpoint.num_rooms == 0 and receiver.endpoint.num_rooms == 0)
     assert sender.events.kinds(3) == ["ready", "sent"]
     assert receiver.events.kinds(3) == ["received"]
 
 
-def test_an_abort_on_prefill_reaches_decode_with_its_reason(pair: Pair) -> None:
+def test_prefill_abort_reaches_decode_with_reason(pair: Pair) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(3)
+    sender.endpoint.expect_room(3)
     receiver.open(3, [sender], [1, 2], state_rows=[None, None])
     sender.events.wait_for("ready", 3)
     sender.send(3, [1], is_last=False)
-    sender.endpoint.fail(3, "the client went away")
+    sender.endpoint.fail_room(3, "the client went away")
     assert receiver.events.wait_for("failed", 3)[2] == "PD peer failed: the client went away"
 
 
-def test_an_abort_on_decode_reaches_prefill_with_its_reason(pair: Pair) -> None:
+def test_decode_abort_reaches_prefill_with_reason(pair: Pair) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(4)
+    sender.endpoint.expect_room(4)
     receiver.open(4, [sender], [1, 2], state_rows=[None, None])
     sender.events.wait_for("ready", 4)
     receiver.endpoint.close_room(4)
     assert "the request ended" in sender.events.wait_for("failed", 4)[2]
 
 
-def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair) -> None:
+def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(5)
-    sender.endpoint.fail(5, "no memory")
+    sender.endpoint.expect_room(5)
+    sender.endpoint.fail_room(5, "no memory")
     receiver.open(5, [sender], [1], state_rows=[None, None])
     assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == "PD peer failed: no memory"
 
@@ -171,21 +171,21 @@ def test_whichever_half_of_a_failed_room_comes_late_learns_it_at_once(pair: Pair
     eventually(lambda: sender.endpoint.num_rooms == 1)
     receiver.endpoint.close_room(6)
     eventually(lambda: sender.endpoint.stats.num_rooms_failed == 2)
-    sender.endpoint.expect(6)
+    sender.endpoint.expect_room(6)
     assert "the request ended" in sender.events.wait_for("failed", 6, timeout_s=5)[2]
 
 
-def test_a_request_that_decode_gave_up_before_opening_its_room_does_not_wait(pair: Pair) -> None:
+def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(7)
-    receiver.endpoint.abort(7, [Target(sender.address)], "the client went away")
+    sender.endpoint.expect_room(7)
+    receiver.endpoint.abort_room(7, [Target(sender.address)], "the client went away")
     reason = sender.events.wait_for("failed", 7, timeout_s=5)[2]
-    assert reason == "decode gave it up: the client went away"
+    assert reason == "decode dropped it: the client went away"
 
 
-def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
+def test_uncomputed_chunk_is_not_sent(pair: Pair) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(8)
+    sender.endpoint.expect_room(8)
     receiver.open(8, [sender], [1], state_rows=[None, None])
     sender.events.wait_for("ready", 8)
     asked, is_computed = threading.Event(), threading.Event()
@@ -195,7 +195,7 @@ def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
         return is_computed.is_set()
 
     sender.pool.kv[:, 9] = 0
-    sender.endpoint.send(8, Chunk(indices([9]), 0, True, [], 1, ask))
+    sender.endpoint.send_chunk(8, Chunk(indices([9]), 0, True, [], 1, ask))
     assert asked.wait(DEADLINE_S)
     assert receiver.events.kinds(8) == []
     sender.pool.kv[:, 9] = 77
@@ -204,14 +204,14 @@ def test_a_chunk_that_is_not_computed_yet_is_not_sent(pair: Pair) -> None:
     assert (receiver.pool.pages([1]) == 77).all()
 
 
-def test_a_decode_that_leaves_before_it_had_memory_does_not_keep_prefill_waiting(
+def test_lost_claim_fails_prefills_request(
     pair: Pair,
 ) -> None:
     sender, receiver = pair
-    sender.endpoint.expect(9)
-    receiver.endpoint.claim(9, [Target(sender.address)])
+    sender.endpoint.expect_room(9)
+    receiver.endpoint.claim_room(9, [Target(sender.address)])
     eventually(lambda: sender.endpoint.num_sessions == 1)
-    receiver.endpoint.claim(10, [Target(sender.address)])
+    receiver.endpoint.claim_room(10, [Target(sender.address)])
     eventually(lambda: sender.endpoint.num_rooms == 2)  # both claims have arrived
     receiver.endpoint.close()
     sender.events.wait_for("failed", 9, timeout_s=5)

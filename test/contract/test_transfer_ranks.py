@@ -88,7 +88,7 @@ def test_every_decode_rank_gets_its_heads(
         for rank in range(decode_tp)
     ]
     for sender in prefills:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
     for rank, receiver in enumerate(decodes):
         receiver.open(
             1,
@@ -109,12 +109,12 @@ def test_every_decode_rank_gets_its_heads(
         eventually(lambda sender=sender: sender.endpoint.num_rooms == 0)
 
 
-def test_latent_kv_comes_from_one_rank_and_the_others_only_take_part(stack: ExitStack) -> None:
+def test_latent_kv_is_sent_by_one_rank(stack: ExitStack) -> None:
     shape = Shape(latent=True, num_layers=3)
     prefills = [stack.enter_context(prefill(shape, seed=5)) for _ in range(4)]
     receiver = stack.enter_context(decode(shape))
     for sender in prefills:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
     receiver.open(1, prefills, PAGES, dummies=(1, 2, 3))
     serve(1, prefills)
     receiver.events.wait_for("received", 1)
@@ -124,7 +124,7 @@ def test_latent_kv_comes_from_one_rank_and_the_others_only_take_part(stack: Exit
     assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
 
 
-def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
+def test_pipeline_stages_send_layers_and_metadata(
     stack: ExitStack,
 ) -> None:
     whole = model(4)
@@ -132,7 +132,7 @@ def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
     stages[1].pool.aux[:, 1] = 42
     receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
     for sender in stages:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
     receiver.open(1, stages, PAGES)
     serve(1, stages, aux=[None, 1])
     receiver.events.wait_for("received", 1)
@@ -141,39 +141,39 @@ def test_pipeline_stages_each_bring_their_layers_and_the_last_the_metadata(
     assert (receiver.pool.aux[:, 2] == 42).all()
 
 
-def test_a_stage_that_nobody_asked_is_missed(stack: ExitStack) -> None:
+def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
     whole = model(4)
     first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
     receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
-    first.endpoint.expect(1)
+    first.endpoint.expect_room(1)
     receiver.open(1, [first], PAGES)
     serve(1, [first])
     assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
 
 
-def test_one_rank_that_fails_fails_the_room_for_all(stack: ExitStack) -> None:
+def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
     whole = model()
     prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]
     receiver = stack.enter_context(decode(shape_of(0, 1)))
     for sender in prefills:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
     receiver.open(1, prefills, PAGES)
     for sender in prefills:
         sender.events.wait_for("ready", 1)
     prefills[0].send(1, SOURCE_PAGES)
-    prefills[1].endpoint.fail(1, "no memory on rank 1")
+    prefills[1].endpoint.fail_room(1, "no memory on rank 1")
     assert receiver.events.wait_for("failed", 1)[2] == "PD peer failed: no memory on rank 1"
     eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))
 
 
-def test_several_instances_of_both_roles_serve_each_other_at_once(stack: ExitStack) -> None:
+def test_several_instances_of_both_roles_interleave(stack: ExitStack) -> None:
     shape = Shape()
     prefills = [stack.enter_context(prefill(shape, seed=seed)) for seed in (1, 2, 3)]
     decodes = [stack.enter_context(decode(shape)) for _ in range(3)]
     rooms = [(a, b, number) for a in range(3) for b in range(3) for number in range(4)]
     for a, b, number in rooms:
         room = 100 * a + 10 * b + number
-        prefills[a].endpoint.expect(room)
+        prefills[a].endpoint.expect_room(room)
         decodes[b].open(room, [prefills[a]], [a * 16 + number * 4 + page for page in range(4)])
     for a, b, number in rooms:
         room = 100 * a + 10 * b + number

@@ -14,7 +14,7 @@ import numpy as np
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.locality.index import LocalityIndex
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["EXPIRY_S", "NAMESPACE", "NAMES", "Server", "Servers", "key"]
 
 NAMESPACE = bytes(range(32))
-NAMES = Names.of(NAMESPACE)
+NAMES = RedisKeys.of(NAMESPACE)
 WAIT_S = 20.0
 EXPIRY_S = 2.0  # 20 heartbeats, so that a busy machine does not let anybody seem dead
 

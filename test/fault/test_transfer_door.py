@@ -21,7 +21,7 @@ from transfer_strangers import strange_decode, strange_prefill
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
     with strange_decode(sender.address) as there, strange_prefill() as here:
         theirs = there.greet(is_same_host=True)
         there.join()
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [here.address], [7, 8])
         here.welcome(session=theirs.session, door=theirs.door)
         here.joined()
@@ -99,7 +99,7 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
         sender.events.wait_for("ready", 1)
         sender.send(1, [5, 6])
         _, header, tag, numbers = there.take()
-        pull = framing.decode(header, messages.data_from_prefill)
+        pull = sockets.decode(header, messages.data_from_prefill)
         assert isinstance(pull, messages.Pull), "with a fence that stands"
         for page in (9, 63, 64, 2**31 - 1):
             wanted = np.array([page, page], "<i4").tobytes()
@@ -130,14 +130,14 @@ def test_lack_of_descriptors_makes_no_busy_loop(
     door = sender.endpoint._peers.door
     assert door is not None
     seen: Counter[str] = Counter()
-    welcome = door.welcome
+    welcome = door.accept
 
     def attempt() -> Guest | None:
         seen["attempts"] += 1
         return welcome()
 
-    monkeypatch.setattr(door, "welcome", attempt)
-    monkeypatch.setattr(sender.endpoint, "_on_tick", lambda: seen.update(ticks=1))
+    monkeypatch.setattr(door, "accept", attempt)
+    monkeypatch.setattr(sender.endpoint, "_on_tick", lambda _: seen.update(ticks=1))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
         os.close(first_free := os.dup(guest.fileno()))
@@ -176,8 +176,8 @@ def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
         assert stranger.welcome(door=door.name).is_same_host
         stranger.joined()
         opened = stranger.hear(messages.Open)
-        with closing(door.welcome()) as guest:
-            tagger = guest.admit(stranger.pool.memories.kv.buffers)
+        with closing(door.accept()) as guest:
+            tagger = guest.offer_buffers(stranger.pool.memories.kv.buffers)
             pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
             stranger.send(pull, payload, tagger=tagger)
             assert "prefill name" in receiver.events.wait_for("failed", 1)[2]

@@ -61,7 +61,7 @@ def returns_everything(once: Callable[[], None], times: int = 8) -> None:
 
 
 def hand_over(sender: Prefill, receiver: Decode, room: int) -> None:
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [sender], [1, 2])
     sender.events.wait_for("ready", room)
     sender.send(room, [8, 9])
@@ -159,14 +159,14 @@ def test_ended_rooms_keep_no_memory() -> None:
 
         def some(first: int) -> None:
             for room in range(first, first + 60):
-                sender.endpoint.expect(room)
+                sender.endpoint.expect_room(room)
                 receiver.open(room, [sender], range(16))
                 sender.events.wait_for("ready", room)
                 sender.send(room, range(16))
                 if room % 2:
                     receiver.events.wait_for("received", room)
                 receiver.endpoint.close_room(room)
-                sender.endpoint.forget(room)
+                sender.endpoint.forget_room(room)
             eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
             for events in (sender.events, receiver.events):
                 with events.changed:

@@ -68,7 +68,7 @@ def hand_over(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> li
     """Rooms one after the other started, all under way at once. Returns those received."""
     target = [Target(address)]
     for room in range(NUM_ROOMS):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [address], pages_of(room))
     pending, received = set(range(NUM_ROOMS)), []
     sent: set[int] = set()
@@ -98,7 +98,7 @@ def hand_over(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> li
                 if event[:2] == ("failed", room):
                     assert event[2]
         receiver.endpoint.close_room(room)
-        receiver.endpoint.abort(room, target, "done")
+        receiver.endpoint.abort_room(room, target, "done")
     return received
 
 
@@ -156,8 +156,8 @@ def test_a_lost_abort_is_sent_over_later_sessions() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, mangle) as between,
     ):
-        sender.endpoint.expect(7)
-        receiver.endpoint.abort(7, [Target(between.address)], "the client left")
+        sender.endpoint.expect_room(7)
+        receiver.endpoint.abort_room(7, [Target(between.address)], "the client left")
         eventually(lambda: "failed" in sender.events.kinds(7))
         assert len(mangled) == 2
 
@@ -180,7 +180,7 @@ def test_connections_overtaking_each_other_lose_nothing(name: str) -> None:
 def recovers(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> bool:
     """A room of a number not used before gets through; a session may still be ending."""
     room = 1000 + len(receiver.events.events) * 2000 + len(sender.events.events)
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [address], [63])
     eventually(lambda: sender.events.kinds(room) or receiver.events.kinds(room))
     if sender.events.kinds(room) == ["ready"]:
@@ -236,7 +236,7 @@ def test_a_last_slab_damaged_is_sent_again() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [between.address], [1, 2])
         sender.events.wait_for("ready", 1)
         sender.send(1, [7, 8])
@@ -253,7 +253,7 @@ def test_a_slab_never_intact_fails_its_room() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, sometimes(flip(3), share=1.0, only=is_slab)) as between,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [between.address], [1])
         sender.events.wait_for("ready", 1)
         sender.send(1, [7])
@@ -278,7 +278,7 @@ def test_a_lost_slab_is_noticed_in_busy_sessions() -> None:
         decode(SHAPE, settings=settings) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect(0)
+        sender.endpoint.expect_room(0)
         receiver.open(0, [between.address], [1])
         sender.events.wait_for("ready", 0)
         sender.send(0, [7])
@@ -286,7 +286,7 @@ def test_a_lost_slab_is_noticed_in_busy_sessions() -> None:
 
         def keeps_busy() -> bool:
             room = next(numbers)
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             receiver.open(room, [between.address], indices([2]))
             eventually(lambda: sender.events.kinds(room) or receiver.events.kinds(room))
             sender.send(room, [9])

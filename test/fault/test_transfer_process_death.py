@@ -61,7 +61,7 @@ def test_a_killed_decode_fails_its_rooms_early(unhurried: Prefill) -> None:
     sender = unhurried
     with Child("decode", sender.endpoint.control_port) as child:
         for room in (1, 2):
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             child.tell(f"open {room}")
             sender.events.wait_for("ready", room)
         sender.send(1, [1], is_last=False)
@@ -70,7 +70,7 @@ def test_a_killed_decode_fails_its_rooms_early(unhurried: Prefill) -> None:
             assert sender.events.wait_for("failed", room)[2]
     eventually(lambda: sender.endpoint.num_sessions == sender.endpoint.num_rooms == 0)
     with Child("decode", sender.endpoint.control_port) as successor:
-        sender.endpoint.expect(3)
+        sender.endpoint.expect_room(3)
         successor.tell("open 3")
         sender.events.wait_for("ready", 3)
         sender.send(3, [3])
@@ -97,7 +97,7 @@ def test_a_stopped_prefill_fails_rooms_until_it_resumes(
 
 def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
     with Child("decode", sender.endpoint.control_port) as child:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         child.tell("open 1")
         sender.events.wait_for("ready", 1)
         child.stop()
@@ -108,7 +108,7 @@ def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
         child.wait_for("failed")
         child.tell("open 2")
         child.wait_for("opened 2")
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         sender.events.wait_for("ready", 2)
         sender.send(2, [2])
         sender.events.wait_for("sent", 2)

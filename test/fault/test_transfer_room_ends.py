@@ -31,7 +31,7 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import rooms as receiving
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.prefill.send_queue import Chunk
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def receiver() -> Iterator[Decode]:
 def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
     """A room of two pages, in ``state``."""
     if state != "opened":
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         eventually(lambda: sender.endpoint.num_rooms == 1)
     if state == "expected":
         return
@@ -70,7 +70,7 @@ def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
         eventually(lambda: receiver.endpoint.stats.num_slabs == 1)
     elif state == "last_queued":
         never = threading.Event()
-        sender.endpoint.send(room, Chunk(indices([8, 9]), 0, True, [], 1, never.is_set))
+        sender.endpoint.send_chunk(room, Chunk(indices([8, 9]), 0, True, [], 1, never.is_set))
     elif state == "concluded":
         sender.send(room, [8, 9])
         sender.events.wait_for("sent", room)
@@ -80,9 +80,9 @@ def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_prefill_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, state)
-    sender.endpoint.fail(1, "out of memory")
+    sender.endpoint.fail_room(1, "out of memory")
     if state == "concluded":
-        sender.endpoint.forget(1)
+        sender.endpoint.forget_room(1)
     elif state == "expected":
         receiver.open(1, [sender], [1, 2])
     if state != "concluded":
@@ -97,13 +97,13 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, state)
     receiver.endpoint.close_room(1)
     if state == "expected":
-        receiver.endpoint.abort(1, [Target(sender.address)], "the client went away")
+        receiver.endpoint.abort_room(1, [Target(sender.address)], "the client went away")
     elif state == "opened":
         eventually(lambda: sender.endpoint.num_rooms == 0)
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
     if state != "concluded":
-        assert "gave it up" in sender.events.wait_for("failed", 1, 5)[2]
-    sender.endpoint.forget(1)
+        assert "dropped it" in sender.events.wait_for("failed", 1, 5)[2]
+    sender.endpoint.forget_room(1)
     nothing_is_left(sender, receiver)
     assert receiver.events.kinds(1) == (["received"] if state == "concluded" else [])
 
@@ -111,7 +111,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
 def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     """And the session serves on, with all of its credit."""
     eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
-    sender.endpoint.expect(50)
+    sender.endpoint.expect_room(50)
     receiver.open(50, [sender], [5])
     sender.events.wait_for("ready", 50)
     sender.send(50, [6])
@@ -155,7 +155,7 @@ def test_a_room_opened_twice_early_is_served_once(sender: Prefill, receiver: Dec
         return room is not None and [one.generation for one in room.opens.values()] == [2]
 
     eventually(is_replaced)
-    sender.endpoint.expect(1)
+    sender.endpoint.expect_room(1)
     sender.events.wait_for("ready", 1)
     sender.send(1, [8, 9])
     receiver.events.wait_for("received", 1)
@@ -211,7 +211,7 @@ def test_an_unreadable_pool_fails_only_its_room(
 
     monkeypatch.setattr(sender.pool.memories.kv, "gather", broken)
     for room, source in ((1, 13), (2, 14)):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [sender], [room])
         sender.events.wait_for("ready", room)
         sender.send(room, [source])
@@ -232,7 +232,7 @@ def test_an_unwritable_pool_fails_only_its_room(
 
     monkeypatch.setattr(receiver.pool.memories.kv, "scatter", broken)
     for room in (1, 2):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [sender], [room])
         sender.events.wait_for("ready", room)
         sender.send(room, [14])
@@ -245,7 +245,7 @@ def test_an_unwritable_pool_fails_only_its_room(
 
 def test_a_chunk_beyond_the_pool_fails_its_room(sender: Prefill, receiver: Decode) -> None:
     for room, (pages, row) in enumerate([([64, 1], 1), ([-1, 1], 1), ([1, 2], 16)]):
-        sender.endpoint.expect(room)
+        sender.endpoint.expect_room(room)
         receiver.open(room, [sender], [1, 2])
         sender.events.wait_for("ready", room)
         sender.send(room, pages, aux_row=row)
@@ -266,7 +266,7 @@ def test_a_closed_rooms_pages_never_change() -> None:
             number = worker
             while time.monotonic() < ended and not problems:
                 number += 8
-                sender.endpoint.expect(number)
+                sender.endpoint.expect_room(number)
                 receiver.open(number, [sender], pages)
                 sender.events.wait_for("ready", number)
                 sender.send(number, range(8))
@@ -339,14 +339,14 @@ def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
         decode(shape, settings=settings) as slow,
         decode(shape, settings=settings) as quick,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         slow.open(1, [sender], range(64))
         sender.events.wait_for("ready", 1)
         release = blocked(slow.endpoint)
         sender.send(1, range(64))
         eventually(lambda: sender.endpoint.stats.sent_bytes >= settings.window_bytes)
         for room in range(2, 12):
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             quick.open(room, [sender], [room])
             sender.events.wait_for("ready", room)
             sender.send(room, [room])
@@ -367,7 +367,7 @@ def test_aborted_rooms_do_not_widen_a_readers_window() -> None:
         stranger.greet(window=4096)
         stranger.join()
         for room in range(20):
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             stranger.open(room, 2)
             sender.events.wait_for("ready", room)
             sender.send(room, [1, 2])
@@ -378,7 +378,7 @@ def test_aborted_rooms_do_not_widen_a_readers_window() -> None:
         assert sender.endpoint.stats.sent_bytes <= 4096 + 2 * 2048
         # What is taken and confirmed gives the credit back.
         for _ in range(sender.endpoint.stats.num_slabs):
-            header = framing.decode(stranger.take()[1], messages.data_from_prefill)
+            header = sockets.decode(stranger.take()[1], messages.data_from_prefill)
             seq = header.num_slabs if isinstance(header, messages.Last) else header.seq
             stranger.confirm((header.room, header.generation, seq))
         peer = next(iter(sender.endpoint._peers))
@@ -390,7 +390,7 @@ def test_a_decode_that_never_confirms_is_given_up() -> None:
         stranger.greet()
         stranger.join()
         stranger.open(1)
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         sender.events.wait_for("ready", 1)
         sender.send(1, [0])
 
@@ -408,7 +408,7 @@ def test_tiny_rooms_never_overrun_a_paused_readers_queue() -> None:
     num_rooms = 6000
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         for room in range(num_rooms):
-            sender.endpoint.expect(room)
+            sender.endpoint.expect_room(room)
             receiver.open(room, [sender], [], aux_row=None)
         eventually(lambda: sender.events.kinds(num_rooms - 1) == ["ready"])
         release = blocked(receiver.endpoint)
@@ -463,7 +463,7 @@ def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefi
         with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
             before = len(os.listdir("/proc/self/fd"))
             for room, address in enumerate(addresses):
-                receiver.endpoint.claim(room, [Target(address)])
+                receiver.endpoint.claim_room(room, [Target(address)])
                 receiver.open(room, [address], [0])
             receiver.events.wait_for("failed")
             taken = len(os.listdir("/proc/self/fd")) - before
@@ -477,7 +477,7 @@ def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefi
 
 
 def hand_over_one(sender: Prefill, receiver: Decode) -> None:
-    sender.endpoint.expect(NUM_SILENT)
+    sender.endpoint.expect_room(NUM_SILENT)
     receiver.open(NUM_SILENT, [sender], [0])
     sender.events.wait_for("ready", NUM_SILENT)
     sender.send(NUM_SILENT, [1])

@@ -118,14 +118,14 @@ def test_memory_with_unusable_offer_is_sent_instead(
     what: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill waited for the confirmation until it gave up the session and all of its rooms."""
-    admit = Guest.admit
+    admit = Guest.offer_buffers
 
     def offer(guest: Guest, buffers: Sequence[Buffer]) -> Tagger | None:
         if what == "no_message":
             guest._connection.send(b"\xc1")
         return admit(guest, buffers[1:] if what == "other_buffers" else buffers)
 
-    monkeypatch.setattr(Guest, "admit", offer)
+    monkeypatch.setattr(Guest, "offer_buffers", offer)
     hand_over(sender, receiver, 1)
     hand_over(sender, receiver, 2)
     assert receiver.endpoint.stats.pulled_bytes == 0
@@ -146,7 +146,7 @@ def hold(endpoint: Any) -> threading.Event:
     return leave
 
 
-@pytest.mark.parametrize("by", ["silence", "fail", "forget", "close"])
+@pytest.mark.parametrize("by", ["silence", "fail_room", "forget_room", "close"])
 def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
@@ -154,7 +154,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         hand_over(sender, receiver, 1)
         receiver.pool.kv[:] = 0
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         receiver.open(2, [sender], [1, 2])
         sender.events.wait_for("ready", 2)
         leave = hold(receiver.endpoint)
@@ -168,7 +168,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
             sender.endpoint.close()
         else:
             resume = hold(sender.endpoint)  # the scheduler goes on before this thread does
-            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail" else []))
+            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail_room" else []))
         sender.pool.kv[:, [8, 9]] = 0xEE  # the next request's
         leave.set()
         if by in ("silence", "close"):
@@ -186,7 +186,7 @@ def test_a_slab_of_released_pages_is_not_sent(
     """Its checksum would be right, of the next request's bytes."""
     settings = replace(SAME_HOST, same_host=False)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
-        sender.endpoint.expect(2)
+        sender.endpoint.expect_room(2)
         receiver.open(2, [sender], [1, 2])
         sender.events.wait_for("ready", 2)
         gather = sender.pool.memories.kv.gather
@@ -200,7 +200,7 @@ def test_a_slab_of_released_pages_is_not_sent(
         monkeypatch.setattr(sender.pool.memories.kv, "gather", slow)
         sender.send(2, [8, 9])
         assert entered.wait(DEADLINE_S)
-        sender.endpoint.fail(2, "no memory")
+        sender.endpoint.fail_room(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
         assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"

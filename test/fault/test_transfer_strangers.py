@@ -18,9 +18,9 @@ from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.messages import VERSION_FRAME
-from sglang_tiered.wire import framing
-from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import load_keys, make_keys
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def receiver() -> Iterator[Decode]:
 
 
 def works(sender: Prefill, receiver: Decode, room: int = 99) -> None:
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [sender], [3])
     sender.events.wait_for("ready", room)
     sender.send(room, [5])
@@ -194,7 +194,7 @@ def test_an_impossible_welcome_fails_the_room(name: str, receiver: Decode) -> No
 def test_a_second_hello_ends_the_first_session(sender: Prefill) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet(instance=b"one")
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         stranger.open(1)
         sender.events.wait_for("ready", 1)
         stranger.greet(instance=b"two")
@@ -208,7 +208,7 @@ def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> No
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.open(1)
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         sender.events.wait_for("ready", 1)
         sender.send(1, [0])
 
@@ -242,7 +242,7 @@ def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: De
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.join()
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [1, 2])
         sender.events.wait_for("ready", 1)
         stranger.open(1, 2)
@@ -257,7 +257,7 @@ def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: De
 
 
 def test_a_false_claimants_end_leaves_the_room_served(sender: Prefill, receiver: Decode) -> None:
-    sender.endpoint.expect(1)
+    sender.endpoint.expect_room(1)
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.tell(messages.Claim(1))
@@ -310,7 +310,7 @@ def test_a_forged_slab_fails_its_room_unwritten(name: str, receiver: Decode) -> 
 
 
 def test_slabs_of_anothers_room_end_the_session(sender: Prefill, receiver: Decode) -> None:
-    sender.endpoint.expect(5)
+    sender.endpoint.expect_room(5)
     receiver.open(5, [sender], [7])
     sender.events.wait_for("ready", 5)
     with strange_prefill() as stranger:
@@ -380,14 +380,14 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
         reason = "line\n\x1b[31m" + "x" * 100_000
         stranger.tell(messages.Failed(1, opened.generation, reason))
         told = receiver.events.wait_for("failed", 1)[2]
-        assert len(told) <= len(messages.peer_failed("")) + framing.MAX_REASON
+        assert len(told) <= len(messages.peer_failed("")) + sockets.MAX_REASON
         assert told.isprintable()
 
 
 def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode) -> None:
     works(sender, receiver, 1)
     with strange_prefill() as stranger:
-        receiver.endpoint.open(
+        receiver.endpoint.open_room(
             7, [Target(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
             aux_row=None, prefix_tokens=0, num_receivers=1,
         )  # fmt: skip
@@ -415,7 +415,7 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
         mixed = replace(ours["decode"], public=theirs.public, secret=theirs.secret)
         with decode(settings=IMPATIENT, keys=mixed) as stranger:
             stranger.open(1, [guarded], [0])
-            assert "refuses our key" in stranger.events.wait_for("failed", 1)[2]
+            assert "refuses this server's key" in stranger.events.wait_for("failed", 1)[2]
         assert guarded.endpoint.num_sessions == 0
         with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
             works(guarded, receiver)
@@ -505,7 +505,7 @@ def test_one_sided_encryption_fails_on_both_sides(encrypts: str, tmp_path: Path)
         prefill(settings=settings["prefill"], keys=load_keys(tmp_path, "prefill")) as sender,
         decode(settings=settings["decode"], keys=load_keys(tmp_path, "decode")) as receiver,
     ):
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [0])
         for events in (sender.events, receiver.events):
             assert "no data connection reached port" in events.wait_for("failed", 1)[2]

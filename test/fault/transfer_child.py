@@ -130,7 +130,7 @@ def serve(port: int, settings: Any) -> None:
             verb, *rest = line.split()
             room = int(rest[0]) if rest else 0
             if verb == "expect":
-                sender.endpoint.expect(room)
+                sender.endpoint.expect_room(room)
             elif verb == "ready":
                 sender.events.wait_for("ready", room)
                 say(f"ready {room}")

@@ -177,7 +177,7 @@ class Prefill:
     ) -> None:
         rows = [None if item is None else indices(item) for item in state_rows]
         chunk = Chunk(indices(pages), start, is_last, rows, aux_row if is_last else None)
-        self.endpoint.send(room, chunk)
+        self.endpoint.send_chunk(room, chunk)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Decode:
             Target(item if isinstance(item, tuple) else item.address, index in dummies)
             for index, item in enumerate(prefills)
         ]
-        self.endpoint.open(
+        self.endpoint.open_room(
             room,
             targets,
             pages=indices(pages),
@@ -258,7 +258,7 @@ def decode(
 
 def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
     """Pages 8 and 9 of one to 1 and 2 of the other, as they are."""
-    sender.endpoint.expect(room)
+    sender.endpoint.expect_room(room)
     receiver.open(room, [sender], [1, 2])
     sender.events.wait_for("ready", room)
     sender.send(room, [8, 9])

@@ -21,7 +21,7 @@ import zmq
 from transfer_pair import HOST
 
 from sglang_tiered.transfer import messages
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
@@ -182,11 +182,11 @@ class Relay:
         """Welcome names the port for data: ours instead of prefill's."""
         if b"welcome" not in frames[1][:16]:
             return frames
-        welcome = framing.decode(frames[1], messages.control_from_prefill)
+        welcome = sockets.decode(frames[1], messages.control_from_prefill)
         assert isinstance(welcome, messages.Welcome)
         self._target_data_port = welcome.data_port
         ours = msgspec.structs.replace(welcome, data_port=self._data_port)
-        return [frames[0], framing.encode(ours)]
+        return [frames[0], sockets.encode(ours)]
 
     def _pass(self, passing: Passing, send: Callable[[Frames], Any]) -> None:
         for delay_s, frames in self.fault(self._random, passing):

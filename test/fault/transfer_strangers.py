@@ -15,9 +15,9 @@ from transfer_pair import DEADLINE_S, HOST, Pool, Shape
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.same_host import Door, PeerMemory
-from sglang_tiered.wire import framing
-from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import Tagger
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +75,7 @@ class StrangeDecode:
         """The next control message (of that kind); pongs are passed over."""
         while True:
             frames = self.control.recv_multipart()
-            message = framing.decode(frames[1], messages.control_from_prefill)
+            message = sockets.decode(frames[1], messages.control_from_prefill)
             if isinstance(message, kind or object) and not (
                 kind is None and isinstance(message, messages.Pong)
             ):
@@ -128,7 +128,7 @@ class StrangePrefill:
 
     def joined(self) -> messages.Join:
         self.link, _, frame = self.data.recv_multipart()
-        message = framing.decode(frame, messages.data_from_decode)
+        message = sockets.decode(frame, messages.data_from_decode)
         assert isinstance(message, messages.Join)
         return message
 
@@ -136,13 +136,13 @@ class StrangePrefill:
         """The next control message of a kind; what comes before it is passed over."""
         while True:
             self.identity, *frames = self.control.recv_multipart()
-            message = framing.decode(frames[1], messages.control_from_decode)
+            message = sockets.decode(frames[1], messages.control_from_decode)
             if isinstance(message, kind):
                 return message
 
     def heard_of_data(self) -> Any:
         _, _, frame = self.data.recv_multipart()
-        return framing.decode(frame, messages.data_from_decode)
+        return sockets.decode(frame, messages.data_from_decode)
 
     def tell(self, message: Any) -> None:
         self.control.send_multipart([self.identity, VERSION_FRAME, encode(message)])
@@ -210,10 +210,10 @@ def introduced(
     """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
     peer = PeerMemory(door.name, TOKEN, len(buffers) if num_buffers is None else num_buffers)
-    guest = door.welcome()
-    assert guest is not None and guest.token() == TOKEN
+    guest = door.accept()
+    assert guest is not None and guest.read_token() == TOKEN
     assert not peer.is_right(b""), "nothing is authentic before a key was told"
-    tagger = guest.admit(buffers)
+    tagger = guest.offer_buffers(buffers)
     assert tagger is not None
     try:
         yield peer, tagger

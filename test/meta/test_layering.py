@@ -227,13 +227,11 @@ SMALL = {
     "integration.cache.immediate_query": "a patch of SGLang, by itself so that it is found",
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
-    "integration.disaggregation.transfer_seams": "signatures that only a KV manager has",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "metrics.transfer": "a table like its neighbours",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
-    "transfer.slabs": "how a chunk is cut, without what is in it",
 }
 
 

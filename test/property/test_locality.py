@@ -92,7 +92,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.held[number] = set(pages) - {0}
         self.see()
         known = self.peer(number)
-        self.mirror.add(known, self.fingerprints(pages))  # type: ignore[arg-type]
+        self.mirror.add_pages(known, self.fingerprints(pages))  # type: ignore[arg-type]
         self.mirror.loaded(known, 1)  # type: ignore[arg-type]
 
     @precondition(lambda self: self.held)
@@ -100,8 +100,8 @@ class MirrorMachine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, added: list[int], removed: list[int]) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
         known = self.peer(number)
-        self.mirror.add(known, self.fingerprints(added))  # type: ignore[arg-type]
-        self.mirror.remove(known, self.fingerprints(removed))  # type: ignore[arg-type]
+        self.mirror.add_pages(known, self.fingerprints(added))  # type: ignore[arg-type]
+        self.mirror.remove_pages(known, self.fingerprints(removed))  # type: ignore[arg-type]
         self.held[number] = (self.held[number] | set(added) - {0}) - set(removed)
 
     @precondition(lambda self: self.held)

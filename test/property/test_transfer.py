@@ -21,9 +21,9 @@ from sglang_tiered.transfer.decode.rooms import Progress
 from sglang_tiered.transfer.layout import heads_of_rank, pair_buffers
 from sglang_tiered.transfer.memory import Buffer, TokenSlice
 from sglang_tiered.transfer.messages import MAGIC, KVLayout
+from sglang_tiered.transfer.prefill.send_queue import cut_slabs
 from sglang_tiered.transfer.same_host import Fence
-from sglang_tiered.transfer.slabs import cut_slabs
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 NUM_PAGES = 8
 HEAD_BYTES = 2
@@ -236,8 +236,8 @@ FROM_DECODE: list[st.SearchStrategy[Any]] = [
 @settings(deadline=None)
 @given(st.one_of(FROM_PREFILL), st.one_of(FROM_DECODE))
 def test_control_messages_come_back_as_they_went(theirs: Any, ours: Any) -> None:
-    assert framing.decode(framing.encode(theirs), messages.control_from_prefill) == theirs
-    assert framing.decode(framing.encode(ours), messages.control_from_decode) == ours
+    assert sockets.decode(sockets.encode(theirs), messages.control_from_prefill) == theirs
+    assert sockets.decode(sockets.encode(ours), messages.control_from_decode) == ours
 
 
 @settings(deadline=None)
@@ -250,9 +250,9 @@ def test_any_bytes_are_decoded_or_refused(frame: bytes) -> None:
         messages.data_from_prefill,
     ):
         try:
-            framing.decode(frame, decoder)
+            sockets.decode(frame, decoder)
         except TransferError as error:
-            assert "none of ours" in str(error)
+            assert "not a message of this protocol" in str(error)
 
 
 @settings(deadline=None)

@@ -43,14 +43,14 @@ class RoomMachine(RuleBasedStateMachine):
         self.expected.discard(number)
         self.opens.pop(number, None)
 
-    def why_buried(self, number: int) -> str | None:
+    def failure_of(self, number: int) -> str | None:
         at, reason = self.buried.get(number, (0.0, None))
         return reason if reason is not None and self.now - at < TOMBSTONE_S else None
 
     @rule(number=numbers)
     def expect(self, number: int) -> None:
-        room = self.table.expect(number, self.now)
-        reason = self.why_buried(number)
+        room = self.table.expect_room(number, self.now)
+        reason = self.failure_of(number)
         if reason is not None:
             assert room == reason
         else:
@@ -59,7 +59,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, session=sessions)
     def claim(self, number: int, session: str) -> None:
-        room = self.table.claim(session, number, self.now)
+        room = self.table.claim_room(session, number, self.now)
         if not isinstance(room, str):
             self.opens.setdefault(number, {})
 
@@ -70,8 +70,8 @@ class RoomMachine(RuleBasedStateMachine):
         was_here = number in self.expected or number in self.opens
         known = self.table.get(number)
         was_ready = known is not None and known.is_ready
-        room = self.table.open(session, message, self.now)
-        reason = self.why_buried(number)
+        room = self.table.open_room(session, message, self.now)
+        reason = self.failure_of(number)
         if reason is not None:
             assert room == reason
         elif was_ready:
@@ -87,7 +87,7 @@ class RoomMachine(RuleBasedStateMachine):
     @rule(number=numbers)
     def fail(self, number: int) -> None:
         reason = f"failed at {self.now}"
-        self.table.bury(number, reason, self.now)
+        self.table.fail_room(number, reason, self.now)
         self.buried.pop(number, None)
         self.buried[number] = self.now, reason
         while len(self.buried) > MAX_TOMBSTONES:
@@ -96,7 +96,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def finish(self, number: int) -> None:
-        self.table.remove(number)
+        self.table.remove_room(number)
         self.forget(number)
 
     @rule(seconds=st.integers(0, 20))

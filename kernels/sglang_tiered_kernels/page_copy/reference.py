@@ -23,7 +23,8 @@ def gather_pages(buffers: Sequence[torch.Tensor], pages: torch.Tensor, slab: tor
 
 
 def scatter_pages(slab: torch.Tensor, pages: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-    """The inverse. Raises IndexError for a page beyond the pool, which is then partly written."""
+    """Copy a slab to pages of the buffers: the inverse of ``gather_pages``. Raises IndexError for a
+    page beyond the pool, after partial writes."""
     pages = pages.long()
     for source, buffer in zip(slab, buffers, strict=True):
         buffer.index_copy_(0, pages, source)

@@ -85,7 +85,7 @@ def plan_decode(rows: Sequence[torch.Tensor], *, sliding_window: int | None = No
 
 
 def _pad_group(rows: Sequence[torch.Tensor], members: list[int]) -> _DecodeGroup:
-    """``members`` by descending length, none empty."""
+    """Pads the rows of ``members``, which have descending lengths above zero."""
     lengths = [len(rows[i]) for i in members]
     device = rows[members[0]].device
     padded = torch.empty(len(members), lengths[0], dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ __all__ = ["torch_pod_attention"]
 
 
 class _Gathers(NamedTuple):
-    """What the layers of a forward share. indices: the tensor the rest was made from."""
+    """The data that the layers of a forward share. indices: the tensor it was made from."""
 
     indices: torch.Tensor
     prefill_rows: list[torch.Tensor]

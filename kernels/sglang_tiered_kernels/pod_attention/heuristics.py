@@ -1,4 +1,4 @@
-"""Tile sizes, what they are expected to cost, and when one launch is worth more than two.
+"""Tile sizes, their expected cost, and when one launch is worth more than two.
 
 The rates below only rank choices: they decide ratios and the gate, never a result. They are
 planning assumptions for an H100-class device, not measurements.
@@ -52,7 +52,7 @@ def _power_of_two(value: int) -> bool:
 
 @dataclass(frozen=True)
 class PodConfig:
-    """How a launch is cut and compiled. Raises ValueError for sizes the kernel cannot have.
+    """How a launch is cut and compiled. Raises ValueError for invalid sizes.
 
     block_m: query tokens of a prefill tile. block_n, block_n_decode: keys per step of a tile's
     loop. num_warps, max_registers: of the fused and the prefill launch; a thread block has one

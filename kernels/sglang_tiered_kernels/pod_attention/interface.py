@@ -144,7 +144,7 @@ def warm_up(
     sinks: torch.Tensor | None = None,
     config: PodConfig | None = None,
 ) -> None:
-    """Compile what later calls will ask for, so that no request waits seconds for the compiler.
+    """Compile the kernels of later calls, so that no request waits seconds for the compiler.
 
     k_cache, v_cache: those of a layer; one page of them is read. index_dtype: of ``kv_indices`` to
     come. window, logit_cap, sinks: as the layers of one kind will have them; call it for each kind.
@@ -181,7 +181,7 @@ def _check(
     kv_indices: torch.Tensor,
     plan: PodPlan,
 ) -> None:
-    """Raise ValueError, in one sentence, for the first thing that does not fit."""
+    """Raise ValueError, in one sentence, for the first argument that does not fit."""
     shape = plan.shape
     heads = (shape.num_q_heads, shape.head_dim)
     kv_heads = (shape.num_kv_heads, shape.head_dim)

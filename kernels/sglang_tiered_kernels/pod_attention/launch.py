@@ -1,4 +1,4 @@
-"""From tensors and a plan to kernel arguments. Importing this needs Triton."""
+"""Makes kernel arguments out of tensors and a plan. Importing this needs Triton."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def constants(
 
 
 def merge_constants(shape: PodShape, *, sinks: bool) -> dict[str, Any]:
-    """As ``constants``, for the kernel that merges split rows."""
+    """Like ``constants``, for the kernel that merges split rows."""
     return {
         "Q_HEADS": shape.num_q_heads,
         "D": shape.head_dim,

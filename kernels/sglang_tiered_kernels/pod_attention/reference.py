@@ -1,4 +1,4 @@
-"""What POD attention computes, written for reading: one row, one head, one matrix at a time.
+"""POD attention, written for reading: one row, one head, one matrix at a time.
 
 The oracle of the kernel's tests and of the benchmark's gate. It is slow and needs no plan.
 """

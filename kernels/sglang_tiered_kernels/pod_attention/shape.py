@@ -1,4 +1,4 @@
-"""What every layer of a model looks like to the kernel, and what a call may ask for."""
+"""The shape of a model's layers as the kernel sees it, and the options of a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_GROUP = 64
 
 
 class Roles(enum.Enum):
-    """Which tiles a call runs. Every choice but the last two writes every query of the plan."""
+    """Which tiles a call runs. Every choice except the last two writes every query of the plan."""
 
     PLANNED = "planned"  # FUSED where the plan's gate says so, else SERIAL
     FUSED = "fused"  # prefill and decode tiles in one launch; SERIAL where one of them is empty
@@ -80,7 +80,7 @@ class PodShape:
 
 
 def supports(shape: PodShape, device: torch.device | str = "cuda") -> str | None:
-    """None where ``pod_attention`` serves this shape on this device, else one sentence saying why
+    """None if ``pod_attention`` serves this shape on this device, else one sentence saying why
     not. A CPU device takes any head size and any floating dtype: it runs plain PyTorch. Without a
     GPU in the machine, ``cuda`` is answered for one that is recent enough."""
     device = torch.device(device)

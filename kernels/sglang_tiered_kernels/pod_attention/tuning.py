@@ -56,7 +56,7 @@ _ROLES = {"fused": launch.BOTH, "prefill": launch.PREFILL, "decode": launch.DECO
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one variant of the kernel needs of an SM.
+    """The resources of an SM that one variant of the kernel needs.
 
     registers: per thread. spill_bytes: of local memory per thread. shared_bytes: per thread block.
     tensor_ops: warp-group matrix instructions in the code; async_copies: loads from global to
@@ -131,7 +131,7 @@ def compile_pod(
 
 
 def compile_merge(shape: PodShape, *, sinks: bool = False) -> Compiled:
-    """As ``compile_pod``, the kernel that merges split rows."""
+    """Like ``compile_pod``, for the kernel that merges split rows."""
     if not isinstance(merge_kernel, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, so there is no compiler; unset it")
     constants = launch.merge_constants(shape, sinks=sinks)

@@ -1,4 +1,4 @@
-"""Page codecs: fewer bytes in a slow tier. ``README.md`` has formats, errors and speeds."""
+"""Page codecs, for fewer bytes in a slow tier. ``README.md`` has formats, errors and speeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 NO_CODEC = "none"
-"""Pages as they are: an engine needs no codec for it."""
+"""Names pages that are not encoded: an engine needs no codec for it."""
 
 _CODECS: dict[str, Callable[[PageLayout], PageCodec]] = {
     codec.name: codec for codec in (ZstdCodec, Fp8Codec, Int8Codec)
@@ -41,7 +41,7 @@ LOSSY_CODEC_NAMES = (Fp8Codec.name, Int8Codec.name)
 
 def make_codec(name: str, layout: PageLayout) -> PageCodec:
     """A codec for pages of ``layout``. Raises ``ConfigError`` for an unknown name, for ``none``,
-    and for a lossy one where the layout does not say what its bytes mean."""
+    and for a lossy one with an unknown layout."""
     if name not in _CODECS:
         raise ConfigError(f"the codec is {name!r}; known are {', '.join(_CODECS)}.")
     return _CODECS[name](layout)

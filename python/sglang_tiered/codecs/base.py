@@ -1,4 +1,4 @@
-"""What a page codec is, and the layout it needs to know.
+"""The contract of a page codec, and the layout that it needs.
 
 A codec turns the bytes of one page into fewer bytes and back. Tiers below host memory may use one,
 each its own; none is used unless asked for. The rules:
@@ -9,7 +9,8 @@ each its own; none is used unless asked for. The rules:
 2. ``decode`` gives the page that was encoded, or raises ``CodecError``. It checks what the bytes
    say of themselves; it does not detect every flipped bit. The caller verifies a checksum over the
    encoded bytes first.
-3. Pages of a lossy codec are never exact: whoever stores them mixes ``name`` and the layout's
+3. Pages of a lossy codec are never exact: the engine that stores them mixes ``name`` and the
+layout's
    ``digest`` into the namespace.
 4. Both calls may run on any thread at any time, and hold the GIL only between array operations.
 """
@@ -27,7 +28,7 @@ from sglang_tiered.errors import CodecError
 __all__ = ["ITEM_BYTES", "CodecError", "PageCodec", "PageLayout", "SegmentLayout", "Segments"]
 
 Segments = tuple[memoryview, ...]
-"""Of one page, in order; its bytes are their concatenation (``storage.base.Page``)."""
+"""The segments of one page, in order; their concatenation is the page (``storage.base.Page``)."""
 
 ITEM_BYTES = {
     "float32": 4,
@@ -37,7 +38,7 @@ ITEM_BYTES = {
     "float8_e5m2": 1,
     "uint8": 1,
 }
-"""Bytes of one element, by torch's name of the type. ``uint8`` stands for bytes of any meaning."""
+"""Bytes of one element, by torch's name of the type. ``uint8`` stands for opaque bytes."""
 
 # SGLang's names of how a host pool orders the axes of a segment.
 _ORDERS = {
@@ -62,8 +63,8 @@ class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the bytes of a page are to be read. Without segments the layout is unknown, and only a
-    lossless codec takes it; ``dtype`` then tells no more than where elements begin."""
+    """How to read the bytes of a page. Without segments the layout is unknown, and only a lossless
+    codec takes it; ``dtype`` then only says where elements begin."""
 
     dtype: str
     segments: tuple[SegmentLayout, ...] = ()
@@ -132,26 +133,26 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Of a known layout; zero of an unknown one."""
+        """The bytes of a page of a known layout; zero for an unknown one."""
         return sum(segment.num_elements for segment in self.segments) * self.item_bytes
 
     @property
     def digest(self) -> int:
-        """32 bits that tell layouts apart: of a page's header, not of a namespace by itself."""
+        """32 bits that tell layouts apart, for a page's header. Too few for a namespace."""
         return int(xxhash.xxh32_intdigest(msgspec.msgpack.encode(self)))
 
 
 class PageCodec(Protocol):
-    """See the module. ``name`` is one of ``codecs.CODEC_NAMES``."""
+    """A codec with the rules of this module. ``name`` is one of ``codecs.CODEC_NAMES``."""
 
     name: str
     is_lossless: bool
 
     def max_encoded_bytes(self, page_bytes: int) -> int:
-        """No page of ``page_bytes`` encodes to more."""
+        """The largest encoding of a page of ``page_bytes``."""
 
     def encode(self, page: Segments) -> bytes | memoryview:
-        """The encoded page; the page's segments are only read, and not kept."""
+        """The encoded page. The page's segments are read and not kept."""
 
     def decode(self, data: memoryview, page: Segments) -> None:
         """Fill the segments of ``page``, whose total length is that of the encoded page however it

@@ -1,4 +1,4 @@
-"""Arrays of bytes, each compressed where that pays: what page codecs and wire codecs are made of.
+"""Arrays of bytes, each compressed if that pays. Page codecs and wire codecs use them.
 
 A chunk is its length in four little-endian bytes, the highest bit of which says that a Zstandard
 frame follows, and the frame or the bytes as they are.
@@ -34,12 +34,13 @@ _PARAMETERS = {"min_match": 7, "hash_log": 6, "window_log": 17}
 _MAX_WINDOW_BYTES = 1 << 17
 
 MIN_SAVED_SHARE = 1 / 32
-"""A chunk that compression shortens by less stays as it is: decoding it would cost more than the
+"""A chunk that compression shortens by less is stored plain: decoding it would cost more than the
 bytes are worth."""
 
 
 class _Contexts(threading.local):
-    """A zstd context serves one thread at a time. Only who uses one needs the library."""
+    """This thread's zstd context: one serves one thread at a time. Imports the library on first
+    use."""
 
     @cached_property
     def compressor(self) -> zstandard.ZstdCompressor:
@@ -61,7 +62,7 @@ _contexts = _Contexts()
 
 
 def pack_chunk(array: Bytes) -> list[bytes | memoryview]:
-    """Length and bytes of a chunk, compressed where that pays. Not copied where it does not."""
+    """Length and bytes of a chunk, compressed if that pays; else they are not copied."""
     plain = array.data
     compressed = _contexts.compressor.compress(plain)
     if len(compressed) <= plain.nbytes * (1 - MIN_SAVED_SHARE):
@@ -70,15 +71,15 @@ def pack_chunk(array: Bytes) -> list[bytes | memoryview]:
 
 
 class ChunkReader:
-    """Chunks in order. Raises ``CodecError`` for a chunk of another length than the caller knows
-    it must have, before memory is taken for it."""
+    """Reads chunks in order. Raises ``CodecError`` for a chunk of another length than the caller
+    expects, before memory is taken for it."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._position = 0
 
     def chunk(self, num_bytes: int) -> Bytes:
-        """The next chunk, which must hold ``num_bytes``; read-only where it was not compressed."""
+        """The next chunk, which must hold ``num_bytes``; read-only if it was not compressed."""
         (length,) = _CHUNK.unpack(self.take(_CHUNK.size))
         if not length & _IS_COMPRESSED:
             if length != num_bytes:
@@ -99,7 +100,7 @@ class ChunkReader:
         return np.frombuffer(plain, np.uint8)
 
     def take(self, num_bytes: int) -> memoryview:
-        """The next bytes as they are."""
+        """The next bytes, which are not a chunk."""
         end = self._position + num_bytes
         if end > self._data.nbytes:
             raise CodecError(f"what was encoded ends at {self._data.nbytes}, before {end}")

@@ -1,4 +1,4 @@
-"""Elements of a page as numbers numpy knows, and back: numpy has no bfloat16."""
+"""Converts elements of a page to numbers that numpy knows, and back: numpy has no bfloat16."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["FLOAT_DTYPES", "bfloat16_to_bytes", "float32_to_bytes", "to_float32", "to_odd_bfloat16"]
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-"""What a lossy codec takes. An 8-bit cache is as small already."""
+"""The formats that a lossy codec takes. An 8-bit cache is already as small."""
 
 
 def to_float32(plain: Bytes, dtype: str) -> NDArray[np.float32]:
-    """Exact. Float32 is not copied."""
+    """Elements as float32, which is exact. Float32 is not copied."""
     if dtype == "float32":
         return plain.view(np.float32)
     if dtype == "float16":
@@ -27,7 +27,7 @@ def to_float32(plain: Bytes, dtype: str) -> NDArray[np.float32]:
 
 
 def float32_to_bytes(values: NDArray[np.float32], dtype: str) -> Bytes:
-    """Finite values to the nearest of ``dtype``, ties to even, as flat bytes."""
+    """Finite values rounded to the nearest of ``dtype``, ties to even, as flat bytes."""
     if dtype == "float16":
         return values.astype(np.float16).reshape(-1).view(np.uint8)
     if dtype == "bfloat16":
@@ -42,8 +42,8 @@ def float32_to_bytes(values: NDArray[np.float32], dtype: str) -> Bytes:
 
 
 def to_odd_bfloat16(plain: Bytes, dtype: str) -> NDArray[np.uint16]:
-    """Bfloat16 bits, truncated, the last bit set where anything was cut off (rounding to odd), so
-    that rounding them once more to at most five bits of mantissa is rounding the value once."""
+    """Bfloat16 bits, rounded to odd: truncated, with the last bit set if anything was cut off. A
+    second rounding, to at most five bits of mantissa, then equals rounding the value once."""
     if dtype == "bfloat16":
         return plain.view(np.uint16)
     bits = to_float32(plain, dtype).view(np.uint32)

@@ -1,4 +1,4 @@
-"""Bytes of an encoded page: the header, and the way between pages and flat arrays.
+"""The bytes of an encoded page: the header, and copies between pages and flat arrays.
 
 ``README.md`` has the grammar with worked bytes.
 """
@@ -44,7 +44,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Header(NamedTuple):
-    """What an encoded page says of itself."""
+    """The header of an encoded page."""
 
     method: int
     item_bytes: int
@@ -75,7 +75,7 @@ def unpack_header(data: memoryview) -> Header:
 
 
 def joined(page: Segments) -> Bytes:
-    """The bytes of a page as one array; not copied where the page is one segment."""
+    """The bytes of a page as one array; not copied if the page is one segment."""
     if len(page) == 1:
         return np.frombuffer(page[0], np.uint8)
     return np.concatenate([np.frombuffer(segment, np.uint8) for segment in page])

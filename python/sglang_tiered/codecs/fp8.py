@@ -64,7 +64,8 @@ _SUBNORMAL_BITS = _subnormal_bits()  # of the values of codes 0 to 7, likewise l
 
 
 class Fp8Codec(QuantizingCodec):
-    """Relative error at most 2**-4 of what is not far below the largest of its group."""
+    """Keeps a relative error of at most 2**-4 for values not far below the largest of their
+    group."""
 
     name = "fp8"
     method = METHOD_FP8
@@ -120,7 +121,7 @@ class Fp8Codec(QuantizingCodec):
 
 
 def _set_subnormals(magnitude: NDArray[np.int16], rounded: NDArray[np.int16]) -> None:
-    """Set the codes below the smallest normal number: of usual pages one in thousands."""
+    """Set the codes below the smallest normal number: in usual pages, one element in thousands."""
     small = np.flatnonzero(magnitude < 128)
     if small.size:
         places = magnitude.reshape(-1)[small].astype(np.intp) - _SUBNORMAL_START

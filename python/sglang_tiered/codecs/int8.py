@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["GROUP_ELEMENTS", "Int8Codec"]
 
 GROUP_ELEMENTS = 64
-"""Of pages with fewer tokens, several channels share a scale: 4 bytes for at least this many."""
+"""Elements per scale of 4 bytes, at least: in pages with fewer tokens, channels share a scale."""
 
 _NUM_STEPS = 255
-# Above it, the end of a range rounded outwards might not be finite any more.
+# Above it, the end of a range, rounded outwards, might be infinite.
 _TOO_LARGE = {"bfloat16": 2.0**120, "float32": 2.0**120, "float16": 61440.0}
 
 
 class Int8Codec(QuantizingCodec):
-    """Error at most half a step, the range of the channel over 510, and what dtype rounds."""
+    """Errs by at most half a step (the channel's range over 510) and the rounding of the dtype."""
 
     name = "int8"
     method = METHOD_INT8
@@ -65,7 +65,7 @@ class Int8Codec(QuantizingCodec):
         step = _to_bfloat16((largest - _widened(low)) / np.float32(_NUM_STEPS), up=True)
         wide_step = _widened(step)
         inverse = np.zeros_like(wide_step)
-        # A step too small to invert is that of a channel whose values are all the same or nearly.
+        # A step too small to invert belongs to a channel of equal or nearly equal values.
         np.divide(1, wide_step, out=inverse, where=wide_step > 2.0**-125)
         scaled = values - block.spread(_widened(low))
         scaled *= block.spread(inverse)
@@ -92,7 +92,7 @@ def _widened(bits: NDArray[np.uint16]) -> Floats:
 
 
 def _to_bfloat16(values: Floats, *, up: bool) -> NDArray[np.uint16]:
-    """Bits of the next bfloat16 not below (``up``) or not above each value."""
+    """The bits of the next bfloat16 not below (``up``) or not above each value."""
     bits = values.view(np.uint32)
     upper = (bits >> np.uint32(16)).astype(np.uint16)
     is_cut = (bits & np.uint32(0xFFFF)) != 0

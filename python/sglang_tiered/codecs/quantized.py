@@ -1,4 +1,4 @@
-"""What the lossy codecs share: scales per head and group of channels, codes of one byte.
+"""The common part of the lossy codecs: scales per head and group of channels, codes of one byte.
 
 A group is some neighbouring channels of one head and layer over all tokens of the page. A page that
 is not of the layout's length, or holds a number that could not come back as a finite one near it
@@ -38,11 +38,11 @@ __all__ = ["Block", "QuantizingCodec", "UnfitPageError"]
 
 
 _BLOCK_ELEMENTS = 1 << 17
-"""About so many at a time: arrays that fit a core's cache, and few calls."""
+"""Elements per block, about: arrays that fit a core's cache, and few calls."""
 
 
 class UnfitPageError(Exception):
-    """A page holds what this codec cannot express; it is stored exactly."""
+    """A page holds values that this codec cannot express; it is stored exactly."""
 
 
 class Block:
@@ -64,18 +64,18 @@ class Block:
         self.num_scales = int(np.prod(self.scale_shape))
 
     def elements(self, values: NDArray[Any]) -> NDArray[Any]:
-        """This block's part of a page's flat elements, in shape."""
+        """This block's part of a page's flat elements, in its shape."""
         return values[self.start : self.start + self.num_elements].reshape(self.shape)
 
     def reduce(self, operation: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
-        """``operation`` over the tokens and over each group of channels: ``scale_shape``."""
+        """``operation`` over the tokens and over each group of channels, in ``scale_shape``."""
         over_tokens = operation.reduce(values, axis=self.token_axis)
         if self._group == 1:
             return np.asarray(over_tokens)
         return np.asarray(operation.reduceat(over_tokens, self._starts, axis=-1))
 
     def spread(self, scales: NDArray[Any]) -> NDArray[Any]:
-        """Scales in a shape that broadcasts over the elements."""
+        """The scales in a shape that broadcasts over the elements."""
         if self._group > 1:
             scales = np.repeat(scales, self._group, axis=-1)[..., : self.shape[-1]]
         return np.expand_dims(scales, self.token_axis)
@@ -162,7 +162,7 @@ class QuantizingCodec(ABC):
 
 
 def _blocks(layout: PageLayout, channel_group: int) -> Iterator[Block]:
-    """Blocks of some rows of the slowest axis each; one per segment where that is the tokens'."""
+    """Blocks of a few rows of the slowest axis; one per segment if that is the tokens' axis."""
     start = 0
     for segment in layout.segments:
         axes, shape = segment.axes, segment.shape

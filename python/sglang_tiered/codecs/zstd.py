@@ -1,4 +1,4 @@
-"""``zstd``: the bytes of equal significance together, each such plane compressed where that pays.
+"""``zstd``: bytes of equal significance form a plane, and each plane is compressed if that pays.
 
 The exponents of keys and values take few of their 256 values, the lower bytes of the mantissas all:
 together they look random to a compressor, apart one plane in two (16-bit elements) or four (32-bit)
@@ -33,7 +33,7 @@ __all__ = ["ZstdCodec"]
 
 
 class ZstdCodec:
-    """Exact, for pages of any length. Of the layout it uses the length of an element."""
+    """Exact, for pages of any length. It uses only the element length of the layout."""
 
     name = "zstd"
     is_lossless = True
@@ -49,7 +49,7 @@ class ZstdCodec:
         return self.encode_bytes(joined(page))
 
     def encode_bytes(self, plain: NDArray[np.uint8]) -> bytes:
-        """``plain`` is 1-D: all bytes of a page."""
+        """The encoding of ``plain``, which is 1-D and holds all bytes of a page."""
         item_bytes = self._item_bytes
         num_elements, num_tail_bytes = divmod(plain.nbytes, item_bytes)
         whole = plain[: num_elements * item_bytes].reshape(num_elements, item_bytes)

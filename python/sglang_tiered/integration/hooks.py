@@ -214,7 +214,8 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
 
         from sglang_tiered.integration.disaggregation.bootstrap_client import LOOKUP_DEADLINE_S
 
-        CommonKVReceiver.query_prefill_dp_ranks = staticmethod(queue.kv_manager.replicas_of)
+        client = queue.kv_manager.bootstrap_client
+        CommonKVReceiver.query_prefill_dp_ranks = staticmethod(client.replicas_of)
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 

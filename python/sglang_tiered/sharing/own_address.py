@@ -1,4 +1,4 @@
-"""Where other servers find this one's pages."""
+"""The address at which other servers find this one's pages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["own_address"]
 
 
 def own_address(settings: PeerSettings, port: int) -> str:
-    """``tcp://IP:port``, with a name looked up once, here. Raises ``ConfigError`` where no address
-    can be told."""
+    """``tcp://IP:port``, with a host name looked up once, here. Raises ``ConfigError`` if there is
+    no address."""
     host = settings.advertised_host or settings.listen_host
     address = _numeric(host)
     if address.is_unspecified:
-        address = _numeric(_host_on_the_way_to(settings))
+        address = _numeric(_host_on_route_to(settings))
     shown = f"[{address}]" if address.version == 6 else str(address)
     return f"tcp://{shown}:{port}"
 
@@ -36,11 +36,11 @@ def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         return ipaddress.ip_address(found[0][4][0])
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"the host {host} that other servers are to find this one at has no address ({error})."
+            f"the host {host}, where other servers would find this one, has no address ({error})."
         ) from error
 
 
-def _host_on_the_way_to(settings: PeerSettings) -> str:
+def _host_on_route_to(settings: PeerSettings) -> str:
     """This machine's address on the route to the index, without sending anything."""
     index = parse_index_url(settings.index_url).options
     if "host" not in index:  # a Unix socket
@@ -54,6 +54,6 @@ def _host_on_the_way_to(settings: PeerSettings) -> str:
             return host
     except (OSError, IndexError) as error:
         raise ConfigError(
-            f"this server listens for others on {settings.listen_host}, and it cannot be told at "
-            f"which address they reach it ({error}); name one."
+            f"this server listens for others on {settings.listen_host}, and the address that "
+            f"they reach it at is unknown ({error}); name one."
         ) from error

@@ -1,8 +1,8 @@
-"""``PageSource``: what a page server gives away comes out of the own region store.
+"""``PageSource``: a page server's pages come from the own region store.
 
-Pages are read by the store's own readers into memory of ours, verified like every load, and leave
-with the checksum they were stored with: it binds them to namespace and key from the store that
-wrote them to the server that uses them. Nothing is served that a load here would not be served.
+The store's own readers read pages into buffers of this module, verified like every load. A page
+leaves with the checksum it was stored with, which binds it to namespace and key from the store that
+wrote it to the server that uses it. Only pages that a load here would get are served.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST_BYTES = 64 << 10
 
 
 class _Pages:
-    """What one read found. ``data`` belongs to the pool again after ``release``."""
+    """The pages that one read found. ``release`` returns ``data`` to the pool."""
 
     def __init__(self, pool: _Memory, data: memoryview, places: list[Place | None]) -> None:
         self._pool = pool
@@ -35,12 +35,13 @@ class _Pages:
         self.places: Sequence[Place | None] = places
 
     def release(self) -> None:
-        self._pool.give_back(self.data)
+        self._pool.return_buffer(self.data)
 
 
 class _Memory:
-    """Aligned buffers, used again: fresh ones cost a page fault per 4 KiB. Sizes are rounded up by
-    a quarter at most, so that most requests fit a free one; ``max_free_bytes`` may lie idle."""
+    """Keeps aligned buffers for reuse: a fresh one costs a page fault per 4 KiB. Sizes are rounded
+    up by a quarter at most, so that most requests fit a free one; ``max_free_bytes`` may be idle.
+    """
 
     def __init__(self, max_free_bytes: int) -> None:
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class _Memory:
         self._free_bytes = 0
         self._max_free_bytes = max_free_bytes
 
-    def take(self, nbytes: int) -> memoryview:
+    def borrow_buffer(self, nbytes: int) -> memoryview:
         step = max(_SMALLEST_BYTES, (1 << (nbytes - 1).bit_length()) // 8)
         size = -(-nbytes // step) * step
         with self._lock:
@@ -58,7 +59,7 @@ class _Memory:
                 return free.pop()
         return aligned_buffer(size)
 
-    def give_back(self, buffer: memoryview) -> None:
+    def return_buffer(self, buffer: memoryview) -> None:
         with self._lock:
             if self._free_bytes + buffer.nbytes <= self._max_free_bytes:
                 self._free.setdefault(buffer.nbytes, []).append(buffer)
@@ -66,8 +67,8 @@ class _Memory:
 
 
 class PageSource:
-    """A ``PageReader`` over a store, which others own. ``max_free_bytes`` of memory are kept for
-    the next reads; what is in use is the server's to bound."""
+    """A ``PageReader`` over a store that it does not own. It keeps ``max_free_bytes`` of memory for
+    the next reads; the server bounds the memory in use."""
 
     def __init__(self, region: RegionEngine, *, max_free_bytes: int) -> None:
         self._region = region
@@ -83,7 +84,7 @@ class PageSource:
         lengths: Sequence[int],
         done: Callable[[_Pages | None], None],
     ) -> None:
-        """See ``PageReader.read``. ``done`` is called under the store's lock at times."""
+        """See ``PageReader.read``. ``done`` may be called under the store's lock."""
         places: list[Place | None] = [None] * len(keys)
         wanted: list[int] = []
         at = 0
@@ -97,7 +98,7 @@ class PageSource:
         if not wanted:
             done(None)
             return
-        data = self._memory.take(at)
+        data = self._memory.borrow_buffer(at)
         pages = _Pages(self._memory, data, places)
         run = Run(
             tuple(keys[i] for i in wanted),

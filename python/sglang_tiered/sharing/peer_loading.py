@@ -1,8 +1,8 @@
-"""Loads over other servers: each page is asked of one that holds it, then of a second if need be.
+"""Loads from other servers: each page is fetched from one holder, or from a second if that fails.
 
 A job ends when every part of it has ended, and a part ends on the page client's thread, after the
-last touch of its pages. What was learnt about a server goes to the index, so that the next load
-does not run into it again.
+last touch of its pages. Misses and failures of a server go to the index, so that the next load
+avoids them.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class PeerLoader:
             return list(self._inflight)
 
     def close(self) -> None:
-        """Nothing is asked for any more. What is under way ends with the client."""
+        """Stop fetching. Loads under way end with the client."""
         with self._lock:
             self._closed = True
 
     def _ask(self, load: _Load, positions: Sequence[int], *, second_to: Peer | None) -> None:
-        """Ask for each page where the index finds it, but not of ``second_to`` again."""
+        """Fetch each page from the holder that the index finds, except from ``second_to``."""
         run = load.job.run
         groups: dict[Peer, list[int]] = {}
         found = self._index.find([run.keys[i] for i in positions])
@@ -168,7 +168,7 @@ class PeerLoader:
         try:
             self._note(part, fetch)
         except Exception:
-            logger.exception("a load from other servers failed by our own fault")
+            logger.exception("internal error in a load from other servers; its pages are misses")
         self._settle(part.load)
 
     def _note(self, part: _Part, fetch: Fetch) -> None:

@@ -1,8 +1,8 @@
 """``PeerTier``: pages that other servers hold on their NVMe, as a source for loads.
 
-Who holds what is known from the locality index, in memory; pages come over ZeroMQ from the holder
-and are verified before a job calls them its own. In turn the tier serves what the own region store
-holds. Nothing is stored here: what was fetched is kept by whoever asked for it.
+The locality index knows the holders, in memory; pages come over ZeroMQ from the holder and are
+verified before a job reports them. The tier also serves the pages of the own region store to other
+servers. It stores nothing: the caller keeps the pages that it fetched.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MANY_KEYS = 8  # own keys looked up for each that is wanted
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """Counters since the tier was opened, and gauges of now. Reading them takes no I/O."""
+    """Counters since the tier was opened, and current gauges. Reading them takes no I/O."""
 
     health: Health  # of what can be fetched
     health_reason: str  # why it is not RUNNING, as one clause; empty while it is
-    # Fetched from others, in pages but for those that say otherwise.
+    # Fetched from others, in pages unless the name says otherwise.
     num_fetched: int = 0
     bytes_fetched: int = 0
-    num_missed: int = 0  # the holder had them no more
+    num_missed: int = 0  # the holder no longer had them
     num_damaged: int = 0  # did not verify
     num_late: int = 0  # the deadline passed first
     num_busy: int = 0  # the holder had too much to do
@@ -66,7 +66,7 @@ class PeerStats:
     bytes_served: int = 0
     num_served_misses: int = 0
     num_refused: int = 0  # answered "busy"
-    num_breaches: int = 0  # messages, either way, that are none of the protocol
+    num_breaches: int = 0  # messages, either way, that broke the protocol
     serving_bytes: int = 0  # being read for others, or not yet sent
     # The index.
     is_connected: bool = False
@@ -79,12 +79,12 @@ class PeerStats:
 
 class PeerTier:
     """Thread-safe: every method may be called from any thread; only ``refresh``, ``drain`` and
-    ``close`` block. ``purge`` forgets what this server itself keeps of a tenant (None: of everyone)
-    because another server was told to; it is called on a thread of the index, and may take its
-    time. ``region`` is read from, and somebody else's to close, after this.
+    ``close`` block. ``purge`` purges this server's own pages of a tenant (None: of all) on behalf
+    of another server; it is called on a thread of the index, and may block. The tier reads from
+    ``region``, which its owner closes after the tier.
 
-    Raises ``ConfigError`` for settings that cannot work: a URL that is none, keys that are not
-    there, an address that cannot be listened on. A Redis that cannot be reached is no error.
+    Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
+    A Redis that cannot be reached is not an error.
     """
 
     def __init__(
@@ -135,7 +135,11 @@ class PeerTier:
             undo.pop_all()
         self._loader = PeerLoader(self._index, self._client, clock)
         self._index.announce(self.address)
-        logger.info("pages are shared at %s by way of %s", self.address, settings.shown_url)
+        logger.info(
+            "pages are shared at %s, found through the index at %s",
+            self.address,
+            settings.shown_url,
+        )
 
     # ---- Lookups ----
 
@@ -147,7 +151,7 @@ class PeerTier:
         return Health.RUNNING if self._index.stats().connected else Health.MISS_ONLY
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Count the leading keys that another server holds. Memory only."""
+        """Count the leading keys that other servers hold. Memory only."""
         if self.health is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
         found = self._index.find(keys)
@@ -162,8 +166,8 @@ class PeerTier:
         return [peer is not None for peer in self._index.find(keys)]
 
     def some_keys(self, limit: int) -> list[bytes]:
-        """At most ``limit`` keys that another server holds, to measure with: of those that the own
-        store holds too, as the index knows no others in full."""
+        """At most ``limit`` keys that another server holds, for measurements. The own store holds
+        them too, since the index does not know whole keys."""
         own = self._region.some_keys(_MANY_KEYS * limit)
         held = zip(own, self.contains(own), strict=True)
         return list(itertools.islice((key for key, is_held in held if is_held), limit))
@@ -171,8 +175,8 @@ class PeerTier:
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        """As ``TierEngine.submit_load``. ``deadline_s`` seconds from now the job is done, whatever
-        the peers do: pages that did not arrive are ``IO_ERROR``."""
+        """Like ``TierEngine.submit_load``. The job is done at most ``deadline_s`` from now: pages
+        that did not arrive are ``IO_ERROR``."""
         answers = self.health is Health.RUNNING
         return self._loader.submit(run, self._namespace, deadline_s=deadline_s, answers=answers)
 
@@ -220,9 +224,9 @@ class PeerTier:
         )
 
     def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> Unfinished:
-        """Tell every server to forget a tenant, or everything for None, as this one has begun to;
-        ``local`` tells when for good. Memory only; from now on no page is found at a server that
-        has not done so."""
+        """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
+        done when this server's purge is durable. Memory only; from now on no page is found at a
+        server that has not purged it."""
         return self._index.begin_purge(tenant, local)
 
     def set_namespace(self, namespace: bytes) -> None:
@@ -233,7 +237,8 @@ class PeerTier:
         self._namespace = namespace
 
     def refresh(self, timeout_s: float) -> bool:
-        """Whether what changed here was published and what others published was read."""
+        """Publish this server's changes and read those of others. Returns whether both
+        succeeded."""
         return self._index.refresh(timeout_s)
 
     def close(self) -> None:
@@ -248,7 +253,7 @@ class PeerTier:
         self._server.stop()
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance. While nothing is submitted."""
+        """Raise ``AssertionError`` when the books do not balance. Call while no job runs."""
         inflight = self._loader.inflight
         assert not inflight, f"{len(inflight)} loads under way"
         self._client.check_integrity()

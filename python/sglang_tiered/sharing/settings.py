@@ -1,4 +1,4 @@
-"""What a server needs to share pages with others."""
+"""The settings that a server needs to share pages with others."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``redis://[user:password@]host[:port][/db]``, ``rediss://`` for TLS, or ``unix://``."""
 
     listen_host: str = "127.0.0.1"
-    """Where other servers may ask for pages."""
+    """The host on which other servers may ask for pages."""
 
     listen_port: int = 0
-    """0: any free one."""
+    """The port on which other servers may ask for pages. 0: any free one."""
 
     advertised_host: str | None = None
-    """What other servers connect to. None: ``listen_host``, or where that is every address of
-    this machine, the one of the route to the index."""
+    """The host that other servers connect to. None: ``listen_host``, or if that stands for every
+    address of this machine, the one on the route to the index."""
 
     keys_directory: str | None = None
     """With keys everything between servers is encrypted, and only admitted ones are served."""
 
     max_pages: int = 4_000_000
-    """Pages of others known here at most; what is beyond is not mirrored."""
+    """Bounds the mirrored pages of other servers."""
 
     max_peers: int = 256
-    """Servers known here at most."""
+    """Bounds the mirrored servers."""
 
     publish_s: float = 0.5
-    """What changed here is told this often."""
+    """How often changes of this server are published."""
 
     heartbeat_s: float = 2.0
-    """A sign of life in the index, and a look for those of others, this often."""
+    """How often this server gives a sign of life in the index, and looks for those of others."""
 
     expiry_s: float = 10.0
     """A server whose last sign of life is older counts as gone."""
@@ -52,16 +52,16 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A server that was away for longer may bring back pages of tenants purged meanwhile."""
 
     index_timeout_s: float = 3.0
-    """Of connecting to the index, and of its answers."""
+    """Bounds connecting to the index, and each of its answers."""
 
     connect_timeout_s: float = 1.0
-    """Of connecting to another server."""
+    """Bounds connecting to another server."""
 
     window_bytes: int = 64 * MiB
-    """Pages asked for and not yet here, of all servers together."""
+    """Bounds the pages under way from all servers together."""
 
     max_serving_bytes: int = 64 * MiB
-    """Memory for pages on their way to others."""
+    """Bounds the memory for pages on their way to other servers."""
 
     def __post_init__(self) -> None:
         parse_index_url(self.index_url)

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and from which others decode takes KV."""
+"""Which addresses belong to this machine, and from which others decode takes KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_networks(flag: str, text: str) -> tuple[str, ...]:
-    """Addresses and networks with commas between them. Raises ``ConfigError``."""
+    """Parse addresses and networks with commas between them. Raises ``ConfigError``."""
     networks = []
     for part in text.split(","):
         try:
@@ -31,9 +31,8 @@ def parse_networks(flag: str, text: str) -> tuple[str, ...]:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a numeric address is one of this machine: the system talks to those, and to no
-    others, from the same address. (That it can be bound proves nothing under ``ip_nonlocal_bind``.)
-    """
+    """Whether a numeric address belongs to this machine: the system talks to such an address, and
+    to no other, from the same address. (With ``ip_nonlocal_bind`` a bind proves nothing.)"""
     address = _parsed(host)
     if address is None:
         return False
@@ -50,8 +49,8 @@ def is_own_address(host: str) -> bool:
 
 
 def check_is_allowed(host: str, networks: Sequence[str]) -> None:
-    """Raises ``TransferError`` where a numeric address is neither this machine's nor in one of
-    ``networks``: whom a client names, decode would connect to, and take whatever it sends as KV."""
+    """Raises ``TransferError`` if a numeric address is neither this machine's nor in one of
+    ``networks``. A client names the address, and decode would take what it sends as KV."""
     address = _parsed(host)
     if address is not None:
         if any(address in ipaddress.ip_network(network) for network in networks):
@@ -71,7 +70,7 @@ def check_is_allowed(host: str, networks: Sequence[str]) -> None:
 
 def _parsed(host: str) -> IPAddress | None:
     if not isinstance(host, str):
-        return None  # a number is an address to ``ipaddress``, and to nobody else
+        return None  # ``ipaddress`` would take a number for an address
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

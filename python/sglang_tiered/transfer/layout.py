@@ -25,7 +25,8 @@ __all__ = ["Pair", "heads_of_rank", "pair_buffers", "whole_pairs"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One buffer of each side. ``page_bytes`` of a page travel; a slice of None is all of it."""
+    """One buffer of each side. ``page_bytes`` of a page are sent; a slice of None is the whole
+    page."""
 
     source: int
     destination: int
@@ -35,7 +36,7 @@ class Pair:
 
 
 def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> range:
-    """The KV heads a tensor-parallel rank holds; with fewer heads than ranks they repeat."""
+    """The KV heads of a tensor-parallel rank; with fewer heads than ranks they repeat."""
     if num_ranks <= num_heads:
         per_rank = num_heads // num_ranks
         return range(rank * per_rank, (rank + 1) * per_rank)
@@ -46,12 +47,12 @@ def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> range:
 def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
     """The pairs of a prefill rank (source) and a decode rank, in source order.
 
-    Empty where another prefill rank sends the same heads. Raises ``TransferError`` with one
+    Empty if another prefill rank sends the same heads. Raises ``TransferError`` with one
     sentence for layouts that cannot be paired.
     """
     for who, layout in (("prefill", source), ("decode", destination)):
         if layout.tp_rank >= layout.tp_size or len(layout.layer_ids) != len(layout.page_bytes):
-            raise TransferError(f"{who} describes its KV in a way that contradicts itself.")
+            raise TransferError(f"{who} describes its KV inconsistently.")
     if source.page_size != destination.page_size:
         raise TransferError(
             f"prefill has --page-size {source.page_size} and decode --page-size "
@@ -90,13 +91,13 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
     total_heads = source.total_heads or destination.total_heads
     if not total_heads or _tp(source) == _tp(destination):
         return [_whole(source, destination, a, b) for a, b in by_layer]
-    theirs = heads_of_rank(source.tp_rank, source.tp_size, total_heads)
-    ours = heads_of_rank(destination.tp_rank, destination.tp_size, total_heads)
-    shared = range(max(theirs.start, ours.start), min(theirs.stop, ours.stop))
-    if not shared or _is_repeated(source, destination, theirs, total_heads):
+    sent = heads_of_rank(source.tp_rank, source.tp_size, total_heads)
+    wanted = heads_of_rank(destination.tp_rank, destination.tp_size, total_heads)
+    shared = range(max(sent.start, wanted.start), min(sent.stop, wanted.stop))
+    if not shared or _is_repeated(source, destination, sent, total_heads):
         return []
     return [
-        _sliced(source, destination, (a, b), (theirs, ours, shared), source.page_size)
+        _sliced(source, destination, (a, b), (sent, wanted, shared), source.page_size)
         for a, b in by_layer
     ]
 
@@ -115,8 +116,8 @@ def _kinds(layout: KVLayout) -> str:
 
 
 def _is_repeated(source: KVLayout, destination: KVLayout, heads: range, total_heads: int) -> bool:
-    """Whether the rank before ``source`` sends the same heads to ``destination``. A decode rank is
-    served by consecutive prefill ranks, and another's neighbour may begin in a head's middle."""
+    """Whether the rank before ``source`` sends the same heads to ``destination``. Consecutive
+    prefill ranks serve a decode rank; the first of them has no such neighbour."""
     group = source.tp_size // destination.tp_size
     if group < 2 or source.tp_rank % group == 0:
         return False
@@ -124,7 +125,7 @@ def _is_repeated(source: KVLayout, destination: KVLayout, heads: range, total_he
 
 
 def _by_layer(source: KVLayout, destination: KVLayout) -> list[tuple[int, int]]:
-    """Buffers of the same layer, the n-th of a layer with the n-th (K with K, V with V)."""
+    """Pairs the buffers of each layer, the n-th with the n-th (K with K, V with V)."""
     wanted: dict[tuple[int, int], int] = {}
     seen: Counter[int] = Counter()
     for index, layer in enumerate(destination.layer_ids):
@@ -145,13 +146,13 @@ def _by_layer(source: KVLayout, destination: KVLayout) -> list[tuple[int, int]]:
 
 
 def _whole(source: KVLayout, destination: KVLayout, a: int, b: int) -> Pair:
-    ours, theirs = source.page_bytes[a], destination.page_bytes[b]
-    if ours != theirs:
+    sent, wanted = source.page_bytes[a], destination.page_bytes[b]
+    if sent != wanted:
         raise TransferError(
-            f"a page of layer {source.layer_ids[a]} has {ours} bytes on prefill and {theirs} on "
+            f"a page of layer {source.layer_ids[a]} has {sent} bytes on prefill and {wanted} on "
             "decode; serve the same model with the same flags on both."
         )
-    return Pair(a, b, ours)
+    return Pair(a, b, sent)
 
 
 def _sliced(
@@ -162,14 +163,14 @@ def _sliced(
     page_size: int,
 ) -> Pair:
     a, b = buffers
-    theirs, ours, shared = heads
+    sent, wanted, shared = heads
     source_token, source_rest = divmod(source.page_bytes[a], page_size)
     destination_token, destination_rest = divmod(destination.page_bytes[b], page_size)
-    head_bytes, rest = divmod(source_token, len(theirs))
-    if source_rest or destination_rest or rest or head_bytes * len(ours) != destination_token:
+    head_bytes, rest = divmod(source_token, len(sent))
+    if source_rest or destination_rest or rest or head_bytes * len(wanted) != destination_token:
         raise TransferError(
-            f"layer {source.layer_ids[a]} has {source_token} bytes per token for {len(theirs)} "
-            f"heads on prefill and {destination_token} for {len(ours)} on decode, which is no "
+            f"layer {source.layer_ids[a]} has {source_token} bytes per token for {len(sent)} "
+            f"heads on prefill and {destination_token} for {len(wanted)} on decode, which is not a "
             "split by heads; give both the same --tp-size."
         )
 
@@ -183,6 +184,6 @@ def _sliced(
         a,
         b,
         len(shared) * head_bytes * page_size,
-        part(theirs, source_token),
-        part(ours, destination_token),
+        part(sent, source_token),
+        part(wanted, destination_token),
     )

@@ -1,4 +1,4 @@
-"""Where pages live: gather out of and scatter into the buffers of a KV pool.
+"""Access to pages: gather out of and scatter into the buffers of a KV pool.
 
 ``PagedMemory`` is what the endpoints need; ``HostMemory`` serves pools in ordinary memory (SGLang
 on a CPU, and SGLang's host pool). Device pools implement it in ``integration``.
@@ -34,7 +34,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One contiguous buffer of pages: address, size, and bytes of one page. Not owned."""
+    """One contiguous buffer of pages, not owned: address, size, and bytes of one page."""
 
     address: int
     num_bytes: int
@@ -75,11 +75,11 @@ class PagedMemory(HasBuffers, Protocol):
         ...
 
     def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
-        """The inverse of ``gather``."""
+        """Copy ``data`` into pages of one buffer: the inverse of ``gather``."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything scattered so far may be read."""
+        """Wait until everything scattered so far may be read."""
         ...
 
 
@@ -99,7 +99,7 @@ class HostMemory:
     def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
         view = self._views[buffer]
         if part is None:
-            # "clip", because numpy copies twice to be able to raise; pages were checked.
+            # "clip", since numpy copies twice to be able to raise, and pages were checked.
             rows = out.reshape(len(pages), view.shape[1])
             np.take(view, pages, axis=0, out=rows, mode="clip")
         else:
@@ -115,11 +115,11 @@ class HostMemory:
             tokens[pages] = data.reshape(len(pages), -1, part.num_bytes)
 
     def flush(self) -> None:
-        """Host writes are visible at once."""
+        """Does nothing: host writes are visible at once."""
 
 
 def check_pages(memory: HasBuffers, pages: Pages, who: str) -> None:
-    """Raises ``TransferError`` unless every buffer has all of ``pages``."""
+    """Raises ``TransferError`` unless every buffer has all of ``pages``. ``who`` named them."""
     if not len(pages):
         return
     low, high = int(pages.min()), int(pages.max())
@@ -133,7 +133,7 @@ def check_pages(memory: HasBuffers, pages: Pages, who: str) -> None:
 
 
 def one_row(row: int | None) -> Pages:
-    """The pages of a metadata row, or none."""
+    """A metadata row as an array of pages, empty for None."""
     return np.array([] if row is None else [row], np.int32)
 
 

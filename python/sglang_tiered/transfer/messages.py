@@ -1,9 +1,9 @@
 """Every message on the wire. The table and the state diagram stand in README.md.
 
 A message is a version frame, one MessagePack frame and, for data, an authenticator and a payload.
-Nothing is unpickled, and nothing a peer says chooses where bytes are written: destinations come
-from the receiver's own room table. A peer of another version is told so in the one message that
-never changes: the version frame.
+Nothing is unpickled, and nothing in a message determines where bytes are written: destinations come
+from the receiver's own room table. The version frame never changes, so a peer of another version
+can be told so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.framing import printable
 from sglang_tiered.wire.keys import KEY_BYTES
+from sglang_tiered.wire.sockets import printable
 
 __all__ = [
     "KV_COMPONENT",
@@ -56,10 +56,10 @@ VERSION = 3
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
-"""A prefill instance that sends a longer frame is cut off: far above any slab."""
+"""A prefill instance that sends a longer frame is disconnected. Slabs are far shorter."""
 
 MAX_CONTROL_BYTES = 4 << 20
-"""The same for whatever carries no pages, and so for all that a decode instance sends."""
+"""The same for messages without pages, and so for all messages from a decode instance."""
 
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 64
@@ -69,7 +69,7 @@ KV_COMPONENT = -1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-# What a stranger says costs little to look at: no model has so many buffers or states.
+# Bounds the cost of a stranger's message: no model has so many buffers or states.
 Many = msgspec.Meta(max_length=4096)
 Counts = Annotated[list[Count], Many]
 Positives = Annotated[list[Positive], Many]
@@ -79,11 +79,11 @@ Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_B
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Array-like on the wire: fields have no names there, so any change is a new version."""
+    """Messages are arrays on the wire, without field names, so any change is a new version."""
 
 
 class StateLayout(_Message, frozen=True):
-    """One state component: what it is and the bytes of one row of each of its buffers."""
+    """One state component: its kind, and the bytes of one row of each of its buffers."""
 
     kind: Word
     row_bytes: Positives
@@ -123,8 +123,8 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Claim(_Message, frozen=True, tag="claim"):
-    """A request of this room is here, and its pages will be allocated when there is memory: if
-    this session ends before ``Open``, nobody else will open the room."""
+    """A request of this room is here, and its pages will be allocated when there is memory. If this
+    session ends before ``Open``, the room will not be opened."""
 
     room: int
 
@@ -148,7 +148,7 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 
 class Ping(_Message, frozen=True, tag="ping"):
-    """A sign of life. ``number``: of control messages sent since Hello, without pings."""
+    """A sign of life. ``number`` counts the control messages since Hello, without pings."""
 
     number: int
 
@@ -181,13 +181,14 @@ class Failed(_Message, frozen=True, tag="failed"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """A sign of life, unasked. ``number``: of control messages since Welcome, without pongs."""
+    """A sign of life, unasked. ``number`` counts the control messages since Welcome, without
+    pongs."""
 
     number: int
 
 
 class Bye(_Message, frozen=True, tag="bye"):
-    """Either side ends the session; everything open in it has failed."""
+    """Ends the session, from either side; every room open in it has failed."""
 
     reason: str
 
@@ -203,7 +204,7 @@ class Join(_Message, frozen=True, tag="join"):
     proof: Short
 
     def proven(self) -> tuple[bytes, bytes]:
-        """What ``proof`` authenticates."""
+        """The parts that ``proof`` authenticates."""
         return self.session, bytes([self.index])
 
 
@@ -214,7 +215,7 @@ class Ack(_Message, frozen=True, tag="ack"):
 
 
 class Nack(_Message, frozen=True, tag="nack"):
-    """A slab arrived damaged, or pages could not be read: send them again."""
+    """A slab arrived damaged, or pages could not be read, and must be sent again."""
 
     room: int
     generation: int
@@ -227,8 +228,8 @@ class Nack(_Message, frozen=True, tag="nack"):
 class Slab(_Message, frozen=True, tag="slab"):
     """Pages [start, start + num_pages) of a room, of ``num_pairs`` consecutive buffer pairs.
 
-    The payload is [pair, page, bytes] in C order, or what ``codec`` (``wire_codec``; 0: nothing)
-    made of it; ``xxh3`` is the 64-bit XXH3 of what is sent.
+    The payload is [pair, page, bytes] in C order, encoded by ``codec`` (see ``wire_codec``; 0: not
+    encoded); ``xxh3`` is the 64-bit XXH3 of the payload as sent.
     """
 
     room: int
@@ -245,13 +246,12 @@ class Slab(_Message, frozen=True, tag="slab"):
 
 
 class Pull(_Message, frozen=True, tag="pull"):
-    """As ``Slab``, but the receiver reads the pages out of the sender's memory.
+    """Like ``Slab``, but the receiver reads the pages out of the sender's memory.
 
     The payload holds the page numbers in the sender's pool, int32 in little endian. The
-    authenticator is of both, and keyed by ``Offer.key``, with keys and without. What was read is
-    right if ``fence`` still stands at ``fence_address`` afterwards. A Nack brings the same pages as
-    a ``Slab``.
-    """
+    authenticator covers header and payload under ``Offer.key``, with --transfer-keys and without.
+    The pages that were read are valid if ``fence`` is still at ``fence_address`` afterwards. After
+    a Nack the same pages come as a ``Slab``."""
 
     room: int
     generation: int
@@ -277,8 +277,8 @@ class Last(_Message, frozen=True, tag="last"):
 
 
 class Offer(_Message, frozen=True, tag="offer"):
-    """Where the pages are: address, bytes and bytes of a page of each buffer. ``key``, told nowhere
-    else, authenticates every ``Pull``: whoever only passes messages on cannot make one."""
+    """Where the pages are: address, bytes and bytes per page of each buffer. ``key``, which is sent
+    nowhere else, authenticates every ``Pull``, so a relay cannot make one."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     buffers: Annotated[list[tuple[Count, Count, Positive]], Many]
@@ -292,13 +292,13 @@ AnyDataFromPrefill = Slab | Pull | Last
 
 
 def peer_failed(reason: str) -> str:
-    """Why a room failed where its other end is the cause, in the words by which SGLang's clients
-    know a request that is worth sending again."""
+    """The reason of a room that failed because of its other end, in the words by which SGLang's
+    clients recognize a request that is worth sending again."""
     return f"PD peer failed: {reason}"
 
 
 def check_version(frame: bytes, who: str) -> None:
-    """Raises ``TransferError`` when ``who`` speaks another version of the protocol, or none."""
+    """Raises ``TransferError`` when ``who`` speaks another version, or another protocol."""
     if frame == VERSION_FRAME:
         return
     if frame.startswith(MAGIC):

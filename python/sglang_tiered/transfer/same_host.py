@@ -1,15 +1,14 @@
 """Reading another process's pages on the same machine: ``process_vm_readv(2)``.
 
-One copy, pool to pool, and the reader stays in control: nothing is written into its memory by
-anyone else. Needs the right to trace the other process (same user, and where Yama restricts it the
-permission given with ``prctl(PR_SET_PTRACER)``).
+Pages are copied once, pool to pool, by the reader: no other process writes into its memory. It
+needs the right to trace the other process (same user, and where Yama restricts that, the permission
+given with ``prctl(PR_SET_PTRACER)``).
 
-Who reads whom is not believed but asked of the kernel. Prefill waits at a ``Door``, an abstract
-Unix socket; decode comes there with the token of their session. Each learns the other's process and
-user from the socket (``SO_PEERCRED``, unix(7)), prefill gives the permission to that process, and
-decode learns there where the pages are, reads nothing but that process, and only what is
-authenticated with a key that was told there: who sent decode to the door may be somebody else.
-"""
+The kernel says which processes are involved, not the peers. Prefill listens at a ``Door``, an
+abstract Unix socket; decode connects there with the token of their session. Each learns the other's
+process and user from the socket (``SO_PEERCRED``, unix(7)), and prefill permits that process to
+read it. Decode learns there where the pages are. It reads that process only, and only what is
+authenticated with a key received there: a third party may have named the door."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ import numpy as np
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import Buffer, check_pages
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import KEY_BYTES, Tagger
 
 if TYPE_CHECKING:
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PULL_BYTES", "Door", "Fence", "Guest", "PeerMemory"]
 
 MAX_PULL_BYTES = 8 << 20
-"""What one message lets the reader copy in one go; between two it looks after its sockets."""
+"""Bytes that one message lets the reader copy; between two messages it serves its sockets."""
 
 MAX_GUESTS = 256
-"""At the door of one prefill rank who have not said yet whose they are."""
+"""Guests at one door that have not sent their session's token yet."""
 
 _DOOR = re.compile(r"sglang-tiered-[0-9a-f]{32}")
 _BACKLOG = 64
@@ -71,7 +70,7 @@ def _may_be_read_by(pid: int) -> None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process (0: one of another process namespace) and user at the other end."""
+    """Process (0 if it is in another process namespace) and user at the other end."""
     size = _CREDENTIALS.size
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
@@ -79,7 +78,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 class Guest:
-    """Somebody of this machine and this user who has come to the door. ``close`` it once."""
+    """A process of this machine and this user that has come to the door. ``close`` it once."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -88,8 +87,8 @@ class Guest:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def token(self) -> bytes | None:
-        """The session it says it belongs to; None while it has not said, empty if it left."""
+    def read_token(self) -> bytes | None:
+        """The session token that it sent; None while it has not, empty if it left."""
         try:
             return self._connection.recv(messages.TOKEN_BYTES)
         except BlockingIOError:
@@ -97,13 +96,13 @@ class Guest:
         except OSError:
             return b""
 
-    def admit(self, buffers: Sequence[Buffer]) -> Tagger | None:
-        """Let its process read this one, and say where these buffers are. Returns what makes the
-        authenticators of what it is to read; None where it has left."""
+    def offer_buffers(self, buffers: Sequence[Buffer]) -> Tagger | None:
+        """Let its process read this one, and say where these buffers are. Returns the tagger for
+        the pulls that it is sent; None if it has left."""
         key = secrets.token_bytes(KEY_BYTES)
         offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
         try:
-            self._connection.send(framing.encode(messages.Offer(key, offered)))
+            self._connection.send(sockets.encode(messages.Offer(key, offered)))
         except OSError:
             return None
         _may_be_read_by(self._pid)
@@ -114,8 +113,8 @@ class Guest:
 
 
 class Door:
-    """Where decode ranks of this machine come. One thread. Raises ``OSError`` where there are no
-    abstract Unix sockets."""
+    """Where decode ranks of this machine connect. Used by one thread. Raises ``OSError`` on systems
+    without abstract Unix sockets."""
 
     def __init__(self) -> None:
         self.name = f"sglang-tiered-{secrets.token_hex(16)}"  # as in ``_DOOR``
@@ -131,9 +130,9 @@ class Door:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def welcome(self) -> Guest | None:
-        """The next who has come, strangers turned away; None when nobody is left. Raises
-        ``OSError`` while nobody can be let in, for want of file descriptors or memory."""
+    def accept(self) -> Guest | None:
+        """The next guest, or None. Processes of other users are turned away. Raises ``OSError``
+        without file descriptors or memory for a connection."""
         for _ in range(_BACKLOG):  # others have their turn too, however many come
             try:
                 connection, _ = self._socket.accept()
@@ -146,9 +145,9 @@ class Door:
             connection.close()
         return None
 
-    def nobody_stays(self) -> None:
-        """The last guest that was admitted has gone: take the permission back. Only then: a process
-        has one, which may be a debugger's."""
+    def revoke_permission(self) -> None:
+        """Take the permission back after the last admitted guest has gone. Not otherwise: a process
+        has one permission, which may be a debugger's."""
         _may_be_read_by(0)
 
     def close(self) -> None:
@@ -156,9 +155,9 @@ class Door:
 
 
 class Fence:
-    """A word that stands while a room's pages are the room's: who reads them looks at it after the
-    copy, since its owner may have given them to another request meanwhile. ``close`` and
-    ``is_open`` on any thread."""
+    """A word in memory that is nonzero while a room owns its pages. A reader checks it after the
+    copy, since the pages may have gone to another request meanwhile. ``close`` and ``is_open`` may
+    be called on any thread."""
 
     def __init__(self) -> None:
         self.value = secrets.randbits(63) + 1
@@ -173,23 +172,24 @@ class Fence:
         return self._word.value != 0
 
     def close(self) -> None:
-        """Before the pages are used for anything else."""
+        """Close the fence, before the pages are used for anything else."""
         self._word.value = 0
 
 
 class PeerMemory:
-    """The pages of the process behind a door, in so many buffers. One thread; ``close`` it once.
+    """The pages of the process behind a door, in ``num_buffers`` buffers. Used by one thread;
+    ``close`` it once.
 
-    Raises ``OSError``, which says why, where that process cannot be read.
+    Raises ``OSError``, with the reason, if that process cannot be read.
     """
 
     def __init__(self, name: str, token: bytes, num_buffers: int) -> None:
         if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
             raise OSError("no process_vm_readv here")
-        if not _DOOR.fullmatch(name):  # or a stranger has us talk to any program of this machine
-            raise OSError("no door of ours")
-        self.buffers: Sequence[Buffer] = ()  # theirs, once they are known
-        self.is_unusable = False  # what that process offers makes no sense here
+        if not _DOOR.fullmatch(name):  # else a stranger could name any program's socket
+            raise OSError("not the name of a door")
+        self.buffers: Sequence[Buffer] = ()  # the other process's, once known
+        self.is_unusable = False  # that process's offer does not fit
         self._num_buffers = num_buffers
         self._tagger: Tagger | None = None
         self._process: int | None = None
@@ -215,8 +215,8 @@ class PeerMemory:
             self._process = None
 
     def check(self) -> str | None:
-        """Why the process cannot be read any more: it has ended, and another may have its number.
-        None while it lives."""
+        """Why the process cannot be read, if it has ended: another may have its number by now. None
+        while it lives."""
         if self._process is None:
             return "it was closed"
         alive = select.poll()
@@ -224,21 +224,21 @@ class PeerMemory:
         return "the process has ended" if alive.poll(0) else None
 
     def is_right(self, tag: bytes, *parts: bytes) -> bool:
-        """Whether the process behind the door made this authenticator of a ``Pull``. False as long
-        as it has not admitted us."""
+        """Whether the process behind the door made this authenticator of a ``Pull``. False until it
+        has admitted this one."""
         if self._tagger is None and not self.is_unusable:
-            # Said before the first message that needs it was sent.
+            # The offer was sent before the first message that needs it.
             try:
                 answer = self._connection.recv(_MAX_OFFER_BYTES)
             except OSError:
                 return False
-            if answer and not self._take(answer):
+            if answer and not self._accept_offer(answer):
                 self.is_unusable = True
         return self._tagger is not None and self._tagger.is_right(tag, *parts)
 
-    def _take(self, answer: bytes) -> bool:
+    def _accept_offer(self, answer: bytes) -> bool:
         try:
-            offer = framing.decode(answer, messages.offer)
+            offer = sockets.decode(answer, messages.offer)
         except TransferError:
             return False
         if len(offer.buffers) != self._num_buffers:
@@ -254,11 +254,11 @@ class PeerMemory:
         pages: Pages,
         fence: tuple[int, int],
     ) -> str | None:
-        """Copy ``source_pages`` of the peer's buffer to ``pages`` of ours, for each pair of
-        (its buffer index, our buffer), as an authentic message said. Returns why it failed, or
-        None once all bytes are there and the peer has proved, after the copy, to be the process it
-        was, with the word of ``fence`` (address, value) still standing. Raises ``TransferError``
-        for pages that the peer's buffers have not."""
+        """Copy ``source_pages`` of the peer's buffer to ``pages`` of the own one, for each pair of
+        (peer's buffer index, own buffer), as an authentic message asked. Returns why it failed, or
+        None when all bytes are there, the peer was still the same process after the copy, and
+        ``fence`` (address, value) was still open. Raises ``TransferError`` for pages that
+        the peer's buffers do not have."""
         if self.is_unusable:
             return "its offer cannot be used"
         check_pages(self, source_pages, "prefill")
@@ -296,7 +296,7 @@ class PeerMemory:
 
 
 def _runs(source_pages: Pages, pages: Pages) -> tuple[Any, Any, Any]:
-    """First page of each run that is consecutive on both sides, and its length in pages."""
+    """The first page of each run that is consecutive on both sides, and its length in pages."""
     breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(pages) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.concatenate((starts, [len(pages)])))

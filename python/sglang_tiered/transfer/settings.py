@@ -1,4 +1,4 @@
-"""How an endpoint behaves: timeouts and bounds, in one place. Times in seconds, sizes in bytes."""
+"""Timeouts and bounds of the endpoints. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """``peer_timeout_s``: silence after which a peer counts as dead (a process that ends is
-    noticed at once, by its connections). ``progress_timeout_s``: how long sent data may stay
-    unanswered, or a gap unfilled. ``orphan_timeout_s``: how long a room may wait on prefill for
-    its request, or its request for a decode rank. ``window_bytes``: data on its way to one decode
-    rank at most. ``allowed_networks``: addresses and networks of prefill instances on other
-    machines from which decode takes KV; without any, from none but with keys."""
+    """``peer_timeout_s``: silence after which a peer counts as dead (its connections show at once
+    when a process ends). ``progress_timeout_s``: how long sent data may stay unanswered, or a gap
+    unfilled. ``orphan_timeout_s``: how long a room may wait on prefill for its request, or its
+    request for a decode rank. ``window_bytes``: bound of the data on its way to one decode rank.
+    ``allowed_networks``: addresses and networks of prefill instances on other machines from which
+    decode takes KV. If it is empty, decode needs keys to take KV from other machines."""
 
     ping_interval_s: float = 1.0
     peer_timeout_s: float = 4.0

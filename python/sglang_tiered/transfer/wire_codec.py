@@ -1,12 +1,12 @@
-"""KV in fewer bytes on the wire, for links slower than what encoding costs. Off by default.
+"""KV in fewer bytes on the wire, for links that are slower than encoding. Off by default.
 
 A codec works on one slab: for each of its buffer pairs, consecutive tokens of equally many bytes.
 ``int8`` is lossy: 256 even steps from the least to the largest value that a channel takes in the
-slab's tokens, so that an element errs by at most 1/510 of that range, and its rounding. A channel
-of keys sits around a value of its own, and their ranges differ far more than those of tokens (Liu
-et al., "KIVI", ICML 2024, arXiv 2402.02750). ``zstd`` is exact: the bytes of each position in an
-element together, each such plane compressed where that pays. A slab that a codec cannot express,
-or that it would not make smaller, travels as it is.
+slab's tokens, so that an element errs by at most 1/510 of that range, and its rounding. Each
+channel of keys has its own center, and the ranges of channels differ far more than those of tokens
+(Liu et al., "KIVI", ICML 2024, arXiv 2402.02750). ``zstd`` is exact: it groups the bytes of each
+position in an element, and compresses each such plane if that pays. A slab that a codec cannot
+express, or would not make smaller, is sent as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "PLAIN", "WireCodec", "make_codec"]
 
 PLAIN = 0
-"""``Slab.codec`` of a payload that is the pages themselves."""
+"""``Slab.codec`` of a payload that is not encoded."""
 
 CODECS = ("none", "int8", "zstd")
 
@@ -40,7 +40,7 @@ MIN_SAVING = 0.03
 BLOCK_ELEMENTS = 1 << 15
 
 MIN_STEP = np.float32(1e-37)
-"""Below it a channel counts as constant: its inverse would not be a finite float32."""
+"""A channel with a smaller step counts as constant: the inverse would not be finite."""
 
 LEVELS = np.float32(255)
 
@@ -57,9 +57,9 @@ class _Part(NamedTuple):
 
 
 class WireCodec(ABC):
-    """One per endpoint; its thread only. ``number`` stands in the header of what it made.
+    """One per endpoint, for its thread only. ``number`` is in the header of slabs that it encoded.
 
-    ``page_size`` tokens of ``item_bytes`` per element.
+    Pages hold ``page_size`` tokens, elements ``item_bytes`` bytes.
     """
 
     number: int
@@ -69,17 +69,17 @@ class WireCodec(ABC):
         self._item_bytes = item_bytes
 
     def encode(self, plain: Bytes, pairs: Sequence[Pair], num_pages: int) -> Bytes | None:
-        """What to send for a slab of whole pages; None to send it as it is."""
+        """The payload for a slab of whole pages; None to send it as it is."""
         parts = self._parts(pairs, num_pages)
         encoded = None if parts is None else self._encode(plain, parts)
         is_worth_it = encoded is not None and encoded.nbytes <= (1 - MIN_SAVING) * plain.nbytes
         return encoded if is_worth_it else None
 
     def decode(self, data: Bytes, pairs: Sequence[Pair], num_pages: int) -> Bytes:
-        """The slab again. Raises ``TransferError`` for bytes that ``encode`` never makes."""
+        """The slab's bytes. Raises ``TransferError`` for data that ``encode`` never makes."""
         parts = self._parts(pairs, num_pages)
         if parts is None:
-            raise TransferError("prefill encoded pages that are no whole elements per token.")
+            raise TransferError("prefill encoded pages that are not whole elements per token.")
         return self._decode(data, parts)
 
     def _parts(self, pairs: Sequence[Pair], num_pages: int) -> list[_Part] | None:
@@ -96,8 +96,8 @@ class WireCodec(ABC):
 
 
 def make_codec(layout: KVLayout) -> WireCodec | None:
-    """What the layout's rank sends and takes; None for plain bytes. Raises ``TransferError`` for a
-    codec that is unknown, or that does not know the layout's elements."""
+    """The codec of the layout; None for plain bytes. Raises ``TransferError`` for a codec that is
+    unknown, or that does not know the layout's elements."""
     if layout.codec == "none":
         return None
     if layout.codec == "int8" and layout.element in FLOAT_DTYPES:
@@ -111,7 +111,7 @@ def make_codec(layout: KVLayout) -> WireCodec | None:
 
 
 class _Int8(WireCodec):
-    """Per part: the least value and the step of each channel as float32, then the codes."""
+    """Writes per part the least value and the step of each channel as float32, then the codes."""
 
     number = 1
 
@@ -172,7 +172,7 @@ class _Int8(WireCodec):
 
 
 class _Zstd(WireCodec):
-    """A chunk (``chunks``) per byte plane of the whole slab."""
+    """Writes a chunk (see ``codecs.chunks``) per byte plane of the whole slab."""
 
     number = 2
 
@@ -197,7 +197,7 @@ class _Zstd(WireCodec):
 
 
 def _blocks(shape: tuple[int, ...]) -> list[slice]:
-    """Of so many tokens that what is made of them stays in the processor's cache."""
+    """Slices of tokens, small enough that their codes stay in the processor's cache."""
     step = max(1, BLOCK_ELEMENTS // shape[1])
     return [slice(start, start + step) for start in range(0, shape[0], step)]
 

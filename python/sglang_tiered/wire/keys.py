@@ -1,10 +1,9 @@
-"""Keys of the roles, CURVE on sockets, and authenticators on data headers.
+"""Keys of the roles, CURVE on sockets, and authenticators of data headers.
 
-With a key directory the control channel is encrypted and both ends know each other: an instance
-has its role's secret key, and the peers' public keys. Data then carries a keyed BLAKE2b of each
-header (which holds the slab's checksum), unless all of it is encrypted too. Based on CurveZMQ
-(https://rfc.zeromq.org/spec/26) through pyzmq's certificates.
-"""
+With a key directory the control channel is encrypted and both ends authenticate each other: an
+instance has its role's secret key, and the peers' public keys. Data then carries a keyed BLAKE2b of
+each header (which holds the slab's checksum), unless all of it is encrypted too. Based on CurveZMQ
+(https://rfc.zeromq.org/spec/26) through pyzmq's certificates."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ __all__ = [
 
 ROLES = ("prefill", "decode")
 PEER = "peer"
-"""The role of servers that share pages: all have one key pair, and each is the others' peer."""
+"""The role of servers that share pages: all have the same key pair."""
 
 KEY_BYTES = 32
 TAG_BYTES = 16
 SESSION_DOMAIN = "sglang-tiered-session"
-"""In which ZAP (https://rfc.zeromq.org/spec/27) asks for the passwords of sessions."""
+"""The domain in which ZAP (https://rfc.zeromq.org/spec/27) asks for passwords of sessions."""
 
 _DOMAIN = "sglang-tiered"
 _KEY_CHARS = 40  # 32 bytes as Z85
@@ -66,29 +65,29 @@ class Keys:
     directory: Path
 
     def guard_server(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Admit only peers whose public key is in ``directory``, and nobody to sockets that ask for
-        passwords before there are some. Returns its thread, started; the caller stops it."""
+        """Admit only peers whose public key is in ``directory``. Sockets that ask for passwords
+        admit no peer until there are some. Returns the started thread; the caller stops it."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve(domain=_DOMAIN, location=self.directory)
         return authenticator
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Before ``bind``."""
+        """Make a socket encrypt as a server. Call before ``bind``."""
         socket.zap_domain = _DOMAIN.encode()
         socket.curve_server = True
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Before ``connect``."""
+        """Make a socket encrypt as a client. Call before ``connect``."""
         socket.curve_serverkey = self.peer_public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
 
 class Tagger:
-    """Authenticators of headers; without a key they are empty and always right."""
+    """Makes and checks authenticators; without a key they are empty and always right."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -107,26 +106,26 @@ class Tagger:
 
 
 def new_session_key(keys: Keys | None) -> bytes:
-    """A key for one session's data headers, told over the encrypted control channel."""
+    """A key for one session's data headers, sent over the encrypted control channel."""
     return b"" if keys is None else secrets.token_bytes(KEY_BYTES)
 
 
 def password_of(key: bytes) -> str:
-    """What a data connection of the session with this key is admitted by. It travels in the clear
-    and does not tell the key."""
+    """The password that admits data connections of the session with this key. It is sent in the
+    clear and does not reveal the key."""
     return Tagger(key).tag(b"data connection").hex()
 
 
 def admit_sessions(socket: zmq.Socket[bytes]) -> None:
-    """Ask who connects for the name and password of a session (PLAIN,
-    https://rfc.zeromq.org/spec/24): nobody else gets as far as a message, of which ZeroMQ would
-    collect all frames before anybody can look. Before ``bind``."""
+    """Make a socket ask for the name and password of a session (PLAIN,
+    https://rfc.zeromq.org/spec/24). Other peers cannot send a message, whose frames ZeroMQ would
+    collect without a bound. Call before ``bind``."""
     socket.zap_domain = SESSION_DOMAIN.encode()
     socket.plain_server = True
 
 
 def prove_session(socket: zmq.Socket[bytes], token: bytes, key: bytes) -> None:
-    """Answer that. Before ``connect``."""
+    """Make a socket give the name and password of a session. Call before ``connect``."""
     socket.plain_username = token.hex().encode()
     socket.plain_password = password_of(key).encode()
 
@@ -156,7 +155,7 @@ def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:
 
 
 def load_keys(directory: Path, role: str) -> Keys:
-    """This role's pair and the other's public key. Raises ``ConfigError`` with one sentence."""
+    """Load this role's pair and the other's public key. Raises ``ConfigError``."""
     flag = "--tier-peer-keys" if role == PEER else "--transfer-keys"
     other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
     own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
@@ -176,15 +175,15 @@ def load_keys(directory: Path, role: str) -> Keys:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {directory} holds no usable keys ({error}).") from error
     if secret is None:
-        raise ConfigError(f"{own} holds no secret key; make keys anew.")
+        raise ConfigError(f"{own} holds no secret key; make new keys.")
     if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
-        raise ConfigError(f"{flag} {directory} holds keys cut short; copy them anew.")
+        raise ConfigError(f"{flag} {directory} holds truncated keys; copy them again.")
     _check_admitted(flag, directory)
     return Keys(public, secret, peer_public, directory)
 
 
 def _check_writers(flag: str, directory: Path) -> None:
-    """Whoever can add or write a ``*.key`` file is admitted, unless the mount lets nobody."""
+    """Raises ``ConfigError`` if others can write ``*.key`` files, and so admit themselves."""
     if not directory.is_dir() or os.statvfs(directory).f_flag & os.ST_RDONLY:
         return
     for path in (directory, *sorted(directory.glob("[!.]*.key"))):
@@ -196,7 +195,8 @@ def _check_writers(flag: str, directory: Path) -> None:
 
 
 def _check_admitted(flag: str, directory: Path) -> None:
-    """The authenticator reads all ``*.key`` files or, where one is bad, none."""
+    """Raises ``ConfigError`` for a bad ``*.key`` file: the authenticator would then read no
+    file."""
     for path in sorted(directory.glob("[!.]*.key")):
         try:
             public, _ = zmq.auth.load_certificate(path)
@@ -204,6 +204,6 @@ def _check_admitted(flag: str, directory: Path) -> None:
             public = b""
         if len(public) != _KEY_CHARS:
             raise ConfigError(
-                f"{flag} {directory} admits whoever is in a *.key file, but {path.name} is no "
-                "usable key; copy it anew, or move it away."
+                f"{flag} {directory} admits every key in a *.key file, but {path.name} is not a "
+                "usable key; copy it again, or move it away."
             )

@@ -1,8 +1,8 @@
-"""The one thread of an endpoint: it owns the sockets, so that nothing else needs to lock them.
+"""The one thread of an endpoint: it owns the sockets, so they need no lock.
 
 Calls from other threads are queued and run here in order; readable sockets are served, control
-before data; then the endpoint's work goes on one step at a time, so that an abort never waits
-behind more than one slab.
+before data; then the endpoint does one step of its work, so that an abort never waits behind more
+than one slab.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GOODBYE_MS", "EndpointLoop", "Source"]
 
 TICK_S = 0.25
 GOODBYE_MS = 200
-"""What a last message has to leave the machine before its socket is gone."""
+"""The time that a last message has to leave the machine before its socket is closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ class HasFileno(Protocol):
 
 
 Source = zmq.Socket[bytes] | HasFileno
-"""Of messages, or of bytes from the system."""
+"""A socket of ZeroMQ, or a file of the system."""
 
 
 def _key(source: Source) -> zmq.Socket[bytes] | int:
-    """As the poller names it."""
+    """The name that the poller gives a source."""
     return source if isinstance(source, zmq.Socket) else source.fileno()
 
 
 class EndpointLoop:
-    """Runs ``step``, which returns how soon it has more to do in seconds (None: when something
-    comes in), and ``tick`` every ``TICK_S``."""
+    """Runs ``tick`` every ``TICK_S``, and ``step``, which returns in how many seconds it has more
+    to do (None: when a message comes)."""
 
     def __init__(
         self, name: str, step: Callable[[], float | None], tick: Callable[[float], None]
@@ -54,7 +54,7 @@ class EndpointLoop:
         self._tick = tick
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()  # its number must not be written to once closed
+        self._wake_lock = threading.Lock()  # guards the file number, which is reused once closed
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {}
@@ -66,12 +66,12 @@ class EndpointLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the calls queued so far. From any thread but its own."""
+        """End the thread after the calls queued so far. Not on its own thread."""
         self.call(self._request_stop)
         self._stopped.wait(timeout_s)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run on the loop's thread, soon and in order. Any thread; never blocks."""
+        """Run a function on the loop's thread, soon and in order. Any thread; never blocks."""
         with self._wake_lock:
             if self._wake is None:
                 return
@@ -85,13 +85,13 @@ class EndpointLoop:
         self._poller.register(_key(source), zmq.POLLIN)
 
     def forget_socket(self, source: Source) -> None:
-        """Serve it no longer, and leave it open. Loop thread only."""
+        """Stop serving a source, and leave it open. Loop thread only."""
         if self._handlers.pop(_key(source), None) is not None:
             self._poller.unregister(_key(source))
 
     def remove_socket(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
-        """Forget and close; what was sent last has ``linger_ms`` to go out, in the background.
-        Loop thread only."""
+        """Stop serving a socket and close it; its last messages have ``linger_ms`` to go out, in
+        the background. Loop thread only."""
         self.forget_socket(socket)
         socket.close(linger=linger_ms)
 
@@ -105,7 +105,7 @@ class EndpointLoop:
                 ready = self._poller.poll(math.ceil(wait_s * 1000))
                 self._guard(self._run_calls)
                 for socket, _ in ready:
-                    handler = self._handlers.get(socket)  # may be gone by an earlier handler
+                    handler = self._handlers.get(socket)  # an earlier handler may have removed it
                     if handler is not None:
                         self._guard(handler)
                 wanted_s = self._guard(self._step)
@@ -132,11 +132,12 @@ class EndpointLoop:
             self._guard(function, *arguments)
 
     def _guard(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """An error of ours must not end the thread that every room depends on."""
+        """Call a function and log its errors: they must not end the thread."""
         try:
             return function(*arguments)
         except Exception:
-            logger.exception("the KV transfer thread failed by our own fault")
+            name = self._thread.name
+            logger.exception("internal error in the thread %s; it goes on", name)
             return None
 
     def _request_stop(self) -> None:

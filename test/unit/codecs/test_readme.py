@@ -13,7 +13,7 @@ from sglang_tiered.codecs import CODEC_NAMES, PageLayout, make_codec
 NUMBERS = [[1, -2, 0.5, 3], [1.5, 2, -0.25, 448], [0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_worked_example_is_what_nobody_writes() -> None:
+def test_worked_example_differs_from_encoded_bytes() -> None:
     layout = PageLayout.kv(dtype="bfloat16", num_layers=1, page_size=2, num_heads=1, head_dim=4)
     bits = np.array(NUMBERS, np.float32).view(np.uint32) >> 16
     page = bits.astype(np.uint16).tobytes()

@@ -69,7 +69,7 @@ def stored(region: RegionEngine, run: Run) -> Run:
     return run
 
 
-def test_pages_leave_with_the_checksum_they_were_stored_with(
+def test_pages_are_served_with_their_stored_checksum(
     region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
 ) -> None:
     run = stored(region, make_run(1, SIZES))
@@ -85,7 +85,7 @@ def test_the_stores_checksum_is_the_protocols() -> None:
     assert messages.page_checksum(NAMESPACE, b"k" * 32, [b"".join(pieces)]) == ours
 
 
-def test_what_is_not_held_or_of_another_length_is_none(
+def test_missing_or_resized_page_is_not_served(
     region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
 ) -> None:
     run = stored(region, make_run(2, SIZES))
@@ -99,7 +99,7 @@ def test_what_is_not_held_or_of_another_length_is_none(
     assert read(source, [b"z" * 32], [100]) == [None]
 
 
-def test_a_page_that_is_damaged_on_the_disk_is_not_given_away(
+def test_page_damaged_on_disk_is_not_served(
     region: RegionEngine, make_run: MakeRun, tmp_path: Path
 ) -> None:
     run = stored(region, make_run(3, [8192, 8192]))
@@ -115,9 +115,7 @@ def test_a_page_that_is_damaged_on_the_disk_is_not_given_away(
     assert second is None
 
 
-def test_nothing_purged_or_of_a_closed_store_is_given_away(
-    region: RegionEngine, make_run: MakeRun
-) -> None:
+def test_purged_or_closed_store_serves_nothing(region: RegionEngine, make_run: MakeRun) -> None:
     run = stored(region, make_run(4, [4096, 4096]))
     source = PageSource(region, max_free_bytes=1 << 20)
     region.clear(20.0)
@@ -127,7 +125,7 @@ def test_nothing_purged_or_of_a_closed_store_is_given_away(
     assert read(source, run.keys, [4096, 4096]) == [None, None]
 
 
-def test_a_page_that_goes_between_the_look_and_the_read_is_none(
+def test_page_evicted_before_the_read_is_not_served(
     region: RegionEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stored(region, make_run(5, [4096, 4096]))
@@ -142,17 +140,17 @@ def test_a_page_that_goes_between_the_look_and_the_read_is_none(
     assert read(source, run.keys, [4096, 4096]) == [None, None]
 
 
-def test_memory_is_used_again_and_what_lies_idle_is_bounded() -> None:
+def test_idle_read_memory_is_bounded() -> None:
     memory = _Memory(max_free_bytes=1 << 20)
-    first = memory.take(300_000)
+    first = memory.borrow_buffer(300_000)
     assert 300_000 <= first.nbytes <= 375_000
-    memory.give_back(first)
-    assert memory.take(first.nbytes - 1) is first
-    many = [memory.take(300_000) for _ in range(20)]
+    memory.return_buffer(first)
+    assert memory.borrow_buffer(first.nbytes - 1) is first
+    many = [memory.borrow_buffer(300_000) for _ in range(20)]
     for buffer in many:
-        memory.give_back(buffer)
-    assert sum(map(len, (memory.take(300_000) for _ in range(20)))) > 0
+        memory.return_buffer(buffer)
+    assert sum(map(len, (memory.borrow_buffer(300_000) for _ in range(20)))) > 0
     assert memory._free_bytes == 0
     for buffer in many:
-        memory.give_back(buffer)
+        memory.return_buffer(buffer)
     assert memory._free_bytes <= 1 << 20

@@ -88,7 +88,7 @@ def liar() -> Iterator[StrangeServer]:
         yield server
 
 
-def test_pages_come_from_whoever_holds_each() -> None:
+def test_each_page_comes_from_its_holder() -> None:
     left, right = dict(list(PAGES.items())[:2]), dict(list(PAGES.items())[2:])
     with page_server(left) as (a, _), page_server(right) as (b, _), page_client() as client:
         holders = Holders(("a", a.port), ("b", b.port))
@@ -100,7 +100,7 @@ def test_pages_come_from_whoever_holds_each() -> None:
         assert not holders.avoided
 
 
-def test_a_second_holder_is_asked_for_what_the_first_does_not_have() -> None:
+def test_second_holder_is_asked_for_missing_pages() -> None:
     with (
         page_server({KEYS[0]: PAGES[KEYS[0]]}) as (a, _),
         page_server(PAGES) as (b, _),
@@ -115,7 +115,7 @@ def test_a_second_holder_is_asked_for_what_the_first_does_not_have() -> None:
         assert loads.num_recovered == 3
 
 
-def test_one_that_has_just_said_no_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_holder_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the index finds it again at once."""
     with page_server({}) as (server, _), page_client() as client:
         holders = Holders(("a", server.port))
@@ -137,7 +137,7 @@ def test_a_third_holder_is_not_asked() -> None:
         assert c.stats.num_requests == 0
 
 
-def test_a_damaged_page_comes_whole_from_another_holder(liar: StrangeServer) -> None:
+def test_damaged_page_is_fetched_from_another_holder(liar: StrangeServer) -> None:
     with page_server(PAGES) as (honest, _), page_client() as client:
         holders = Holders(("liar", liar.port), ("honest", honest.port))
         run = run_of(PAGES)
@@ -149,7 +149,7 @@ def test_a_damaged_page_comes_whole_from_another_holder(liar: StrangeServer) -> 
         assert is_right(run)
 
 
-def test_a_damaged_page_that_nobody_else_has_is_corrupt(liar: StrangeServer) -> None:
+def test_damaged_page_without_other_holder_is_corrupt(liar: StrangeServer) -> None:
     with page_client() as client:
         holders = Holders(("liar", liar.port))
         job = loader(holders, client).submit(
@@ -162,7 +162,7 @@ def test_a_damaged_page_that_nobody_else_has_is_corrupt(liar: StrangeServer) -> 
         assert holders.lacking == {("liar", key) for key in KEYS}
 
 
-def test_one_that_is_busy_is_left_alone_for_a_moment(liar: StrangeServer) -> None:
+def test_busy_holder_is_avoided_briefly(liar: StrangeServer) -> None:
     with page_server(PAGES) as (other, _), page_client() as client:
         holders = Holders(("busy", liar.port), ("other", other.port))
         job = loader(holders, client).submit(
@@ -176,7 +176,7 @@ def test_one_that_is_busy_is_left_alone_for_a_moment(liar: StrangeServer) -> Non
         assert seconds < 1.0
 
 
-def test_one_that_is_gone_is_avoided_for_longer_each_time() -> None:
+def test_lost_holder_is_avoided_with_growing_pauses() -> None:
     with strange_server() as gone:
         port = gone.port
     with page_client() as client:
@@ -192,7 +192,7 @@ def test_one_that_is_gone_is_avoided_for_longer_each_time() -> None:
         assert times[-1] == 30.0
 
 
-def test_one_that_says_nothing_by_the_deadline_is_avoided_and_no_other_is_asked(
+def test_silent_holder_is_avoided_without_second_try(
     liar: StrangeServer,
 ) -> None:
     with page_server(PAGES) as (other, _), page_client() as client:
@@ -226,14 +226,14 @@ def test_cancelling_a_job_ends_it() -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0])
-def test_no_time_left_asks_nobody(deadline_s: float) -> None:
+def test_expired_deadline_asks_no_holder(deadline_s: float) -> None:
     with page_server(PAGES) as (server, _), page_client() as client:
         job = load(loader(Holders(("a", server.port)), client), run_of(PAGES), deadline_s)
         assert job.reasons == [Reason.MISS] * 4
         assert server.stats.num_requests == 0
 
 
-def test_nobody_holds_it() -> None:
+def test_page_without_a_holder_is_a_miss() -> None:
     with page_client() as client:
         job = load(loader(Holders(), client), run_of(PAGES))
         assert job.reasons == [Reason.MISS] * 4

@@ -23,7 +23,7 @@ PASSWORD = "corrrect-horse"
         (f"unix://:{PASSWORD}@/run/redis.sock?db=2", "unix:///run/redis.sock"),
     ],
 )
-def test_a_url_is_shown_without_what_is_secret(text: str, shown: str) -> None:
+def test_shown_url_has_no_password(text: str, shown: str) -> None:
     settings = PeerSettings(index_url=text)
     assert settings.shown_url == shown
     assert parse_index_url(text).shown == shown
@@ -70,7 +70,7 @@ def test_an_option_of_tls_may_be_given() -> None:
         f"unix://:{PASSWORD}@/run/redis.sock?db={PASSWORD}",
     ],
 )
-def test_a_url_that_cannot_work_is_one_sentence_without_the_password(text: str) -> None:
+def test_invalid_url_is_refused_without_its_password(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PeerSettings(index_url=text)
     said = str(caught.value)
@@ -99,7 +99,7 @@ def test_a_setting_that_cannot_work_is_refused(values: dict[str, object]) -> Non
         PeerSettings(index_url="redis://localhost", **values)  # type: ignore[arg-type]
 
 
-def test_a_namespace_or_an_address_of_the_wrong_form_is_our_own_bug() -> None:
+def test_malformed_namespace_or_address_raises_value_error() -> None:
     settings = PeerSettings(index_url="redis://127.0.0.1:1")
     with pytest.raises(ValueError, match="namespace"):
         LocalityIndex(settings, namespace=b"", held=lambda _: None, purge_wanted=print)

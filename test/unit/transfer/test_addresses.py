@@ -14,7 +14,7 @@ OTHERS = ["203.0.113.1", "2001:db8::1", "::ffff:203.0.113.1"]
 NO_ADDRESSES = ["localhost", "example.org", "not an address", ""]
 
 
-def test_only_addresses_of_this_machine_are_its_own() -> None:
+def test_addresses_of_other_machines_are_not_own() -> None:
     assert [host for host in (*OWN, *OTHERS, *NO_ADDRESSES) if is_own_address(host)] == OWN
 
 
@@ -24,7 +24,7 @@ def test_an_instance_on_this_machine_is_allowed(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", [*OTHERS, *NO_ADDRESSES])
-def test_an_instance_elsewhere_that_nobody_named_is_refused_with_the_way_out(host: str) -> None:
+def test_unlisted_prefill_host_is_refused_with_advice(host: str) -> None:
     with pytest.raises(TransferError, match=r"--transfer-keys .* --transfer-allow"):
         check_is_allowed(host, ())
     with pytest.raises(
@@ -34,7 +34,7 @@ def test_an_instance_elsewhere_that_nobody_named_is_refused_with_the_way_out(hos
 
 
 @pytest.mark.parametrize("host", [2130706433, True, None, b"\x7f\0\0\x01"])
-def test_what_is_no_text_is_no_address_of_this_machine(host: Any) -> None:
+def test_non_text_address_is_not_own(host: Any) -> None:
     """To Python these numbers and bytes are addresses; 2130706433 is 127.0.0.1."""
     assert not is_own_address(host)
     with pytest.raises(TransferError):
@@ -47,6 +47,6 @@ def test_an_instance_elsewhere_that_is_named_is_allowed(host: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "192.0.2.0/24,", "prefill-1", "192.0.2.0/40", "1.2.3", "*"])
-def test_what_is_no_network_is_refused_in_one_sentence(text: str) -> None:
+def test_invalid_network_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--transfer-allow .* is neither"):
         parse_networks("--transfer-allow", text)

@@ -24,13 +24,13 @@ def test_the_same_layout_pairs_whole_pages() -> None:
     assert all(pair.source_slice is pair.destination_slice is None for pair in pairs)
 
 
-def test_a_stage_pairs_with_its_layers_alone() -> None:
+def test_stage_pairs_only_its_own_layers() -> None:
     stage = msgspec.structs.replace(ONE, page_bytes=[128] * 2, layer_ids=[1, 1])
     pairs = pair_buffers(stage, ONE)
     assert [(pair.source, pair.destination) for pair in pairs] == [(0, 1), (1, 3)]
 
 
-def test_half_the_heads_are_the_half_of_each_token() -> None:
+def test_half_of_the_heads_is_half_a_token() -> None:
     pair = pair_buffers(rank(0, 1), rank(1, 2))[0]
     assert pair.source_slice == TokenSlice(32, 16, 32)
     assert pair.destination_slice is None
@@ -39,14 +39,12 @@ def test_half_the_heads_are_the_half_of_each_token() -> None:
     assert pair.destination_slice == TokenSlice(32, 16, 32)
 
 
-def test_ranks_without_a_head_in_common_have_no_pairs() -> None:
+def test_ranks_without_common_heads_have_no_pairs() -> None:
     assert pair_buffers(rank(0, 2), rank(3, 4)) == []
 
 
 @pytest.mark.parametrize(("tp", "senders"), [(1, [0, 4]), (2, [0, 4]), (4, [0, 2, 4, 6])])
-def test_of_ranks_with_the_same_head_one_sends_it_to_each_decode_rank(
-    tp: int, senders: list[int]
-) -> None:
+def test_repeated_head_is_sent_once_per_decode_rank(tp: int, senders: list[int]) -> None:
     """8 ranks of 2 heads. Decode rank r is served by the r-th group of consecutive ranks."""
 
     def of(tp_rank: int, tp_size: int) -> KVLayout:
@@ -68,12 +66,12 @@ def test_of_ranks_with_the_same_head_one_sends_it_to_each_decode_rank(
         ({"aux_bytes": [24, 24]}, "1 metadata buffers and decode 2"),
         ({"layer_ids": [0, 2, 0, 2]}, "KV of layer 1 that decode does not"),
         ({"page_bytes": [64] * 4}, "128 bytes on prefill and 64"),
-        ({"page_bytes": [128] * 3}, "contradicts itself"),
-        ({"tp_rank": 1}, "contradicts itself"),
-        ({"tp_size": 2, "page_bytes": [100] * 4}, "no split by heads"),
+        ({"page_bytes": [128] * 3}, "inconsistently"),
+        ({"tp_rank": 1}, "inconsistently"),
+        ({"tp_size": 2, "page_bytes": [100] * 4}, "not a split by heads"),
     ],
 )
-def test_what_cannot_be_paired_is_refused_in_one_sentence(
+def test_unpairable_layouts_are_refused_in_one_sentence(
     changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(TransferError, match=says) as refusal:

@@ -12,7 +12,7 @@ from msgspec import inspect
 import sglang_tiered.transfer
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.wire import framing
+from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def test_the_table_has_every_message_with_its_fields() -> None:
+def test_readme_table_lists_every_message_and_field() -> None:
     expected = {kind.__name__: list(kind.__struct_fields__) for kind in ALL}
     assert rows() == expected
 
@@ -45,11 +45,11 @@ def test_the_table_has_the_version_there_is() -> None:
     assert f"(`{messages.VERSION_FRAME.decode()}`)" in README
 
 
-def test_tags_are_their_names_so_that_a_trace_can_be_read() -> None:
+def test_message_tags_are_readable_names() -> None:
     assert {kind.__struct_config__.tag for kind in ALL} == {kind.__name__.lower() for kind in ALL}
 
 
-def test_another_version_is_named_beside_ours() -> None:
+def test_foreign_version_is_refused_by_both_numbers() -> None:
     with pytest.raises(TransferError, match=f"version 12 .* version {messages.VERSION};"):
         messages.check_version(b"sgt-kv/12", "a peer")
     with pytest.raises(TransferError) as refusal:
@@ -61,14 +61,14 @@ def test_another_version_is_named_beside_ours() -> None:
     "frame",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(framing.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
-        pytest.param(framing.encode(messages.Bye("reason"))[:-1], id="cut short"),
+        pytest.param(sockets.encode(messages.Bye("reason")).replace(b"s", b"\xff"), id="no UTF-8"),
+        pytest.param(sockets.encode(messages.Bye("reason"))[:-1], id="cut short"),
         pytest.param(b"\x91" * 100_000, id="deep"),
     ],
 )
-def test_what_is_no_message_is_refused_and_ends_no_thread(frame: bytes) -> None:
-    with pytest.raises(TransferError, match="none of ours"):
-        framing.decode(frame, messages.control_from_decode)
+def test_garbage_frame_raises_only_a_transfer_error(frame: bytes) -> None:
+    with pytest.raises(TransferError, match="not a message of this protocol"):
+        sockets.decode(frame, messages.control_from_decode)
 
 
 def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
@@ -87,7 +87,7 @@ def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
             yield name, kind.max_length
 
 
-def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
+def test_every_field_of_a_message_is_bounded() -> None:
     """A layout of two million layers took the only thread of an endpoint for seconds."""
     found = {}
     for message in (*ALL, messages.Offer):
@@ -98,12 +98,12 @@ def test_nothing_of_a_message_is_as_long_as_a_stranger_likes() -> None:
     assert endless == cut | {"Last.aux[]"}, "whose length is compared with the pool's"
     layout = messages.KVLayout(1, "", [1] * 4096, [0] * 4096, 0, 1, 0, [], [])
     hello = messages.Hello(b"", layout, 1, False)
-    assert framing.decode(framing.encode(hello), messages.control_from_decode) == hello
+    assert sockets.decode(sockets.encode(hello), messages.control_from_decode) == hello
     layout.page_bytes.append(1)
     with pytest.raises(TransferError, match="length <= 4096"):
-        framing.decode(framing.encode(hello), messages.control_from_decode)
+        sockets.decode(sockets.encode(hello), messages.control_from_decode)
 
 
 def test_reasons_fit_a_line() -> None:
-    assert framing.printable("a\nb\x00c\u202e") == "a b c "
-    assert len(framing.printable("x" * 9999)) == framing.MAX_REASON
+    assert sockets.printable("a\nb\x00c\u202e") == "a b c "
+    assert len(sockets.printable("x" * 9999)) == sockets.MAX_REASON

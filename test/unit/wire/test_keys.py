@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_each_role_loads_its_pair_and_peers_key(tmp_path: Path) -> None:
+def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:
     made = make_keys(tmp_path)
     assert len(made) == 4
     prefill, decode = load_keys(tmp_path, "prefill"), load_keys(tmp_path, "decode")
@@ -39,7 +39,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
         load_keys(tmp_path, "prefill")
 
 
-def test_a_missing_peer_pair_names_its_flag(tmp_path: Path) -> None:
+def test_missing_peer_pair_is_named_with_its_flag(tmp_path: Path) -> None:
     make_keys(tmp_path)
     with pytest.raises(ConfigError, match=r"--tier-peer-keys .*peer.key_secret.*--role peer"):
         load_keys(tmp_path, PEER)
@@ -64,7 +64,7 @@ def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Pat
         load_keys(tmp_path, "prefill")
 
 
-def test_a_public_file_as_secret_is_refused(tmp_path: Path) -> None:
+def test_public_key_in_a_secret_file_is_refused(tmp_path: Path) -> None:
     make_keys(tmp_path)
     secret = tmp_path / "prefill.key_secret"
     secret.write_bytes((tmp_path / "prefill.key").read_bytes())
@@ -72,7 +72,7 @@ def test_a_public_file_as_secret_is_refused(tmp_path: Path) -> None:
         load_keys(tmp_path, "prefill")
 
 
-def test_an_authenticator_binds_key_and_parts() -> None:
+def test_authenticator_binds_key_and_part_boundaries() -> None:
     tagger = Tagger(b"k" * 32)
     tag = tagger.tag(b"ab", b"c")
     assert len(tag) == TAG_BYTES
@@ -84,14 +84,14 @@ def test_an_authenticator_binds_key_and_parts() -> None:
     assert not tagger.is_right(tag[:-1], b"ab", b"c")
 
 
-def test_without_key_only_the_empty_authenticator_fits() -> None:
+def test_without_a_key_only_empty_tags_verify() -> None:
     tagger = Tagger(b"")
     assert tagger.tag(b"x") == b""
     assert tagger.is_right(b"", b"x")
     assert not tagger.is_right(b"forged", b"x")
 
 
-def test_sessions_have_own_keys_or_none(tmp_path: Path) -> None:
+def test_each_session_has_a_fresh_key(tmp_path: Path) -> None:
     make_keys(tmp_path)
     keys = load_keys(tmp_path, "prefill")
     assert new_session_key(None) == b""
@@ -100,10 +100,10 @@ def test_sessions_have_own_keys_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", UNUSABLE)
-def test_one_peers_bad_key_is_named(content: str, tmp_path: Path) -> None:
+def test_one_bad_key_file_is_named_at_start(content: str, tmp_path: Path) -> None:
     make_keys(tmp_path)
     (tmp_path / "third.key").write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"third\.key is no usable key; copy it anew, or move"):
+    with pytest.raises(ConfigError, match=r"third\.key is not a usable key; copy it again"):
         load_keys(tmp_path, "prefill")
     (tmp_path / "third.key").rename(tmp_path / ".third.key")  # which is not read
     load_keys(tmp_path, "prefill")
@@ -117,14 +117,16 @@ def test_keys_where_others_could_admit_themselves_are_refused(mode: int, tmp_pat
         load_keys(tmp_path, "prefill")
 
 
-def test_a_key_others_could_replace_is_refused(tmp_path: Path) -> None:
+def test_key_directory_writable_by_others_is_refused(tmp_path: Path) -> None:
     make_keys(tmp_path)
     (tmp_path / "decode.key").chmod(0o666)
     with pytest.raises(ConfigError, match=r"decode\.key can be written by others.*chmod go-w"):
         load_keys(tmp_path, "prefill")
 
 
-def test_keys_on_a_read_only_mount_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_mount_allows_any_key_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_keys(tmp_path)
     tmp_path.chmod(0o1777)  # as Kubernetes mounts secrets
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))

@@ -1,7 +1,8 @@
-"""Who the prefill servers are: asked of their bootstrap servers, off the scheduler's thread."""
+"""Looks prefill servers up at their bootstrap servers, off the scheduler's thread."""
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import json
 import logging
@@ -24,15 +25,16 @@ from sglang_tiered.transfer.addresses import is_own_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang_tiered.transfer.decode.session import Address
+    from sglang_tiered.transfer.decode.sessions import Address
 
 __all__ = [
     "LOOKUP_DEADLINE_S",
-    "PrefillLookups",
+    "BootstrapClient",
     "RankKey",
     "address_of",
     "addresses_of",
-    "forget_ranks",
+    "check_num_ranks",
+    "forget_connections",
     "is_loopback",
     "is_wildcard",
 ]
@@ -40,17 +42,18 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOOKUP_DEADLINE_S = 5.0
-"""For all questions of a lookup, and for a request that waits for one."""
+"""Bounds all questions of one lookup, and a request that waits for one."""
 
 MAX_LOOKUPS = 16
-"""At a time; each is a thread."""
+"""Lookups at a time; each takes a thread."""
 
 MAX_LOOKUPS_PER_MACHINE = 4
-"""Of these, so that one that answers slowly does not hold up the others. A machine may have several
-servers, some of which are silent."""
+"""Lookups at one machine at a time, so that one that answers slowly does not hold up the others. A
+machine may have several servers, some of which are silent."""
 
 MAX_SERVERS = 1024
-"""That are remembered, and as many that failed: clients name them. Those used last stay."""
+"""Servers that are remembered, and as many whose lookup failed: clients name them. Those used last
+stay."""
 
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -58,52 +61,56 @@ LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
 
 MAX_WAITING = 4096
-"""Calls that wait for one server's answer; those beyond are dropped. And rooms whose replica was
-asked for, in all and about; the oldest are forgotten."""
+"""Callbacks that wait for one server's answer, beyond which more are dropped; also rooms whose
+replica was asked for, over all servers, of which the oldest are forgotten."""
 
 ROOMS_RETRY_S = 0.05
 """Pause between two questions to one server for the replicas that serve rooms."""
 
 REMEMBERED_S = 60.0
-"""Which replica serves a room; its number is not to be used again within that time."""
+"""How long it is remembered which replica serves a room: no room number is used again sooner."""
 
 NO_REPLICA = -1
-"""Of a room whose replica is not to be known: a rank that does not exist."""
+"""Stands for a replica that cannot be found out: a rank that does not exist."""
 
 MAX_RANKS = 4096
-"""Of one prefill server; each that concerns this rank is a question to its bootstrap server."""
+"""Ranks of one prefill server. Each that concerns this rank costs a question to its bootstrap
+server."""
 
 RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
 
 
 class _Row(msgspec.Struct):
-    """What a bootstrap server must say of a rank. It says more, which decode does not need."""
+    """What a bootstrap server must say of a rank. Decode ignores the rest of its answer."""
 
     rank_ip: Annotated[str, msgspec.Meta(max_length=255, pattern=r"\A[0-9A-Za-z.:%_-]+\Z")]
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class PrefillLookups:
-    """What decode knows of prefill servers, asked for on a thread of its own: SGLang asks on the
+class BootstrapClient:
+    """What decode knows of prefill servers. It asks on threads of its own: SGLang asks on the
     scheduler's, where a host that drops packets stops all decoding for seconds at a time."""
 
     def __init__(self, manager: CommonKVManager, check_is_allowed: Callable[[str], None]) -> None:
-        """``check_is_allowed`` raises ``TransferError`` for a host that is not to be asked."""
+        """``check_is_allowed`` raises ``TransferError`` for a host that must not be asked."""
         self._manager = manager
         self._check_is_allowed = check_is_allowed
         self._lock = threading.Lock()
-        self._ranks: OrderedDict[str, dict[RankKey, Address]] = OrderedDict()  # used last: last
+        self._ranks: OrderedDict[str, dict[RankKey, Address]] = (
+            OrderedDict()
+        )  # least recently used first
         self._failures: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._running: set[str] = set()
         self._asked: Counter[str] = Counter()  # machines, by their address
         self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
-        # Of each (server, room): when it was first asked for, and the answer.
+        # For each (server, room): when its replica was first asked for, and the answer.
         self._replicas: OrderedDict[tuple[str, int], tuple[float, int | None]] = OrderedDict()
-        self._rooms_asked_at: dict[str, float] = {}  # of servers; for ever while one is asked
+        self._rooms_asked_at: dict[str, float] = {}  # by server; infinite while one is asked
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "kv-transfer-lookup")
 
-    def is_known(self, server: str) -> bool:
-        if self.use(server):
+    def ensure_known(self, server: str) -> bool:
+        """Whether a server is known by now; starts a lookup of one that is not."""
+        if self.mark_used(server):
             return True
         with self._lock:
             failed_at, _ = self._failures.get(server, (-LOOKUP_RETRY_S, ""))
@@ -112,42 +119,43 @@ class PrefillLookups:
                 self._threads.submit(self._look_up, server)
         return False
 
-    def use(self, server: str) -> bool:
-        """A request is served by this server: remember it longer than others. Whether it is
-        known."""
+    def mark_used(self, server: str) -> bool:
+        """Remember a server longer than those not used since. Returns whether it is known."""
         with self._lock:
             if server in self._ranks:
                 self._ranks.move_to_end(server)
             return server in self._ranks
 
-    def rank_of(self, server: str, key: RankKey) -> Address | None:
+    def rank_address(self, server: str, key: RankKey) -> Address | None:
+        """Where a rank of a known server listens."""
         with self._lock:
             return self._ranks.get(server, {}).get(key)
 
-    def why_unknown(self, server: str) -> str | None:
-        """The reason of the last failed lookup, if the server is still unknown."""
+    def lookup_failure(self, server: str) -> str | None:
+        """Why the last lookup failed, if the server is still unknown."""
         with self._lock:
             if server in self._ranks or server not in self._failures:
                 return None
             return self._failures[server][1]
 
-    def tell_ranks(self, server: str, tell: Callable[[list[Address]], None]) -> None:
-        """Call ``tell`` with the addresses of all ranks of ``server``: at once where they are
-        known, or when a lookup finds them, on its thread. Where one fails, never: such a server
-        has no request of ours that it could be told of."""
-        self.is_known(server)  # asks where nobody is asking
+    def call_with_ranks(self, server: str, callback: Callable[[list[Address]], None]) -> None:
+        """Call ``callback`` with the addresses of all ranks of ``server``: at once if they are
+        known, else when a lookup finds them, on its thread. Never, if the lookup fails: no request
+        can have reached such a server."""
+        self.ensure_known(server)
         with self._lock:
             ranks = self._ranks.get(server)
             if ranks is None and server in self._running:
                 waiting = self._waiting.setdefault(server, [])
                 if len(waiting) < MAX_WAITING:
-                    waiting.append(tell)
+                    waiting.append(callback)
         if ranks is not None:
-            tell(list(ranks.values()))
+            callback(list(ranks.values()))
 
     def replicas_of(self, server: str, rooms: list[int]) -> dict[str, int]:
-        """Which replica of a server serves each room, of those that are known by now. Others are
-        asked for, and after a while there is none for them: ``NO_REPLICA``."""
+        """The replica that serves each room whose replica is known by now; asks for the others.
+        A room that has no answer after ``LOOKUP_DEADLINE_S`` gets ``NO_REPLICA``. SGLang calls this
+        instead of its own ``query_prefill_dp_ranks``."""
         now, answers = time.monotonic(), {}
         with self._lock:
             while self._replicas:  # a number may be another request's by then
@@ -177,7 +185,9 @@ class PrefillLookups:
                 said = _answer(session, "POST", url, until, {"bootstrap_rooms": rooms})
             found = _replicas_in(said, rooms)
         except Exception as error:
-            logger.debug("%s does not say which replica serves a request: %s", server, error)
+            logger.debug(
+                "%s does not say which replica serves a request (%s); asking again", server, error
+            )
         with self._lock:
             self._rooms_asked_at[server] = time.monotonic()
             while len(self._rooms_asked_at) > MAX_SERVERS:
@@ -186,8 +196,8 @@ class PrefillLookups:
                 if (server, room) in self._replicas:
                     self._replicas[server, room] = self._replicas[server, room][0], rank
 
-    def forget(self, address: Address) -> list[str]:
-        """Forget the servers that have a rank at ``address``. Returns them."""
+    def forget_servers_at(self, address: Address) -> list[str]:
+        """Forget the servers that have a rank at ``address``, and return them."""
         with self._lock:
             servers = [s for s, ranks in self._ranks.items() if address in ranks.values()]
             for server in servers:
@@ -196,7 +206,10 @@ class PrefillLookups:
         return servers
 
     def _look_up(self, server: str) -> None:
-        asked, ranks, reason = _Asking(self._manager), {}, None
+        # SGLang's lookup writes its result into the manager; this copy keeps it from the scheduler
+        # until the ranks are known too.
+        asked, ranks, reason = copy.copy(self._manager), {}, None
+        asked.prefill_info_table = {}
         until = time.monotonic() + LOOKUP_DEADLINE_S
         try:
             host = server.rpartition(":")[0].strip("[]")
@@ -209,7 +222,7 @@ class PrefillLookups:
                     reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
-            # The rest is for who runs it to mend: a client named it, so it may say anything.
+            # A client names the server, so its answer may be anything.
             reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
         forgotten: list[str] = []
         with self._lock:
@@ -228,13 +241,13 @@ class PrefillLookups:
                 self._manager.prefill_info_table.pop(forgotten[-1], None)
             waiting = self._waiting.pop(server, [])
         for other in forgotten:
-            forget_ranks(self._manager, other)
-        for tell in waiting if reason is None else ():
-            tell(list(ranks.values()))
+            forget_connections(self._manager, other)
+        for callback in waiting if reason is None else ():
+            callback(list(ranks.values()))
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[None]:
-        """Raises ``TransferError`` while a machine holds up as many questions as it may."""
+        """Counts a question to a machine. Raises ``TransferError`` when too many are open there."""
         machine = _machine_of(host)
         with self._lock:
             if self._asked[machine] >= MAX_LOOKUPS_PER_MACHINE:
@@ -244,39 +257,27 @@ class PrefillLookups:
             yield
         finally:
             with self._lock:
-                self._asked -= Counter([machine])  # keeps none of zero
+                self._asked -= Counter([machine])  # drops zero counts
 
 
-def forget_ranks(manager: CommonKVManager, bootstrap_address: str) -> None:
-    """Where SGLang keeps the ranks of a prefill server. Any thread."""
+def forget_connections(manager: CommonKVManager, bootstrap_address: str) -> None:
+    """Drop the ranks of a prefill server from SGLang's cache of them. Any thread."""
     with manager.connection_lock:
         for key in [k for k in manager.connection_pool if k.startswith(bootstrap_address)]:
             del manager.connection_pool[key]
 
 
-class _Asking:
-    """The manager, but for the table in which a lookup puts what it finds."""
-
-    def __init__(self, manager: CommonKVManager) -> None:
-        self._manager = manager
-        self.prefill_info_table: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    def _resolve_rank_mapping(self, info: Any) -> None:
-        """SGLang's, for a number of ranks that a server can have: it makes lists of them, and
-        with none it fails on the scheduler's thread."""
-        sizes = info.dp_size, info.attn_cp_size, info.attn_tp_size, info.pp_size
-        if min(sizes) < 1 or math.prod(sizes) > MAX_RANKS:
-            raise TransferError(f"it says that it has no ranks, or more than {MAX_RANKS}")
-        self._manager._resolve_rank_mapping(info)  # noqa: SLF001
+def check_num_ranks(info: Any) -> None:
+    """Raises ``TransferError`` for a number of ranks that no server has: SGLang makes lists of
+    them, and with no rank at all it fails on the scheduler's thread."""
+    sizes = info.dp_size, info.attn_cp_size, info.attn_tp_size, info.pp_size
+    if min(sizes) < 1 or math.prod(sizes) > MAX_RANKS:
+        raise TransferError(f"it says that it has no ranks, or more than {MAX_RANKS}")
 
 
 def _ranks_of(server: str, info: Any, until: float) -> dict[RankKey, Address]:
-    """The only place where what a bootstrap server says of its ranks is read. Raises
-    ``TransferError`` for a rank that it does not know or that is none, and for one that is not
-    said in time."""
+    """The addresses of all ranks that concern this one, asked one by one. Raises ``TransferError``
+    for a rank that the server does not know or describes wrongly, and for a late answer."""
     ranks: dict[RankKey, Address] = {}
     with requests.Session() as session:
         for dp in range(info.dp_size):
@@ -295,8 +296,8 @@ def _ranks_of(server: str, info: Any, until: float) -> dict[RankKey, Address]:
 def _answer(
     session: requests.Session, method: str, url: str, until: float, json_body: Any = None
 ) -> Any:
-    """What a bootstrap server says. Raises ``TransferError`` or ``requests.RequestException``
-    where that is nothing, too much or too late."""
+    """The JSON that a bootstrap server answers. Raises ``TransferError`` or
+    ``requests.RequestException`` for an answer that is missing, too long or too late."""
     late = TransferError(f"it did not answer within {LOOKUP_DEADLINE_S:.0f} s")
     left = until - time.monotonic()
     if left <= 0:
@@ -322,7 +323,8 @@ def _answer(
 
 
 def _replicas_in(said: Any, rooms: list[int]) -> dict[int, int]:
-    """SGLang makes numbers of them on the scheduler's thread, and ends on what is none."""
+    """The replica of each room in an answer. SGLang converts them to numbers on the scheduler's
+    thread, and an error there would end it, so anything else becomes ``NO_REPLICA``."""
     if not isinstance(said, dict):
         return dict.fromkeys(rooms, NO_REPLICA)
     found = {room: said[str(room)] for room in rooms if str(room) in said}
@@ -336,6 +338,7 @@ def _machine_of(host: str) -> str:
 
 
 def _address_in(row: Any, rank: str) -> Address:
+    """The address in a bootstrap server's row. Raises ``TransferError`` for any other row."""
     try:
         parsed = msgspec.convert(row, _Row)
     except msgspec.ValidationError as error:
@@ -353,7 +356,7 @@ def address_of(host: str) -> str:
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses of a name, or of an address itself. Raises ``OSError`` for an unknown one."""
+    """The addresses of a host name or an address. Raises ``OSError`` for an unknown name."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 

@@ -1,17 +1,16 @@
-"""Loads on the decode side of a handoff: what prefill is promised lies in memory already.
+"""Loads on the decode side of a handoff: decode promises prefill only what is in memory already.
 
 Decode promises prefill a prefix as it reserves memory for a request, and prefill sends only what
 follows it. SGLang counts what storage holds into the promise and loads it afterwards. If less
-arrives (a damaged page, a read that fails, a load that no longer pays) the rest is nowhere to be
-had, and the request fails. SGLang can have a prompt computed once more on prefill, for weight
-updates, but that leaves out the request's adapter, its grammar, its images and its log
-probabilities, so it is no way out.
+arrives (a damaged page, a read that fails, a load that no longer pays) there is no other source,
+and the request fails. SGLang can have prefill compute a prompt again, for weight updates, but
+without the request's adapter, grammar, images and log probabilities, so that does not help here.
 
 So here the load comes first. It begins when the request comes, beside the handshake with prefill,
-and by the rules of every other load: as much as pays, put off while others fill the window, agreed
-on by all ranks in the next step, given up when waiting no longer pays. The request is held back
-until its load has ended, and then promised what device and host memory hold. The host copies are
-locked until they are on their way to the device.
+and obeys the rules of every other load: as much as pays, deferred while others fill the window,
+agreed on by all ranks in the next step, abandoned when waiting no longer pays. The request is held
+back until its load has ended, and then promised what device and host memory hold. The host copies
+are locked until they are on their way to the device.
 
 Hooks of ``DecodePreallocQueue`` and ``DecodeTransferQueue``, on the scheduler's thread. Every rank
 runs them in the same order over the same requests.
@@ -39,11 +38,11 @@ __all__ = [
 ]
 
 _BEGUN = "_sglang_tiered_load_begun"
-"""Mark of a ``DecodeRequest`` whose load was asked for."""
+"""Marks a ``DecodeRequest`` whose load was asked for."""
 
 
 def after_handshakes(_: Any, queue: Any, *__: Any, **___: Any) -> None:
-    """Of the requests that wait for memory: begin their loads, and hold back those under way."""
+    """Begin the loads of requests that wait for memory, and hold back those whose load runs."""
     cache = queue.tree_cache
     if not queue.scheduler.enable_decode_hicache or not _loads(cache):
         return
@@ -71,12 +70,12 @@ def _loads(cache: Any) -> bool:
 
 
 def _may_load(entry: DecodeRequest) -> bool:
-    """SGLang matches no prefix of a request that prefill computes once more."""
+    """Whether SGLang matches a prefix: not for a request that prefill computes once more."""
     return not entry.is_rebootstrap and entry.req.finished_reason is None
 
 
 def _begin(queue: Any, req: Req) -> None:
-    """Ask for what the tiers hold behind what is in memory, as decode will match it."""
+    """Load what the tiers hold after the prefix in memory, matched as decode will match it."""
     cache, tokens = queue.tree_cache, req.origin_input_ids
     end = len(tokens)
     if queue._uses_swa_tail_prealloc():  # noqa: SLF001 - prefill always sends these windows
@@ -101,7 +100,8 @@ def _begin(queue: Any, req: Req) -> None:
 
 
 def after_match(_: Any, queue: Any, req: Req, prefix_match: Any) -> None:
-    """A request is given memory, and what it matched will be promised."""
+    """Lock the prefix that a request matched: it was given memory, and the prefix will be
+    promised."""
     if (
         prefix_match is not None
         and prefix_match.needs_local_restore
@@ -111,7 +111,7 @@ def after_match(_: Any, queue: Any, req: Req, prefix_match: Any) -> None:
 
 
 def after_preallocation(result: Any, queue: Any, *_: Any, **__: Any) -> None:
-    """Requests have left the queue: promised, or failed."""
+    """Settle the loads of requests that left the queue, with a promise or a failure."""
     cache = queue.tree_cache
     if not _loads(cache):
         return
@@ -126,7 +126,7 @@ def after_preallocation(result: Any, queue: Any, *_: Any, **__: Any) -> None:
 
 
 def after_transfers(_: Any, queue: Any, *__: Any, **___: Any) -> None:
-    """Host copies that are on their way to the device are locked by the copy itself."""
+    """Unlock host copies that are on their way to the device: the copy itself locks them."""
     cache = queue.tree_cache
     if isinstance(cache, LoadingRadixCache) and cache.has_promised:
         waiting = {

@@ -2,8 +2,8 @@
 
 SGLang's ``Common*`` classes keep what they do well: the bootstrap server, rank mapping, the
 monotone status of each room. Replaced are their sockets, their HTTP in the scheduler loop and
-their heartbeat: the endpoint binds to ``--host``, and a peer's end fails its rooms at once.
-Status is written by the endpoint's thread and read by the scheduler's, as SGLang's own backends do.
+their heartbeat: the endpoint binds to ``--host``, and the loss of a peer fails its rooms at once.
+The endpoint's thread writes each status and the scheduler's reads it, as in SGLang's own backends.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered.integration.disaggregation import kv_pools
 from sglang_tiered.integration.disaggregation.bootstrap_client import (
-    PrefillLookups,
-    RankKey,
+    BootstrapClient,
     address_of,
     addresses_of,
-    forget_ranks,
+    check_num_ranks,
+    forget_connections,
     is_loopback,
     is_wildcard,
 )
-from sglang_tiered.integration.disaggregation.transfer_seams import SIGNATURES
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
@@ -51,30 +50,88 @@ from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.transfer.decode.session import Address
+    from sglang_tiered.transfer.decode.sessions import Address
 
-__all__ = ["CLASSES", "ZmqKVManager", "ZmqKVReceiver", "ZmqKVSender"]
+__all__ = [
+    "CLASSES",
+    "DecodeKVManager",
+    "PrefillKVManager",
+    "ZmqKVReceiver",
+    "ZmqKVSender",
+    "make_manager",
+]
 
 REST_S = 0.005
 
 NUM_ROOMS = 2**63
-"""Numbers that a request may name its room by, from 0: larger ones SGLang's tensors do not hold."""
+"""A request may name its room by a number from 0 up to this: SGLang's tensors hold no larger one.
+"""
+
+_COMMON = "sglang.srt.disaggregation.common.conn:CommonKV"
+_QUEUE = "sglang.srt.disaggregation.decode:DecodePreallocQueue"
+
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    f"{_COMMON}Manager.__init__": (
+        *("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
+    ),
+    f"{_COMMON}Manager.register_to_bootstrap": ("self",),
+    f"{_COMMON}Manager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_COMMON}Manager._resolve_rank_mapping": ("self", "info"),
+    f"{_COMMON}Manager.update_status": ("self", "bootstrap_room", "status"),
+    f"{_COMMON}Sender.send": ("self", "kv_indices", "state_indices"),
+    f"{_COMMON}Sender.abort": ("self",),
+    f"{_COMMON}Sender.clear": ("self",),
+    f"{_COMMON}Sender.failure_exception": ("self",),
+    f"{_COMMON}Receiver.init": ("self", "prefill_dp_rank"),
+    f"{_COMMON}Receiver.send_metadata": (
+        *("self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination"),
+    ),
+    f"{_COMMON}Receiver._get_bootstrap_info_from_server": (
+        *("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
+    ),
+    f"{_COMMON}Receiver.query_prefill_dp_ranks": ("bootstrap_addr", "bootstrap_rooms"),
+    f"{_COMMON}Receiver._register_kv_args": ("self",),
+    f"{_COMMON}Receiver._send_abort_notification": ("self", "force_arm"),
+    f"{_COMMON}Receiver._clear": ("self",),
+    f"{_COMMON}Receiver.failure_exception": ("self",),
+    f"{_COMMON}Receiver.abort": ("self",),
+    "sglang.srt.arg_groups.model_override_base:model_config_of": ("server_args",),
+    f"{_QUEUE}._ensure_prefill_info": ("self", "addr_to_reqs"),
+}
+"""What this module relies on of SGLang, checked when a KV manager is made: only then is it used."""
 
 logger = logging.getLogger(__name__)
 
 
-class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
-    """One rank's side of every handoff. Made by SGLang's bootstrap and preallocation queues."""
+def make_manager(
+    args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
+) -> PrefillKVManager | DecodeKVManager:
+    """The KV manager of this role. SGLang's bootstrap and preallocation queues make it."""
+    check_signatures(SIGNATURES)
+    role = DecodeKVManager if mode == DisaggregationMode.DECODE else PrefillKVManager
+    return role(args, mode, server_args, is_mla_backend)
+
+
+class KVManagerRole:
+    """What both roles share: one rank's endpoint, and the status of its rooms. Before SGLang's
+    class."""
 
     reports_transfer_latency = True
 
-    def __init__(
-        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
-    ) -> None:
-        check_signatures(SIGNATURES)
+    endpoint: PrefillEndpoint | DecodeEndpoint
+    request_status: Any
+    failure_records: dict[int, str]
+    failure_lock: threading.Lock
+    server_args: Any
+    attn_tp_rank: int
+    attn_tp_size: int
+    update_status: Any
+    server_socket: Any
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, server_args, is_mla_backend, self._transfer.codec)
@@ -83,61 +140,31 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         self.supports_host_destination = self.host_memory is not None
         self._exporter: MetricsExporter | None = None
         self._happened = threading.Event()
-        self.sending: PrefillEndpoint | None = None
-        self.receiving: DecodeEndpoint | None = None
-        super().__init__(args, mode, server_args, is_mla_backend)
+        super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
-        if mode == DisaggregationMode.DECODE:
-            self._lookups = PrefillLookups(self, self.check_is_allowed)
-            self.receiving = DecodeEndpoint(
-                layout=self._of_rank(),
-                memories=self._memories,
-                listener=self,
-                settings=self._settings(),
-                keys=self._keys("decode"),
-                on_tick=self._export,
-            )
-
-    def register_to_bootstrap(self) -> None:
-        """Listen, then announce where. Called by the constructor, on prefill only."""
-        host = address_of(self.bootstrap_host)
-        keys = self._keys("prefill")
-        if keys is None and not is_loopback(host):
-            logger.warning(
-                "KV transfer listens on %s without --transfer-keys: whoever reaches this port can "
-                "read the KV of requests it opens. Make keys with python -m sglang_tiered keygen, "
-                "or close the network.",
-                host,
-            )
-        self.sending = PrefillEndpoint(
-            host=host,
-            layout=self._of_rank(),
-            memories=self._memories,
-            rank=self._prefill_unique_rank(),
-            listener=self,
-            settings=self._settings(),
-            keys=keys,
-            on_tick=self._export,
-        )
-        self.rank_port = self.sending.control_port
-        if not is_wildcard(host):
-            self.local_ip = host
-        super().register_to_bootstrap()
-
-    @property
-    def endpoint(self) -> PrefillEndpoint | DecodeEndpoint | None:
-        return self.sending or self.receiving
 
     def rest(self) -> None:
-        """Wait a moment for a room to move, while this instance has nothing to compute. On the
-        scheduler's thread; only where it would take a core from who computes."""
-        if self.endpoint is not None and self.endpoint.num_rooms:
+        """Wait a moment for a room to move while this instance has nothing to compute. On the
+        scheduler's thread, and only where polling would take a core from a computing process."""
+        if self.endpoint.num_rooms:
             self._happened.wait(REST_S)
             self._happened.clear()
 
-    def _export(self) -> None:
-        endpoint = self.endpoint
-        if endpoint is None or not self.server_args.enable_metrics:
+    def room_failed(self, room: int, reason: str) -> None:
+        self._conclude(room, KVPoll.Failed, reason)
+
+    def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
+        # A late failure must not bring back a room that SGLang has cleared.
+        if room not in self.request_status:
+            return
+        if reason is not None:
+            with self.failure_lock:
+                self.failure_records.setdefault(room, reason)
+        self.update_status(room, status)
+        self._happened.set()
+
+    def _export(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
+        if not self.server_args.enable_metrics:
             return
         if self._exporter is None:
             read = partial(transfer_stats, endpoint)
@@ -162,7 +189,37 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         directory: Path | None = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
 
-    # Prefill, called by SGLang's scheduler.
+
+class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+    """The sending side of every handoff of one rank."""
+
+    endpoint: PrefillEndpoint
+
+    def register_to_bootstrap(self) -> None:
+        """Listen, then announce where. SGLang's constructor calls this."""
+        host = address_of(self.bootstrap_host)
+        keys = self._keys("prefill")
+        if keys is None and not is_loopback(host):
+            logger.warning(
+                "KV transfer listens on %s without --transfer-keys; every host that reaches this "
+                "port can read the KV of requests it opens. Make keys with python -m "
+                "sglang_tiered keygen, or close the network.",
+                host,
+            )
+        self.endpoint = PrefillEndpoint(
+            host=host,
+            layout=self._of_rank(),
+            memories=self._memories,
+            rank=self._prefill_unique_rank(),
+            listener=self,
+            settings=self._settings(),
+            keys=keys,
+            on_tick=self._export,
+        )
+        self.rank_port = self.endpoint.control_port
+        if not is_wildcard(host):
+            self.local_ip = host
+        super().register_to_bootstrap()
 
     def add_transfer_request(
         self,
@@ -178,16 +235,16 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
         indices_event: Any = None,
         trace_ctx: Any = None,
     ) -> None:
-        assert self.sending is not None
+        """Send pages that are computed, or will be when ``wait_event`` says so."""
         if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
             return
         if not isinstance(index_slice, slice):
             reason = "context-parallel prefill scatters pages, which zmq does not send"
-            self.sending.fail(bootstrap_room, reason)
+            self.endpoint.fail_room(bootstrap_room, reason)
             self._conclude(bootstrap_room, KVPoll.Failed, reason)
             return
         sends_metadata = aux_index is not None and self.pp_group.is_last_rank
-        self.sending.send(
+        self.endpoint.send_chunk(
             bootstrap_room,
             Chunk(
                 _pages(kv_indices),
@@ -199,7 +256,7 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
             ),
         )
 
-    # What became of rooms; the endpoint's thread.
+    # ``PrefillListener``; the endpoint's thread.
 
     def room_ready(self, room: int, prefix_tokens: int) -> None:
         if room in self.request_status:
@@ -210,32 +267,23 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
     def room_sent(self, room: int) -> None:
         self._conclude(room, KVPoll.Success)
 
-    room_received = room_sent
 
-    def room_failed(self, room: int, reason: str) -> None:
-        self._conclude(room, KVPoll.Failed, reason)
+class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+    """The receiving side of every handoff of one rank."""
 
-    def prefill_lost(self, address: Address, reason: str) -> None:
-        """Its rooms have failed. What was looked up of it is forgotten: a successor has another
-        port, and perhaps another layout."""
-        for bootstrap_address in self._lookups.forget(address):
-            forget_ranks(self, bootstrap_address)
-            for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
-                # Those still without pages have no room at the endpoint.
-                if self.request_status.get(room) == KVPoll.WaitingForInput:
-                    self._conclude(room, KVPoll.Failed, reason)
+    endpoint: DecodeEndpoint
 
-    def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
-        # A room that SGLang has cleared must not come back with a failure of before.
-        if room not in self.request_status:
-            return
-        if reason is not None:
-            with self.failure_lock:
-                self.failure_records.setdefault(room, reason)
-        self.update_status(room, status)
-        self._happened.set()
-
-    # Decode, called by SGLang's scheduler.
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
+        self.endpoint = DecodeEndpoint(
+            layout=self._of_rank(),
+            memories=self._memories,
+            listener=self,
+            settings=self._settings(),
+            keys=self._keys("decode"),
+            on_tick=self._export,
+        )
 
     def check_is_allowed(self, host: str) -> None:
         """Raises ``TransferError`` for a prefill server that decode takes no KV from. Resolves
@@ -246,46 +294,49 @@ class ZmqKVManager(CommonKVManager):  # type: ignore[misc]
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill server is known by now. Asks it in the background."""
-        return self._lookups.is_known(bootstrap_addr)
+        return self.bootstrap_client.ensure_known(bootstrap_addr)
 
-    def use_server(self, bootstrap_addr: str) -> None:
-        self._lookups.use(bootstrap_addr)
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        check_num_ranks(info)
+        super()._resolve_rank_mapping(info)
 
-    def replicas_of(self, bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
-        """In the place of SGLang's ``query_prefill_dp_ranks``."""
-        return self._lookups.replicas_of(bootstrap_addr, bootstrap_rooms)
+    # ``DecodeListener``; the endpoint's thread.
 
-    def rank_of(self, bootstrap_address: str, key: RankKey) -> Address | None:
-        return self._lookups.rank_of(bootstrap_address, key)
+    def room_received(self, room: int) -> None:
+        self._conclude(room, KVPoll.Success)
 
-    def tell_ranks(self, server: str, tell: Callable[[list[Address]], None]) -> None:
-        self._lookups.tell_ranks(server, tell)
-
-    def why_unknown(self, bootstrap_address: str) -> str | None:
-        return self._lookups.why_unknown(bootstrap_address)
+    def prefill_lost(self, address: Address, reason: str) -> None:
+        """The rooms of a prefill rank have failed. Forget its servers: a successor has another
+        port, and perhaps another layout."""
+        for bootstrap_address in self.bootstrap_client.forget_servers_at(address):
+            forget_connections(self, bootstrap_address)
+            for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
+                # Rooms that are still without pages are unknown to the endpoint.
+                if self.request_status.get(room) == KVPoll.WaitingForInput:
+                    self._conclude(room, KVPoll.Failed, reason)
 
 
 class _End:
-    """What both ends of a handoff share. Before SGLang's class."""
+    """What both ends of one request's handoff share. Before SGLang's class."""
 
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
     _failure: KVTransferError | None = None
 
-    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, mgr: KVManagerRole, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)  # type: ignore[call-arg]
         # A client chooses the number. A larger one ends prefill's scheduler, which writes it into
-        # a tensor, and no message can name one beyond 64 bits.
+        # a tensor, and no message holds a number beyond 64 bits.
         if not 0 <= self.bootstrap_room < NUM_ROOMS:
             reason = "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
             self.kv_mgr.room_failed(self.bootstrap_room, reason)
             self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
-        """Raises ``KVTransferError``, as often as SGLang asks: it asks again while the request
-        waits to be removed, has forgotten by then, and would answer its client that the reason is
-        unknown and another rank's."""
+        """Raises the same ``KVTransferError`` each time. SGLang asks again while the request waits
+        to be removed; it has dropped the reason by then, and would tell the client that the reason
+        is unknown and another rank's."""
         try:
             super().failure_exception()  # type: ignore[misc]
         except KVTransferError as error:
@@ -294,49 +345,54 @@ class _End:
         if self._failure is not None:
             raise self._failure
         is_alone = self.kv_mgr.attn_tp_size * self.kv_mgr.pp_size == 1
-        who = "this instance" if is_alone else "another rank of this instance"
-        reason = f"the handoff was aborted by {who}; its log says why"
+        aborter = "this instance" if is_alone else "another rank of this instance"
+        reason = f"the handoff was aborted by {aborter}; its log says why"
         raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
 
 
 class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
-    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+    kv_mgr: PrefillKVManager
+
+    def __init__(self, mgr: PrefillKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
         if self.conclude_state is None and not mgr.is_dummy_cp_rank:
-            _sending(mgr).expect(self.bootstrap_room)
+            mgr.endpoint.expect_room(self.bootstrap_room)
 
     def abort(self) -> None:
-        _sending(self.kv_mgr).fail(self.bootstrap_room, "the request was aborted on prefill")
+        self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
         super().abort()
 
     def failure_exception(self) -> None:
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
-        _sending(self.kv_mgr).fail(self.bootstrap_room, reason or "the request failed on prefill")
+        self.kv_mgr.endpoint.fail_room(
+            self.bootstrap_room, reason or "the request failed on prefill"
+        )
         super().failure_exception()
 
     def clear(self) -> None:
         super().clear()
-        _sending(self.kv_mgr).forget(self.bootstrap_room)
+        self.kv_mgr.endpoint.forget_room(self.bootstrap_room)
 
 
 class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     """One request on one decode rank."""
 
+    kv_mgr: DecodeKVManager
     bootstrap_infos: list[dict[str, Any]] | None = None
 
-    def __init__(self, mgr: ZmqKVManager, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, mgr: DecodeKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
         if self.conclude_state is not None:
-            self.abort_notified = True  # prefill refuses the number itself
+            self.abort_notified = True  # prefill refuses the number too
 
     @property
     def supports_host_destination(self) -> bool:
         return self.kv_mgr.host_memory is not None
 
     def is_abort_release_safe(self) -> bool:
-        """Always: ``abort`` and ``clear`` close the room, and what is closed is not written."""
+        """Always true: ``abort`` and ``clear`` close the room, and a closed room is not written."""
         return True
 
     def send_metadata(
@@ -348,7 +404,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """The request's pages are allocated: ask the prefill ranks for them."""
+        """Ask the prefill ranks for the request's pages, which are allocated now."""
         if self.bootstrap_infos is None:
             self._fail(f"the prefill server at {self.bootstrap_addr} is unknown")
             return
@@ -357,7 +413,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
             memory = self.kv_mgr.host_memory
         rows = [None if rows is None else _pages(rows) for rows in state_indices or ()]
         try:
-            _receiving(self.kv_mgr).open(
+            self.kv_mgr.endpoint.open_room(
                 self.bootstrap_room,
                 self._targets(),
                 pages=_pages(kv_indices),
@@ -373,21 +429,21 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()
 
     def abort(self) -> None:
-        _receiving(self.kv_mgr).close_room(self.bootstrap_room)
-        why = self.kv_mgr.why_unknown(self.bootstrap_addr)
-        if why is not None and self.conclude_state is None:
-            self._fail(why)
+        self.kv_mgr.endpoint.close_room(self.bootstrap_room)
+        reason = self.kv_mgr.bootstrap_client.lookup_failure(self.bootstrap_addr)
+        if reason is not None and self.conclude_state is None:
+            self._fail(reason)
         super().abort()
 
     def _clear(self) -> None:
-        _receiving(self.kv_mgr).close_room(self.bootstrap_room)
+        self.kv_mgr.endpoint.close_room(self.bootstrap_room)
         if self.init_time is None and self._owns_bootstrap_room and not self.abort_notified:
-            # Given up before it had pages: prefill waits for them.
+            # It ended before it had pages, so prefill still waits for them.
             self.abort_notified = True
             if self.bootstrap_infos:
                 self._send_abort_notification()
             else:
-                self.kv_mgr.tell_ranks(self.bootstrap_addr, self._abort_at)
+                self.kv_mgr.bootstrap_client.call_with_ranks(self.bootstrap_addr, self._abort_at)
         super()._clear()
         if not self.kv_mgr.addr_to_rooms_tracker.get(self.bootstrap_addr):
             self.kv_mgr.addr_to_rooms_tracker.pop(self.bootstrap_addr, None)  # clients name it
@@ -403,24 +459,24 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         ]
 
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill ranks are known: tell them that this request is here."""
-        self.kv_mgr.use_server(self.bootstrap_addr)
+        """Tell the prefill ranks, which are known now, that this request is here."""
+        self.kv_mgr.bootstrap_client.mark_used(self.bootstrap_addr)
         if prefill_dp_rank < 0 and self.conclude_state is None:
             server = self.bootstrap_addr
             self._fail(f"the prefill server at {server} does not say which replica has the request")
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
-            _receiving(self.kv_mgr).claim(self.bootstrap_room, self._targets())
+            self.kv_mgr.endpoint.claim_room(self.bootstrap_room, self._targets())
 
     def _register_kv_args(self) -> bool:
-        """SGLang's registration, once per prefill server. Ours is in the session's Hello."""
+        """Does nothing: the session's Hello registers this rank, once per prefill server."""
         return True
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
         key = (int(prefill_dp_rank), int(prefill_cp_rank), int(target_tp_rank), int(target_pp_rank))
-        address = self.kv_mgr.rank_of(self.bootstrap_addr, key)
+        address = self.kv_mgr.bootstrap_client.rank_address(self.bootstrap_addr, key)
         if address is None:
             return None
         return {"rank_ip": address[0], "rank_port": address[1], "pp_rank": key[3]}
@@ -431,17 +487,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     def _abort_at(self, ranks: list[Address]) -> None:
         room = self.bootstrap_room
         reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
-        _receiving(self.kv_mgr).abort(room, [Target(rank) for rank in ranks], reason)
-
-
-def _sending(manager: ZmqKVManager) -> PrefillEndpoint:
-    assert manager.sending is not None
-    return manager.sending
-
-
-def _receiving(manager: ZmqKVManager) -> DecodeEndpoint:
-    assert manager.receiving is not None
-    return manager.receiving
+        self.kv_mgr.endpoint.abort_room(room, [Target(rank) for rank in ranks], reason)
 
 
 def _device_of(args: Any) -> str:
@@ -450,7 +496,7 @@ def _device_of(args: Any) -> str:
 
 
 def _pages(indices: Any) -> Any:
-    """A copy as int32: SGLang reuses its index buffers."""
+    """A copy as int32, since SGLang reuses its index buffers."""
     return np.array(indices, np.int32)
 
 
@@ -459,7 +505,7 @@ def _is_computed(event: Any) -> Any:
 
 
 CLASSES = {
-    "manager": ZmqKVManager,
+    "manager": make_manager,
     "sender": ZmqKVSender,
     "receiver": ZmqKVReceiver,
     "bootstrap_server": CommonKVBootstrapServer,

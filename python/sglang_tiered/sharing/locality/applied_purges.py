@@ -1,9 +1,8 @@
-"""``PurgeMemory``: which purges this server's store has applied for good, across restarts.
+"""``AppliedPurges``: the purges that are durable in this server's store, across restarts.
 
-Without it a server that starts would apply every purge again that Redis still knows, and lose what
-was stored since. A purge is remembered only once it is durable in the store: one that is not is
-applied again, which is never too little.
-"""
+Without it a starting server would apply every purge again that Redis still knows, and lose the
+pages stored since. A purge is noted only once it is durable in the store: any other is applied
+again, which is always safe."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.purges import PurgeBook
 
-__all__ = ["NoteStore", "PurgeMemory"]
+__all__ = ["NoteStore", "AppliedPurges"]
 
 VERSION = 1
-MAX_ENTRIES = 32_768  # of all namespaces; a server has one, and one more for each change of weights
+MAX_ENTRIES = 32_768  # over all namespaces; each change of weights begins one
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,9 @@ class _File(msgspec.Struct, frozen=True, array_like=True):
     entries: list[_Entry]
 
 
-class PurgeMemory:
-    """``recall`` before any thread runs, ``remember`` on one thread. ``clock`` is the book's."""
+class AppliedPurges:
+    """Call ``recall`` before any thread runs, ``remember`` on one thread. ``clock`` is the
+    book's."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PurgeMemory:
         self._failed = False
 
     def recall(self) -> None:
-        """Tell the book what was remembered. What does not verify was never applied."""
+        """Add the noted purges to the book. A note that does not verify is ignored."""
         file = unseal(self._notes.read(APPLIED_PURGES_NAME), _File)
         offset_s = self._clock() - self._wall_clock()
         for entry in file.entries if file is not None and file.version == VERSION else ():
@@ -77,8 +77,8 @@ class PurgeMemory:
             self._book.recall(namespace, member, forget_at + offset_s)
 
     def remember(self) -> None:
-        """Write down what has become durable since. Waits for the disk; a note that cannot be
-        written is tried again the next time."""
+        """Note the purges that have become durable since. Waits for the disk; a failed write is
+        retried with the next call."""
         namespace, settled = self._book.settled()
         known = {member for of, member in self._written if of == namespace}
         if settled.keys() == known:

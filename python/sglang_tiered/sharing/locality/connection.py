@@ -1,7 +1,7 @@
 """One connection to Redis: bounded in time and in bytes, with failures that are safe to show.
 
-What Redis says of an error is never shown: it may repeat arguments, of ``AUTH`` too. An error's
-first word says enough.
+The text of an error from Redis is never shown, since it may repeat arguments, also of ``AUTH``. Its
+first word is enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_REPLY_BYTES", "IndexConnection", "IndexFailure", "ReplyTooLargeError"]
 
 MAX_REPLY_BYTES = 32 << 20
-"""Of all answers to one exchange. More is not read, so that nobody can make us allocate it."""
+"""Bounds all answers to one exchange, and so the memory that they can cost."""
 
 _READ_BYTES = 64 << 10
 _WRITE_REFUSED = {
@@ -42,7 +42,7 @@ _REFUSALS = _WRITE_REFUSED | {
     "MOVED": "it is a cluster of several shards, which cannot hold an index",
     "BUSY": "it is busy with a script",
     "WRONGTYPE": "a key of the index is of another type",
-    "ERR": "it does not know a command as we use it; is it older than Redis 6.2?",
+    "ERR": "it does not know a command of the index; is it older than Redis 6.2?",
 }
 
 
@@ -52,7 +52,7 @@ class IndexFailure(Exception):  # noqa: N818
     def __init__(self, clause: str, *, word: str = "", is_too_large: bool = False) -> None:
         super().__init__(clause)
         self.clause = clause
-        self.word = word  # the first word of what Redis answered; empty if it did not
+        self.word = word  # the first word of Redis' error; empty without an answer
         self.is_too_large = is_too_large
 
     @property
@@ -65,11 +65,11 @@ class IndexFailure(Exception):  # noqa: N818
 
 
 class ReplyTooLargeError(exceptions.InvalidResponse):
-    """Somebody wrote a value that none of us would."""
+    """An answer exceeds the bound: a value that no server of this kind writes."""
 
 
 class _BoundedBuffer(SocketBuffer):
-    """Everything that was read and not yet parsed is in ``_buffer``, so its size is the bound."""
+    """Bounds ``_buffer``, which holds everything that was read and not yet parsed."""
 
     def _read_from_socket(self, length: int | None = None, *args: Any, **kwargs: Any) -> bool:
         position = self._buffer.tell()
@@ -88,9 +88,9 @@ class _BoundedParser(_RESP2Parser):
 
 
 class IndexConnection:
-    """For one thread, but for ``interrupt``. Connects with the first exchange, and again after one
-    that was not answered. In a process forked from the one that made it, it does nothing but
-    fail."""
+    """Used by one thread, except for ``interrupt``. Connects with the first exchange, and again
+    after one without an answer. In a process forked from the one that made it, every exchange
+    fails."""
 
     def __init__(self, url: IndexUrl, timeout_s: float) -> None:
         self._pid = os.getpid()
@@ -117,8 +117,8 @@ class IndexConnection:
         return self._answered
 
     def exchange(self, *commands: Command) -> list[Any]:
-        """Send commands at once and return their answers, bytes as they are. All are tried, in
-        order, even if one is refused. Raises ``IndexFailure``."""
+        """Send commands together and return their answers, undecoded. All are tried, in order, even
+        if one is refused. Raises ``IndexFailure``."""
         answers = self.try_exchange(*commands)
         for answer in answers:
             if isinstance(answer, IndexFailure):
@@ -126,7 +126,7 @@ class IndexConnection:
         return answers
 
     def try_exchange(self, *commands: Command) -> list[Any]:
-        """``exchange``, but a command that is refused has its failure for an answer."""
+        """Like ``exchange``, but the answer of a refused command is its failure."""
         if self._pid != os.getpid():
             raise IndexFailure("the connection belongs to another process")
         self._answered = False
@@ -166,7 +166,7 @@ class IndexConnection:
 
 
 def _refusal(error: exceptions.ResponseError) -> IndexFailure:
-    # redis-py takes the word off what it has a class for.
+    # redis-py removes the word from errors that it has a class for.
     words = {
         exceptions.NoPermissionError: "NOPERM",
         exceptions.OutOfMemoryError: "OOM",
@@ -183,7 +183,7 @@ def _refusal(error: exceptions.ResponseError) -> IndexFailure:
 
 def _clause(error: Exception) -> str:
     if isinstance(error, ReplyTooLargeError):
-        return "it holds a value that is too large to be of an index"
+        return "it holds a value that is too large for an index"
     if isinstance(error, exceptions.AuthenticationError):
         return _REFUSALS["NOAUTH" if "required" in str(error).lower() else "WRONGPASS"]
     if isinstance(error, exceptions.BusyLoadingError):
@@ -191,7 +191,7 @@ def _clause(error: Exception) -> str:
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return "it did not answer in time"
     if isinstance(error, exceptions.InvalidResponse):
-        return "what answers does not speak Redis' protocol"
+        return "the server there does not speak Redis' protocol"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "its certificate is not trusted"
     return "no connection"

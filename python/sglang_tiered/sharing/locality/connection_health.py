@@ -1,4 +1,4 @@
-"""What keeps Redis from answering: told once to the log, and when to try again."""
+"""Why Redis does not answer, logged once, and when to try again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 import random
 import threading
 
-__all__ = ["Backoff", "Trouble"]
+__all__ = ["Backoff", "ConnectionHealth"]
 
 logger = logging.getLogger(__name__)
 
 
-class Trouble:
-    """What the two connections last met, by name. Thread-safe."""
+class ConnectionHealth:
+    """The latest failure of each connection, by name. Thread-safe."""
 
     def __init__(self, shown_url: str) -> None:
         self._shown_url = shown_url
@@ -24,12 +24,12 @@ class Trouble:
 
     @property
     def clause(self) -> str:
-        """Empty while every connection works, or none was tried yet."""
+        """The latest failure; empty while every connection works, or before the first exchange."""
         with self._lock:
             return next(iter(self._clauses.values()), "")
 
     def works(self, connection: str) -> bool:
-        """Whether it was answered when last used."""
+        """Whether the latest exchange of a connection was answered."""
         return connection in self._answered and connection not in self._clauses
 
     def answered(self, connection: str) -> None:
@@ -50,8 +50,8 @@ class Trouble:
             self._logged = clause
         if is_new:
             logger.warning(
-                "the locality index at %s fails: %s; pages are shared with other servers only "
-                "while it works; trying again",
+                "the locality index at %s fails (%s); no pages are shared with other servers "
+                "until it works; retrying",
                 self._shown_url,
                 clause,
             )

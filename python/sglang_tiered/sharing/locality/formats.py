@@ -1,7 +1,8 @@
-"""What is in Redis, byte by byte: see ../README.md. No I/O; whatever is read may be garbage.
+"""The values in Redis, byte by byte: see ../README.md. No I/O; any value that is read may be
+garbage.
 
-Every value ends with the xxh3_64 of all its bytes before. A value that does not verify, is of
-another version, another server or out of its bounds is None.
+Every value ends with the xxh3_64 of all bytes before it. A value that does not verify, or is of
+another version, of another server or out of its bounds, reads as None.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ __all__ = [
 
 VERSION = 1
 PIECE_PAGES = 65_536
-"""Fingerprints in every piece of a snapshot but the last."""
+"""Fingerprints in every piece of a snapshot except the last."""
 DELTA_PAGES = 8_192
-"""Fingerprints in a delta at most."""
+"""Bounds the fingerprints of a delta."""
 
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<8sII32s16sQQQQ16sH")
@@ -76,14 +77,14 @@ class ServerRecord(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one change brought."""
+    """The pages of one change."""
 
     added: Fingerprints
     removed: Fingerprints
 
 
 class Purge(NamedTuple):
-    """An order to forget. ``tenant`` is None for everyone."""
+    """Asks all servers to purge a tenant. ``tenant`` is None for all tenants."""
 
     number: bytes  # 16, at random
     tenant: bytes | None
@@ -95,7 +96,7 @@ def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:
 
 
 def is_address(text: str) -> bool:
-    """Whether others could connect to it: ``tcp://host:port`` and nothing else ZeroMQ knows."""
+    """Whether an address has the form ``tcp://host:port``, and not another one of ZeroMQ."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and len(text) <= _MAX_ADDRESS_BYTES and 0 < int(match[2]) < 65536
 

@@ -1,7 +1,7 @@
 """``LocalityIndex``: which other server holds a page. Lookups are memory only.
 
 Two threads, each with a connection of its own: one publishes (``publisher``), one reads
-(``reader``). What they share is in ``state``, what others hold in ``mirror``.
+(``reader``). Their common state is in ``state``, the pages of other servers in ``mirror``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
+from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.connection import IndexConnection
 from sglang_tiered.sharing.locality.formats import is_address
 from sglang_tiered.sharing.locality.mirror import Peer
@@ -39,7 +39,7 @@ __all__ = ["LocalityIndex", "LocalityStats", "Peer", "ToldPurge"]
 
 NAMESPACE_BYTES = 32
 _CLOSE_S = 2.0
-_LEAVE_S = 0.5  # for taking our record out of Redis
+_LEAVE_S = 0.5  # for removing this server's record from Redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class LocalityStats:
 
 
 class LocalityIndex:
-    """Opening returns at once: a Redis that cannot be reached is "nobody holds anything", and is
-    tried again with backoff. Raises ``ConfigError`` (one sentence, no password) only for settings
-    that cannot work. Every method may be called from any thread.
+    """Opening returns at once: while Redis cannot be reached, no page is found, and connecting is
+    retried with backoff. Raises ``ConfigError`` (one sentence, no password) only for settings that
+    cannot work. Every method may be called from any thread.
 
-    ``held(version)`` gives the pages that this server can serve now as (a version above 0,
-    fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has
-    it. ``purge_wanted(tenant)`` must forget what this server itself keeps of a tenant (None: of
-    everyone) before it returns, and returns what tells when it has done so for good (None: it has);
-    it must not begin a purge here, nor in a store that servers share. Both are called on threads of
-    the index and may take their time. ``notes`` keep what was applied for good over a restart;
-    without them ``purge_wanted`` is called again for purges of days ago.
+    ``held(version)`` returns the pages that this server can serve now as (a version above 0,
+    fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has it.
+    ``purge_wanted(tenant)`` must hide this server's own pages of a tenant (None: of all) before it
+    returns, and returns a purge that is done when it is durable (None: it is); it must not begin a
+    purge here, nor in a store that servers share. Both are called on threads of the index and may
+    block. ``notes`` keep the durable purges over a restart; without them ``purge_wanted`` is called
+    again for purges of the last days.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LocalityIndex:
         self._pid = os.getpid()
         url = parse_index_url(settings.index_url)
         self._state = state = IndexState(settings, namespace, clock)
-        memory = None if notes is None else PurgeMemory(notes, state.book, clock)
+        memory = None if notes is None else AppliedPurges(notes, state.book, clock)
         if memory is not None:
             memory.recall()
         self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
@@ -113,41 +113,42 @@ class LocalityIndex:
 
     @property
     def server(self) -> str:
-        """Our own id, as others see it. Another one if somebody else is found to use it."""
+        """This server's id, as others see it. It changes if another server is found to use it."""
         return self._state.server
 
     @property
     def connected(self) -> bool:
-        """Whether Redis answered the latest question who holds what."""
+        """Whether Redis answered the latest question of the reader."""
         return not self._state.closed and self._state.trouble.works("reader")
 
     def announce(self, address: str) -> None:
-        """From now on others may ask for our pages at ``tcp://host:port``. Raises ``ValueError``
-        for an address that no other server would take."""
+        """Publish this server's pages at ``tcp://host:port``. Raises ``ValueError`` for an address
+        that other servers would not accept."""
         if not is_address(address):
-            raise ValueError(f"{address!r} is no address of the form tcp://host:port")
+            raise ValueError(f"{address!r} is not an address of the form tcp://host:port")
         state = self._state
         with state.lock:
             state.address = address
             state.publisher_wakes.notify_all()
 
     def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
-        """Another live server that holds each page; consecutive pages at one server as far as
-        possible. Memory only, for the scheduler thread too."""
+        """Another live server that holds each page, or None; consecutive pages at one server if
+        possible. Memory only, so also for the scheduler's thread."""
         return self._state.mirror.find(keys)
 
     def lacks(self, peer: Peer, keys: Sequence[bytes]) -> None:
-        """It answered that it does not hold them: not found there until it says so anew."""
+        """Note that a server does not hold pages: they are not found there until it publishes them
+        again."""
         self._state.mirror.lacks(peer.server, keys)
 
     def avoid(self, peer: Peer, seconds: float) -> None:
-        """It does not answer: nothing is found there for a while."""
+        """Find nothing at a server for a while, since it does not answer."""
         self._state.mirror.avoid(peer.server, seconds)
 
     def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
-        """Tell every server to forget a tenant (None: everyone), which this one has forgotten;
-        ``local`` tells when for good. Memory only. Until another server says that it has done so,
-        nothing is found there."""
+        """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
+        done when this server's purge is durable. Memory only. No page is found at another server
+        until it says that it has done so."""
         state = self._state
         purge = state.book.begin(tenant, local)
         state.mirror.choose()
@@ -158,8 +159,8 @@ class LocalityIndex:
         return purge
 
     def set_namespace(self, namespace: bytes) -> None:
-        """Continue under another namespace: nothing of the old one is found any more, nor
-        published. Raises ``ValueError`` for a digest of the wrong length."""
+        """Continue under another namespace: pages of the old one are neither found nor published.
+        Raises ``ValueError`` for a digest of the wrong length."""
         _check_namespace(namespace)
         state = self._state
         with state.lock:
@@ -174,7 +175,8 @@ class LocalityIndex:
             state.reader_wakes.notify_all()
 
     def refresh(self, timeout_s: float) -> bool:
-        """Whether our changes are published and the others' read, within that time."""
+        """Publish this server's changes and read those of others. Returns whether both succeeded in
+        time."""
         state, order = self._state, RefreshOrder()
         with state.lock:
             if state.closed:
@@ -209,8 +211,8 @@ class LocalityIndex:
         )
 
     def close(self) -> None:
-        """Leave the index, as far as Redis answers at once. Idempotent. In a process forked from
-        the one that opened it, only this process' part of it ends."""
+        """Leave the index, if Redis answers at once. Idempotent. In a process forked from the one
+        that opened it, this ends only the copy of that process."""
         state = self._state
         with state.lock:
             state.closed = True

@@ -1,4 +1,4 @@
-"""What this server holds, in Redis: a snapshot, and a stream of the changes since."""
+"""Publishes what this server holds: a snapshot in Redis, and a stream of the changes since."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.redis_keys import Names
+    from sglang_tiered.sharing.locality.redis_keys import RedisKeys
     from sglang_tiered.sharing.locality.state import IndexState
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["OwnPages", "PagesGoneError"]
+__all__ = ["LocalSnapshot", "SnapshotLostError"]
 
 _DELTAS_AT_ONCE = 8
-_RENEWED_AFTER = 32_768  # changes: below it a snapshot is not worth renewing
-_STRANGE = ("ERR", "WRONGTYPE")  # somebody else wrote to our stream
+_RENEWED_AFTER = 32_768  # changes: with fewer a snapshot is not renewed
+_STRANGE = ("ERR", "WRONGTYPE")  # another writer changed this server's stream
 _EMPTY = np.zeros(0, np.uint64)
 
 
-class PagesGoneError(Exception):
-    """What we had in Redis is not there any more."""
+class SnapshotLostError(Exception):
+    """Redis has lost what this server published."""
 
 
-class OwnPages:
-    """Used by the publisher's thread only. ``between`` is called between parts of a long write."""
+class LocalSnapshot:
+    """Used by the publisher's thread only. It calls ``between`` between parts of a long write."""
 
     def __init__(
         self,
@@ -56,26 +56,26 @@ class OwnPages:
         self._between = between
         self._expiry_ms = int(state.settings.expiry_s * 1000)
         self._version = 0
-        self._pages = _EMPTY  # as the stream in Redis says, sorted
+        self._pages = _EMPTY  # as published, sorted
         self._num_changes = 0  # since the snapshot
-        self._unsure: list[tuple[int, Delta]] = []  # sent, and perhaps in Redis
+        self._unsure: list[tuple[int, Delta]] = []  # sent without an answer
         self.incarnation = 0
         self.sequence = 0
-        self.snapshot = 0  # its sequence number; 0: there is none
+        self.snapshot = 0  # its sequence number; 0 without a snapshot
         self.snapshot_pages = 0
-        self.is_news = False  # the record has to say so
+        self.is_news = False  # the record does not name it yet
 
-    def doubt(self) -> None:
-        """Nothing that was published counts any more: the next ``publish`` begins anew."""
+    def discard(self) -> None:
+        """Discard what was published: the next ``publish`` writes a new snapshot."""
         self.snapshot = 0
         self._unsure = []
         self._state.num_published_pages = 0
 
-    def publish(self, names: Names, server: str) -> None:
-        """Tell what changed. Raises ``IndexFailure``, or ``PagesGoneError``: call again."""
+    def publish(self, names: RedisKeys, server: str) -> None:
+        """Publish what changed. Raises ``IndexFailure``, or ``SnapshotLostError``: call again."""
         held = self._held(self._version if self.snapshot else 0)
         if self._unsure:
-            self._make_sure(names, server)
+            self._find_arrived(names, server)
         if held is None:
             return
         version, found = held
@@ -86,7 +86,7 @@ class OwnPages:
             added, removed = _missing(pages, self._pages), _missing(self._pages, pages)
             num_changes = len(added) + len(removed)
             if num_changes > max(len(pages) // 2, 4 * DELTA_PAGES):
-                self.doubt()
+                self.discard()
                 self._begin(names, server, pages)
             elif num_changes:
                 self._send(names, server, added, removed)
@@ -98,8 +98,8 @@ class OwnPages:
 
     # ---- Snapshots ----
 
-    def _begin(self, names: Names, server: str, pages: Fingerprints) -> None:
-        """A new incarnation."""
+    def _begin(self, names: RedisKeys, server: str, pages: Fingerprints) -> None:
+        """Publish everything under a new incarnation."""
         before = self.incarnation
         self.incarnation += 1
         self.sequence += 1
@@ -112,18 +112,19 @@ class OwnPages:
             ("PEXPIRE", changes, self._expiry_ms),
             ("DEL", names.changes(server, before)),
         )
-        self._take(pages)
+        self._adopt(pages)
 
-    def _renew(self, names: Names, server: str) -> None:
-        """A later snapshot of the same incarnation. The stream keeps the changes since the one
-        before, for those who are a little behind."""
+    def _renew(self, names: RedisKeys, server: str) -> None:
+        """Write a later snapshot of the same incarnation. The stream keeps the changes since the
+        previous one, for readers that are a little behind."""
         before = self.snapshot
         self._write_snapshot(names, server, self._pages)
         changes = names.changes(server, self.incarnation)
         self._connection.exchange(("XTRIM", changes, "MINID", f"{before}-0"))
-        self._take(self._pages)
+        self._adopt(self._pages)
 
-    def _take(self, pages: Fingerprints) -> None:
+    def _adopt(self, pages: Fingerprints) -> None:
+        """Note that the snapshot of these pages is complete."""
         self._pages = pages
         self._num_changes = 0
         self.snapshot, self.snapshot_pages = self.sequence, len(pages)
@@ -131,9 +132,9 @@ class OwnPages:
         self._state.num_snapshots_published += 1
         self._state.num_fingerprints_published += len(pages)
 
-    def _write_snapshot(self, names: Names, server: str, pages: Fingerprints) -> None:
-        """Under a name of its own, so that nobody reads a mixture. It expires if it is given up;
-        the one before expires by itself, once its last readers are done."""
+    def _write_snapshot(self, names: RedisKeys, server: str, pages: Fingerprints) -> None:
+        """Write a snapshot under a key of its own, so that no reader gets a mixture. It expires if
+        the write is abandoned; the previous one expires once its last readers are done."""
         key = names.pages(server, self.sequence)
         num_pieces = max(-(-len(pages) // PIECE_PAGES), 1)
         for piece in range(num_pieces):
@@ -150,7 +151,9 @@ class OwnPages:
 
     # ---- Changes ----
 
-    def _send(self, names: Names, server: str, added: Fingerprints, removed: Fingerprints) -> None:
+    def _send(
+        self, names: RedisKeys, server: str, added: Fingerprints, removed: Fingerprints
+    ) -> None:
         key = names.changes(server, self.incarnation)
         deltas = [Delta(part, _EMPTY) for part in _parts(added)]
         deltas += [Delta(_EMPTY, part) for part in _parts(removed)]
@@ -160,7 +163,7 @@ class OwnPages:
                 self._send_some(key, server, deltas[start : start + _DELTAS_AT_ONCE], confirmed)
                 self._between()
                 if not self.snapshot:
-                    raise PagesGoneError
+                    raise SnapshotLostError
         except IndexFailure:
             self._apply(confirmed)
             raise
@@ -179,17 +182,17 @@ class OwnPages:
         self._unsure = []
         refused = next((each for each in answers if isinstance(each, IndexFailure)), None)
         arrived = [answer for answer in answers if isinstance(answer, bytes)]
-        # One that was refused and a later one that was not leave a gap.
+        # A refused command before an accepted one leaves a gap.
         if None in answers or (refused and isinstance(answers[-1], bytes)):
-            self.doubt()
-            raise PagesGoneError
+            self.discard()
+            raise SnapshotLostError
         for number, delta in numbered[: len(arrived)]:
             self._confirm(number, delta)
             confirmed.append(delta)
         if refused:
             if refused.word in _STRANGE:
-                self.doubt()
-                raise PagesGoneError
+                self.discard()
+                raise SnapshotLostError
             raise refused
 
     def _confirm(self, number: int, delta: Delta) -> None:
@@ -199,14 +202,14 @@ class OwnPages:
         self._state.num_fingerprints_published += num_changes
 
     def _apply(self, deltas: list[Delta]) -> None:
-        """Note what arrived of changes that did not all arrive: additions come first."""
+        """Note the changes that arrived, when not all did: additions come first."""
         if deltas:
             added = np.concatenate([delta.added for delta in deltas])
             removed = distinct(np.concatenate([delta.removed for delta in deltas]))
             self._pages = _missing(distinct(np.concatenate([self._pages, added])), removed)
 
-    def _make_sure(self, names: Names, server: str) -> None:
-        """Ask which changes arrived of those that were not confirmed."""
+    def _find_arrived(self, names: RedisKeys, server: str) -> None:
+        """Ask Redis which of the changes that it did not confirm have arrived."""
         unsure, self._unsure = self._unsure, []
         if not self.snapshot:
             return
@@ -216,15 +219,15 @@ class OwnPages:
         newer = sorted(number for number in numbers if number > self.sequence)
         arrived = unsure[: len(newer)]
         if not numbers or newer != [number for number, _ in arrived]:
-            self.doubt()
-            raise PagesGoneError
+            self.discard()
+            raise SnapshotLostError
         for number, delta in arrived:
             self._confirm(number, delta)
         self._apply([delta for _, delta in arrived])
 
 
 def _missing(these: Fingerprints, those: Fingerprints) -> Fingerprints:
-    """What of the first is not in the second; both sorted."""
+    """The elements of ``these`` that are not in ``those``; both sorted."""
     if not len(those):
         return these
     places = np.searchsorted(those, these)

@@ -1,9 +1,9 @@
-"""What other servers hold, as this one knows it. Memory only.
+"""The pages that other servers hold, as this one knows them. Memory only.
 
 One thread writes (the reader of Redis); ``find`` takes no lock, ``lacks`` and ``avoid`` take one
 for a moment. A page is found at a peer only while the records of all peers are fresh, its snapshot
-is here, it answers, and it has applied exactly the purges that this server has: so nothing that was
-purged here comes back from one that was not told yet.
+is here, it answers, and it has applied exactly the purges that this server has: so a page that was
+purged here cannot come back from a peer that has not purged it yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang_tiered.sharing.locality.formats import fingerprints_of
-from sglang_tiered.sharing.locality.holders import choose_slots
+from sglang_tiered.sharing.locality.replica_choice import choose_slots
 from sglang_tiered.sharing.locality.table import WORD_BITS, PageTable
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mirror", "MirroredPeer", "Peer", "distinct"]
 
-_PIECE = 1 << 11  # pages put in under one hold of the lock
-_ROOM = 0.9  # of the bound: below it what did not fit is asked for again
+_PIECE = 1 << 11  # pages added while the lock is held once
+_ROOM = 0.9  # of the bound: below it, pages that did not fit are read again
 
 
 class Peer(NamedTuple):
@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class MirroredPeer:
-    """What is known of one server. Guarded by the mirror's lock."""
+    """The state of one server, guarded by the mirror's lock."""
 
     record: ServerRecord
     slot: int
@@ -61,7 +61,7 @@ class MirroredPeer:
 
 
 class _View(NamedTuple):
-    """What ``find`` looks at, replaced as a whole."""
+    """The data that ``find`` reads, replaced as a whole."""
 
     table: PageTable
     usable: npt.NDArray[np.uint64]  # [words], the bits of peers that pages are found at
@@ -70,7 +70,7 @@ class _View(NamedTuple):
 
 
 class Mirror:
-    """``digest`` gives the purges that this server has applied, its own among them."""
+    """``digest`` returns the digest of the purges that this server has applied or begun."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Mirror:
         self._peers: dict[str, MirroredPeer] = {}
         self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
-        self._lacking: list[tuple[int, Fingerprints]] | None = None  # while the table is copied
+        self._lacking: list[tuple[int, Fingerprints]] | None = None  # set while the table is copied
         self._valid_until = float("-inf")
         self._epoch = self._epoch_wanted = 0  # of the namespace
         self._table = PageTable(0)
@@ -99,6 +99,7 @@ class Mirror:
     # ---- Any thread ----
 
     def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
+        """A usable peer that holds each page, or None."""
         view = self._view
         if not keys or not view.any_usable or self._clock() >= self._valid_until:
             return [None] * len(keys)
@@ -126,18 +127,19 @@ class Mirror:
                 self._choose()
 
     def choose(self) -> None:
-        """Decide anew at whom pages are found, as what this depends on has changed."""
+        """Decide again at which peers pages are found."""
         with self.lock:
             self._choose()
 
     def hide(self, epoch: int) -> None:
-        """Find nothing until the reader is at that namespace too."""
+        """Find nothing until the reader has reached that namespace too."""
         with self.lock:
             self._epoch_wanted = epoch
             self._choose()
 
     def figures(self) -> tuple[int, int, int, int, int]:
-        """Live peers, those usable, pages known, pages beyond the bound, bytes."""
+        """The numbers of live peers, usable peers, known pages, pages beyond the bound, and
+        bytes."""
         fresh = self._clock() < self._valid_until
         with self.lock:
             usable = sum(word.bit_count() for word in self._view.usable.tolist())
@@ -155,8 +157,8 @@ class Mirror:
     def peers(self) -> list[MirroredPeer]:
         return list(self._peers.values())
 
-    def begin(self, epoch: int) -> None:
-        """A namespace that nobody is known to hold anything of."""
+    def begin_namespace(self, epoch: int) -> None:
+        """Begin with a namespace of which no holder is known yet."""
         with self.lock:
             self._epoch = epoch
             self._peers.clear()
@@ -167,7 +169,7 @@ class Mirror:
             self._choose()
 
     def update(self, records: Iterable[ServerRecord], valid_until: float) -> None:
-        """These servers live, as far as ``max_peers`` reach, and no others. Known ones stay."""
+        """Set the servers that live; beyond ``max_peers``, those known already stay."""
         alive = {record.server: record for record in records}
         for server in self._peers.keys() - alive.keys():
             self._drop(self._peers[server])
@@ -188,7 +190,7 @@ class Mirror:
             self._choose()
 
     def unload(self, known: MirroredPeer) -> None:
-        """Forget what it holds."""
+        """Forget the pages of a server."""
         with self.lock:
             known.is_loaded = False
             known.num_cut = 0
@@ -202,7 +204,7 @@ class Mirror:
                 known.num_pages -= num_cleared
 
     def loaded(self, known: MirroredPeer, position: int) -> None:
-        """Everything it held as of that sequence number was added."""
+        """Note that all pages of a server as of a sequence number were added."""
         with self.lock:
             known.is_loaded = True
             known.position = position
@@ -210,21 +212,21 @@ class Mirror:
             self._choose()
 
     def may_hold_more(self, known: MirroredPeer) -> bool:
-        """Whether there is room by now for what did not fit."""
+        """Whether there is room by now for pages that did not fit."""
         return known.num_cut > 0 and self._num_held < _ROOM * self._max_pages
 
     @property
     def is_full(self) -> bool:
         return self._num_held >= self._max_pages
 
-    def add(self, known: MirroredPeer, pages: Fingerprints) -> None:
-        """It holds these."""
+    def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
+        """Note that a server holds pages."""
         pages = distinct(pages)
         for start in range(0, len(pages), _PIECE):
             self._add(known, pages[start : start + _PIECE])
 
-    def remove(self, known: MirroredPeer, pages: Fingerprints) -> None:
-        """It does not hold these any more."""
+    def remove_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
+        """Note that a server no longer holds pages."""
         pages = distinct(pages)
         for start in range(0, len(pages), _PIECE):
             with self.lock:
@@ -251,7 +253,7 @@ class Mirror:
             self._num_held += num_unheld
 
     def _grow(self, num_new: int) -> None:
-        """A larger table, or one without the places of pages that nobody holds any more."""
+        """Make a larger table, without the places of pages that have lost their last holder."""
         with self.lock:
             self._lacking = []
             table, num_held = self._table, self._num_held
@@ -267,7 +269,7 @@ class Mirror:
             self._choose()
 
     def _clear(self, slot: int, pages: Fingerprints) -> None:
-        """With the lock held."""
+        """Remove a holder of pages. The caller holds the lock."""
         rows = self._table.find(pages)
         num_cleared, num_unheld = self._table.clear_bit(rows[rows >= 0], slot)
         known = self._slots[slot]
@@ -294,7 +296,7 @@ class Mirror:
             self._choose()
 
     def _choose(self) -> None:
-        """With the lock held."""
+        """Replace the view. The caller holds the lock."""
         now, digest = self._clock(), self._digest()
         usable = [0] * self._table.num_words
         for known in self._peers.values() if self._epoch == self._epoch_wanted else ():
@@ -323,13 +325,13 @@ class Mirror:
                     else 0
                 )
                 assert bits == counted, f"slot {slot} has {bits} pages, counted {counted}"
-                assert known is None or known.slot == slot, f"slot {slot} has another's number"
+                assert known is None or known.slot == slot, f"slot {slot} has the number of another"
             taken = [known for known in self._slots if known is not None]
             assert len(taken) == len(self._peers), f"{len(taken)} slots, {len(self._peers)} peers"
 
 
 def distinct(pages: Fingerprints) -> Fingerprints:
-    """Sorted, each once, without zero. (``numpy.unique`` may hold the interpreter's lock long.)"""
+    """Pages sorted, each once, without zero. (``numpy.unique`` may hold the GIL for long.)"""
     pages = np.sort(pages)
     if not len(pages):
         return pages

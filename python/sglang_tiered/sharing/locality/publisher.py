@@ -1,9 +1,8 @@
-"""Body of the thread that tells Redis what this server holds, and its purges.
+"""Body of the thread that writes to Redis what this server holds, and its purges.
 
-What others must never see is a gap: a snapshot is complete before the record names it, changes
-carry consecutive numbers, and whenever it is not certain what of them is in Redis, that is asked
-or everything is published anew, under another incarnation.
-"""
+Other servers must never see a gap: a snapshot is complete before the record names it, and changes
+carry consecutive numbers. When it is uncertain which of them are in Redis, the publisher asks
+Redis, or publishes everything again under another incarnation."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING
 from sglang_tiered.sharing.locality.connection import IndexFailure
 from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
-from sglang_tiered.sharing.locality.local_snapshot import OwnPages, PagesGoneError
+from sglang_tiered.sharing.locality.local_snapshot import LocalSnapshot, SnapshotLostError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.locality.state import new_server
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
+    from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
 
@@ -42,14 +41,14 @@ _GONE_AT_ONCE = 256
 
 
 class Publisher:
-    """Everything here is used by its thread only."""
+    """Used by its own thread only."""
 
     def __init__(
         self,
         state: IndexState,
         connection: IndexConnection,
         held: Held,
-        memory: PurgeMemory | None = None,
+        memory: AppliedPurges | None = None,
     ) -> None:
         self._state = state
         self._memory = memory
@@ -60,11 +59,11 @@ class Publisher:
         self._epoch = state.epoch
         self._names = state.names
         self._namespace = state.namespace
-        self._own = OwnPages(state, connection, held, self._beat_if_due)
-        self._written: list[bytes] = []  # records that may be in Redis
+        self._own = LocalSnapshot(state, connection, held, self._beat_if_due)
+        self._written: list[bytes] = []  # recent records, one of which is in Redis
         self._beat_at = self._publish_at = self._tidy_at = state.clock()
         self._digest = b""  # in the record
-        self._announced = -1  # the incarnation that others were woken for
+        self._announced = -1  # the last incarnation that others were woken for
 
     def run(self) -> None:
         while (orders := self._await_work()) is not None:
@@ -80,12 +79,12 @@ class Publisher:
                 if not self._state.closed:
                     self._state.trouble.failed("publisher", failure.clause)
                 if not failure.is_out_of_memory:
-                    self._connection.close()  # the next may lead to another server
+                    self._connection.close()  # the next connection may reach another server
                 pause_s = self._backoff.next_s()
             except Exception:
                 succeeded = False
-                logger.exception("publishing to the locality index failed by our own fault")
-                self._own.doubt()
+                logger.exception("internal error while publishing to the locality index; retrying")
+                self._own.discard()
                 pause_s = self._backoff.next_s()
             self._hand_on(orders, succeeded)
             if pause_s:
@@ -99,7 +98,7 @@ class Publisher:
             try:
                 self._memory.remember()
             except Exception:
-                logger.exception("remembering purges failed by our own fault")
+                logger.exception("internal error while noting purges; a restart applies them again")
 
     # ---- Waiting ----
 
@@ -148,10 +147,10 @@ class Publisher:
         with state.lock:
             epoch, namespace, address = state.epoch, state.namespace, state.address
         if epoch != self._epoch:
-            self._forget_names()
-            self._epoch, self._namespace, self._names = epoch, namespace, Names.of(namespace)
+            self._remove_own()
+            self._epoch, self._namespace, self._names = epoch, namespace, RedisKeys.of(namespace)
         self._beat_if_due()
-        self._tell_purges()
+        self._publish_purges()
         now = state.clock()
         if address is None:
             if now >= self._beat_at:
@@ -160,7 +159,7 @@ class Publisher:
         elif publish_now or now >= self._publish_at:
             try:
                 self._own.publish(self._names, state.server)
-            except PagesGoneError:
+            except SnapshotLostError:
                 state.num_published_anew += 1
                 self._own.publish(self._names, state.server)
             took_s = state.clock() - now
@@ -179,7 +178,7 @@ class Publisher:
             self._beat()
 
     def _beat(self) -> None:
-        """A sign of life: the record, and more time for everything it names."""
+        """Give a sign of life: write the record, and extend the expiry of everything it names."""
         state, own, names = self._state, self._own, self._names
         with state.lock:
             server, address = state.server, state.address
@@ -212,7 +211,7 @@ class Publisher:
         )
         refused = [answer for answer in (before, *alive) if isinstance(answer, IndexFailure)]
         if not refused and before is not None and before not in self._written:
-            logger.warning("another server uses our id in the locality index; taking another")
+            logger.warning("another server has the same id in the locality index; taking a new id")
             with state.lock:
                 state.server = new_server()
             self._written = []
@@ -221,7 +220,7 @@ class Publisher:
             self._connection.exchange(("DEL", names.record(server)))
             self._start_anew()
         elif not isinstance(alive[1], IndexFailure) and 0 in alive[1:3]:
-            self._start_anew()  # Redis lost it: emptied, evicted, or we were away too long
+            self._start_anew()  # Redis lost it: emptied, evicted or expired
         if refused:
             own.is_news = True
             raise refused[0]
@@ -233,7 +232,7 @@ class Publisher:
 
     def _start_anew(self) -> None:
         self._state.num_published_anew += 1
-        self._own.doubt()
+        self._own.discard()
         self._publish_at = self._state.clock()
 
     def _wake_others(self) -> None:
@@ -244,21 +243,21 @@ class Publisher:
 
     # ---- Purges ----
 
-    def _tell_purges(self) -> None:
+    def _publish_purges(self) -> None:
         while due := self._state.book.due(_PURGES_AT_ONCE):
             now_ms = self._redis_ms()
             for namespace in {purge.namespace for purge in due}:
-                names = Names.of(namespace)
-                mine = [purge for purge in due if purge.namespace == namespace]
+                names = RedisKeys.of(namespace)
+                own = [purge for purge in due if purge.namespace == namespace]
                 scored: list[bytes | str | int] = []
-                for purge in mine:
+                for purge in own:
                     scored += [max(now_ms - int(purge.age_s * 1000), 0), purge.member]
                 self._connection.exchange(
                     ("ZADD", names.purges, "NX", *scored),
                     ("PEXPIRE", names.purges, 2 * self._retention_ms),
                     ("ZREMRANGEBYRANK", names.purges, 0, -MAX_PURGES - 1),
                 )
-                self._state.book.told(mine)
+                self._state.book.told(own)
             self._wake_others()
 
     def _redis_ms(self) -> int:
@@ -267,7 +266,7 @@ class Publisher:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     def _tidy(self) -> None:
-        """Remove purges of long ago, and servers that have no record any more."""
+        """Remove purges past their retention, and servers without a record."""
         state = self._state
         now_ms = self._redis_ms()
         with state.lock:
@@ -282,8 +281,8 @@ class Publisher:
 
     # ---- Ends ----
 
-    def _forget_names(self) -> None:
-        """Take what is ours out of Redis, if it answers."""
+    def _remove_own(self) -> None:
+        """Remove what this server published from Redis, if it answers."""
         own, names, server = self._own, self._names, self._state.server
         if own.snapshot:
             self._connection.exchange(
@@ -294,13 +293,13 @@ class Publisher:
                 ("XADD", names.news, "MAXLEN", NEWS_ENTRIES, "*", "n", ""),
                 ("PEXPIRE", names.news, 10 * self._expiry_ms),
             )
-        own.doubt()
+        own.discard()
         self._written = []
 
     def _leave(self) -> None:
         if self._connection.is_open:
-            with contextlib.suppress(IndexFailure):  # it expires
-                self._forget_names()
+            with contextlib.suppress(IndexFailure):  # the record expires
+                self._remove_own()
         self._state.book.close()
         with self._state.lock:
             orders, self._state.to_publish = self._state.to_publish, []

@@ -1,4 +1,4 @@
-"""Applies the purges that others told."""
+"""Applies the purges of other servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.purges import LocalPurge
-    from sglang_tiered.sharing.locality.redis_keys import Names
+    from sglang_tiered.sharing.locality.redis_keys import RedisKeys
     from sglang_tiered.sharing.locality.state import IndexState
 
     PurgeWanted = Callable[[bytes | None], LocalPurge | None]
@@ -38,8 +38,8 @@ class PurgeReader:
         self._last_failed = b""  # logged once
         self.is_done = False  # of this namespace
 
-    def read(self, names: Names, epoch: int) -> None:
-        """Apply what was purged elsewhere; what Redis lost is told again."""
+    def read(self, names: RedisKeys, epoch: int) -> None:
+        """Apply the purges in Redis that are unknown here, and note those that Redis has lost."""
         state = self._state
         book = state.book
         found, now = self._connection.exchange(
@@ -50,7 +50,7 @@ class PurgeReader:
             member: min(max(now_s - float(score) / 1000, 0.0), state.settings.purge_retention_s)
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
-        # Once is enough for all that were told before now.
+        # One purge of a tenant is enough for all that were published before now.
         applied: dict[bytes | None, LocalPurge | None] = {}
         for member in book.unknown(ages):
             purge = unpack_purge(member)
@@ -78,5 +78,7 @@ class PurgeReader:
 
     def _log_once(self, member: bytes) -> None:
         if self._last_failed != member:
-            logger.exception("a purge that another server told could not be applied")
+            logger.exception(
+                "internal error while applying a peer's purge; retrying with every heartbeat"
+            )
         self._last_failed = member

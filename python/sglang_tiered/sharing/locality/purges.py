@@ -1,9 +1,9 @@
-"""The purges that this server knows of, and those that Redis has yet to be told.
+"""The purges that this server knows of, and those that are not in Redis yet.
 
-All servers of a namespace come to know the same set: each adds to Redis what is missing there and
-applies what it finds there. A digest of the set, in every server's record, says who has applied the
-same purges as oneself. That does not depend on what Redis keeps: what it loses is added again by
-whoever knows it.
+All servers of a namespace come to know the same set: each adds to Redis the purges that are missing
+there and applies those that it finds there. A digest of the set, in every server's record, shows
+which servers have applied the same purges. That does not depend on what Redis keeps: the servers
+that know a lost purge add it again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PURGES", "DuePurge", "LocalPurge", "PurgeBook", "ToldPurge"]
 
 MAX_PURGES = 16_384
-"""Known in one namespace at most; beyond it the oldest are forgotten."""
+"""Bounds the known purges of one namespace; beyond it the oldest are forgotten."""
 
 DIGEST_BYTES = 16
 
 
 class LocalPurge(Protocol):
-    """What this server's own store does of a purge. ``wait`` returns at once when it is ``done``:
-    whether it is durable."""
+    """A purge in this server's own store. ``wait`` returns whether it is durable, at once when it
+    is ``done``."""
 
     @property
     def done(self) -> bool: ...
@@ -38,7 +38,7 @@ class LocalPurge(Protocol):
 
 
 class ToldPurge:
-    """A purge begun here, on its way to the others."""
+    """A purge that was begun here, on its way to other servers."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -50,8 +50,8 @@ class ToldPurge:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is in Redis; false when the time runs out or it never will be, because the
-        index was closed before."""
+        """Whether it is in Redis. False when the time runs out, or when the index was closed
+        first."""
         return self._ended.wait(timeout_s) and self._told
 
     def end(self, *, told: bool) -> None:
@@ -60,7 +60,7 @@ class ToldPurge:
 
 
 class DuePurge(NamedTuple):
-    """To be added to Redis."""
+    """A purge to be added to Redis."""
 
     namespace: bytes
     member: bytes
@@ -75,10 +75,10 @@ class PurgeBook:
         self._namespace = namespace
         self._retention_s = retention_s
         self._clock = clock
-        self._known: dict[bytes, float] = {}  # when each may be forgotten, by member
+        self._known: dict[bytes, float] = {}  # when each may be forgotten
         self._due: dict[tuple[bytes, bytes], float] = {}  # (namespace, member): when it began
         self._watched: dict[bytes, ToldPurge] = {}  # begun here and due
-        self._local: dict[bytes, LocalPurge] = {}  # not known to be durable here
+        self._local: dict[bytes, LocalPurge] = {}  # may not be durable here yet
         self._recalled: dict[bytes, dict[bytes, float]] = {}  # of other namespaces
         self._sum = 0
         self.num_told = 0
@@ -86,7 +86,7 @@ class PurgeBook:
 
     @property
     def digest(self) -> bytes:
-        """Of the set of purges that were applied here; the order plays no part."""
+        """The digest of the set of purges that were applied here, in any order."""
         return self._sum.to_bytes(DIGEST_BYTES, "little")
 
     def __len__(self) -> int:
@@ -97,7 +97,8 @@ class PurgeBook:
         return len(self._due)
 
     def begin(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
-        """A purge that this server has applied by itself; ``local`` tells when for good."""
+        """Begin a purge that this server has applied itself; ``local`` is done when it is
+        durable."""
         told = ToldPurge()
         member = pack_purge(Purge(secrets.token_bytes(16), tenant))
         with self._lock:
@@ -109,16 +110,16 @@ class PurgeBook:
         return told
 
     def applied(self, member: bytes, age_s: float, local: LocalPurge | None = None) -> None:
-        """A purge that others told was applied here; ``local`` tells when for good."""
+        """Note that a peer's purge was applied here; ``local`` is done when it is durable."""
         with self._lock:
             self._learn(member, self._clock() + self._retention_s - age_s, local)
             self.num_applied += 1
 
     def recall(self, namespace: bytes, member: bytes, forget_at: float) -> None:
-        """A purge that the store had applied for good when it was last open."""
+        """Note a purge that was durable in the store when it was last open."""
         now = self._clock()
         if not now < forget_at <= now + self._retention_s:
-            return  # of long ago, or the machine's clock was wrong
+            return  # expired, or the machine's clock was wrong
         with self._lock:
             if namespace == self._namespace:
                 self._learn(member, forget_at, None)
@@ -139,7 +140,7 @@ class PurgeBook:
             return [member for member in members if member not in self._known]
 
     def compare(self, members: set[bytes]) -> None:
-        """``members`` are in Redis: what is missing there is due, or forgotten if it is old."""
+        """Compare with the purges in Redis: one missing there is due, or forgotten if it is old."""
         with self._lock:
             now = self._clock()
             for member, forget_at in list(self._known.items()):
@@ -152,7 +153,7 @@ class PurgeBook:
                     self._due.setdefault((self._namespace, member), forget_at - self._retention_s)
 
     def due(self, limit: int) -> list[DuePurge]:
-        """What Redis has to be told, the oldest first."""
+        """The purges to be added to Redis, oldest first."""
         with self._lock:
             now = self._clock()
             return [
@@ -161,14 +162,15 @@ class PurgeBook:
             ]
 
     def told(self, purges: Iterable[DuePurge]) -> None:
-        """These are in Redis now."""
+        """Note that purges are in Redis now."""
         with self._lock:
             for purge in purges:
                 self._due.pop((purge.namespace, purge.member), None)
                 self._settle(purge.member)
 
     def change_namespace(self, namespace: bytes) -> None:
-        """Purges of the old one that are due are told there; nothing else is kept of it."""
+        """Continue under another namespace. Due purges of the old one are still published there;
+        nothing else of it is kept."""
         with self._lock:
             if namespace != self._namespace:
                 self._namespace = namespace
@@ -179,7 +181,7 @@ class PurgeBook:
                     self._learn(member, forget_at, None)
 
     def close(self) -> None:
-        """What is due will not be told."""
+        """End all purges that are still due: they will not be published."""
         with self._lock:
             for purge in self._watched.values():
                 purge.end(told=False)
@@ -208,7 +210,7 @@ class PurgeBook:
         self._drop_due(self._namespace, member)
 
     def _drop_due(self, namespace: bytes, member: bytes) -> None:
-        """It will not be told."""
+        """End a due purge: it will not be published."""
         if self._due.pop((namespace, member), None) is not None:
             purge = self._watched.pop(member, None)
             if purge is not None:

@@ -1,8 +1,9 @@
-"""Body of the thread that learns from Redis what other servers hold, and what they purge.
+"""Body of the thread that reads from Redis what other servers hold, and what they purge.
 
 It waits in one blocking ``XREAD`` over the streams of all servers it knows and the stream of news;
-with every heartbeat, and when news comes, it reads who lives. Servers have random ids, records
-expire by Redis' clock, freshness is counted by this machine's: no two clocks are compared.
+with every heartbeat, and when news comes, it reads which servers live. Servers have random ids,
+records expire by Redis' clock, and freshness is measured by this machine's: no two clocks are
+compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sglang_tiered.sharing.locality.formats import (
     unpack_record,
 )
 from sglang_tiered.sharing.locality.purge_reader import PurgeReader
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 
 if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.connection import IndexConnection
@@ -36,16 +37,16 @@ __all__ = ["Reader"]
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_S = 0.5  # an order to look now waits this long at most
-_LOOK_GAP_S = 0.05  # between looks, however much news there is
-_RELOAD_S = 60.0  # between snapshots of a server that were not needed before
+_BLOCK_S = 0.5  # bounds the delay of a request to look now
+_LOOK_GAP_S = 0.05  # between two looks, however much news comes
+_RELOAD_S = 60.0  # between two reads of a server's snapshot for pages that did not fit
 _MAX_GONE = 4096
 _SERVER_CHARS = 32
 _DELTA_BYTES = 8 * DELTA_PAGES + 256
 
 
 class Reader:
-    """Everything here is used by its thread only."""
+    """Used by its own thread only."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Reader:
         self._looked = float("-inf")
         self._news = ""  # id of the last news seen
         self._purges = PurgeReader(state, connection, purge_wanted)
-        self._is_poisoned = False  # some stream holds an entry too large to be read with others
+        self._is_poisoned = False  # some stream cannot be read together with others
 
     def run(self) -> None:
         while (orders := self._next_orders()) is not None:
@@ -80,7 +81,7 @@ class Reader:
                 self._pause()
             except Exception:
                 self._end(orders, succeeded=False)
-                logger.exception("reading the locality index failed by our own fault")
+                logger.exception("internal error while reading the locality index; retrying")
                 self._pause()
         self._connection.close()
 
@@ -119,11 +120,11 @@ class Reader:
         with state.lock:
             epoch, namespace = state.epoch, state.namespace
         if epoch != self._epoch:
-            self._epoch, self._namespace, self._names = epoch, namespace, Names.of(namespace)
+            self._epoch, self._namespace, self._names = epoch, namespace, RedisKeys.of(namespace)
             self._purges.is_done = False
             self._news = ""
             self._look_at = state.clock()
-            state.mirror.begin(epoch)
+            state.mirror.begin_namespace(epoch)
         if state.clock() >= self._look_at:
             self._look()
         self._load_snapshots()
@@ -139,10 +140,10 @@ class Reader:
             return
         left_s = max(self._look_at - state.clock(), 0.001)
         self._read_changes(min(left_s, _BLOCK_S, state.settings.index_timeout_s / 2))
-        state.mirror.choose()  # somebody's time to be avoided may be over
+        state.mirror.choose()  # a peer may no longer have to be avoided
 
     def _look(self) -> None:
-        """Who lives, and which purges there are."""
+        """Read which servers live, and which purges there are."""
         state, names, mirror = self._state, self._names, self._state.mirror
         began = state.clock()
         if not self._news:
@@ -202,7 +203,7 @@ class Reader:
         for known in state.mirror.peers:
             now = state.clock()
             if state.closed or now >= self._look_at:
-                return  # the others' turn comes after the next look
+                return  # the other snapshots come after the next look
             reloads = known.is_loaded and now >= known.loaded_at + _RELOAD_S
             if reloads and state.mirror.may_hold_more(known):
                 state.mirror.unload(known)
@@ -217,7 +218,7 @@ class Reader:
         return any(not each.is_loaded and each.retry_at <= now for each in self._state.mirror.peers)
 
     def _load(self, known: MirroredPeer) -> bool:
-        """False when what is there is not a whole snapshot."""
+        """Read a server's snapshot. Returns False if it is not whole."""
         state, mirror, record = self._state, self._state.mirror, known.record
         key = self._names.pages(record.server, record.snapshot)
         if known.num_pages:
@@ -239,7 +240,7 @@ class Reader:
                 state.num_garbage += data != b""
                 mirror.unload(known)
                 return False
-            mirror.add(known, pages)
+            mirror.add_pages(known, pages)
             state.num_fingerprints_read += len(pages)
         mirror.loaded(known, record.snapshot)
         state.num_snapshots_read += 1
@@ -248,7 +249,7 @@ class Reader:
     # ---- Changes ----
 
     def _read_changes(self, block_s: float) -> bool:
-        """Wait for changes and apply them; whether there were any."""
+        """Wait for changes and apply them. Returns whether there were any."""
         loaded = {
             self._names.changes(known.record.server, known.record.incarnation): known
             for known in self._state.mirror.peers
@@ -273,7 +274,7 @@ class Reader:
         return self._apply(answer, loaded)
 
     def _read_one_by_one(self, loaded: dict[str, MirroredPeer], block_s: float) -> bool:
-        """As ``_read_changes``, with a poisoned stream among them: find it and leave it alone."""
+        """Like ``_read_changes``, but stream by stream, to find the one that cannot be read."""
         was_any, self._is_poisoned = False, False
         for key, known in loaded.items():
             try:
@@ -294,7 +295,7 @@ class Reader:
         except IndexFailure as failure:
             if not failure.is_wrong_type and not failure.is_too_large:
                 raise
-            self._is_poisoned = True  # by the news: without them, a look with every heartbeat
+            self._is_poisoned = True  # the news cannot be read: look with every heartbeat instead
             self._state.num_garbage += 1
             self._wait(block_s)
         return was_any
@@ -306,7 +307,8 @@ class Reader:
                 state.reader_wakes.wait(wait_s)
 
     def _distrust(self, known: MirroredPeer) -> None:
-        """What it publishes makes no sense: its snapshot is read again, later and later."""
+        """Drop a server whose values are invalid; its snapshot is read again, with growing
+        pauses."""
         self._state.num_garbage += 1
         self._state.mirror.unload(known)
         known.num_failures += 1
@@ -331,7 +333,7 @@ class Reader:
         state, mirror = self._state, self._state.mirror
         sequence, _, rest = number.partition("-")
         if int(sequence) > known.position + 1 and not known.num_failures:
-            # We fell behind what the stream keeps: the snapshot is newer.
+            # This reader fell behind what the stream keeps: the snapshot is newer.
             mirror.unload(known)
             known.num_failures = 1
             self._look_soon()
@@ -343,8 +345,8 @@ class Reader:
         if delta is None:
             self._distrust(known)
             return False
-        mirror.add(known, delta.added)
-        mirror.remove(known, delta.removed)
+        mirror.add_pages(known, delta.added)
+        mirror.remove_pages(known, delta.removed)
         known.position += 1
         known.num_failures = 0
         state.num_fingerprints_read += len(delta.added) + len(delta.removed)

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Names"]
+__all__ = ["RedisKeys"]
 
 
-class Names(NamedTuple):
-    """The braces keep a namespace together where keys are spread by hash."""
+class RedisKeys(NamedTuple):
+    """Makes the keys. Their braces keep a namespace on one shard of a cluster."""
 
     prefix: str
 
     @classmethod
-    def of(cls, namespace: bytes) -> Names:
+    def of(cls, namespace: bytes) -> RedisKeys:
+        """The keys of a namespace."""
         return cls(f"sgt1:{{{namespace.hex()}}}")
 
     @property
     def servers(self) -> str:
-        """Set of the ids of servers, dead ones perhaps among them."""
+        """Set of the ids of servers, perhaps with dead ones."""
         return f"{self.prefix}:servers"
 
     @property
     def purges(self) -> str:
-        """Sorted set of purges, by Redis' clock in milliseconds."""
+        """Sorted set of purges, by their time in milliseconds of Redis' clock."""
         return f"{self.prefix}:purges"
 
     @property
     def news(self) -> str:
-        """Stream that wakes readers; what its entries say does not count."""
+        """Stream that wakes readers; its entries have no meaning."""
         return f"{self.prefix}:news"
 
     def record(self, server: str) -> str:
-        """String: the sign of life of a server."""
+        """String with the sign of life of a server."""
         return f"{self.prefix}:server:{server}"
 
     def pages(self, server: str, sequence: int) -> str:
-        """String: the pages of a server as of a sequence number."""
+        """String with the pages of a server as of a sequence number."""
         return f"{self.prefix}:pages:{server}:{sequence}"
 
     def changes(self, server: str, incarnation: int) -> str:
-        """Stream: what came and went since, by sequence numbers."""
+        """Stream of the changes since then, by sequence number."""
         return f"{self.prefix}:changes:{server}:{incarnation}"

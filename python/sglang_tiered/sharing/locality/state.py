@@ -1,4 +1,4 @@
-"""What the two threads of an index share with it."""
+"""The state that the two threads of an index share with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.locality.connection_health import Trouble
+from sglang_tiered.sharing.locality.connection_health import ConnectionHealth
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.locality.purges import PurgeBook
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = ["IndexState", "RefreshOrder", "new_server"]
 
 
 def new_server() -> str:
-    """A random id."""
+    """A random id for this server."""
     return secrets.token_hex(16)
 
 
@@ -35,7 +35,7 @@ class RefreshOrder:
 
 
 class IndexState:
-    """``lock`` guards what is assigned; counters have one writer each."""
+    """``lock`` guards every attribute that is assigned; each counter has one writer."""
 
     def __init__(
         self, settings: PeerSettings, namespace: bytes, clock: Callable[[], float]
@@ -46,15 +46,15 @@ class IndexState:
         self.publisher_wakes = threading.Condition(self.lock)
         self.reader_wakes = threading.Condition(self.lock)
         self.closed = False
-        self.epoch = 0  # of the namespace
+        self.epoch = 0  # counts changes of the namespace
         self.namespace = namespace
         self.server = new_server()
         self.address: str | None = None
-        self.look_now = False  # the reader's wait is over
+        self.look_now = False  # the reader must not wait
         self.to_publish: list[RefreshOrder] = []
         self.to_read: list[RefreshOrder] = []
         self.gone: set[str] = set()  # ids without a record, for the publisher to remove
-        self.trouble = Trouble(settings.shown_url)
+        self.trouble = ConnectionHealth(settings.shown_url)
         self.book = PurgeBook(namespace, settings.purge_retention_s, clock)
         self.mirror = Mirror(
             settings.max_pages,
@@ -72,8 +72,8 @@ class IndexState:
         self.num_garbage = 0
 
     @property
-    def names(self) -> Names:
-        return Names.of(self.namespace)
+    def names(self) -> RedisKeys:
+        return RedisKeys.of(self.namespace)
 
     def wake_publisher(self) -> None:
         with self.lock:

@@ -1,10 +1,9 @@
-"""fingerprint -> which peers hold that page, as a bit for each peer. No I/O.
+"""Maps a fingerprint to the peers that hold that page, as a bit for each peer. No I/O.
 
-A hash table of buckets of eight places, filled from the left; what does not fit goes to the next
-bucket. The hash multiplies by a number drawn at random, so nobody can aim at one bucket. Everything
+A hash table of buckets of eight places, filled from the left; a full bucket overflows to the next
+one. The hash multiplies by a random number, so an attacker cannot fill one bucket. Every method
 works on arrays. One writer at a time; readers need no lock: a place is taken before its bits are
-set, and a fingerprint without bits is held by nobody. Zero is no fingerprint.
-"""
+set, and a fingerprint without bits has no holder. Zero is not a fingerprint."""
 
 from __future__ import annotations
 
@@ -25,26 +24,26 @@ __all__ = ["WORD_BITS", "PageTable"]
 
 WORD_BITS = 64
 _WIDTH = 8  # places in a bucket: one cache line
-_MAX_FILL = 0.5  # a page in twenty has to look at a second bucket
+_MAX_FILL = 0.5  # then a page in twenty needs a second bucket
 _MIN_BUCKETS = 1 << 7
-_PIECE = 1 << 14  # places looked at by one call of numpy, which may hold the interpreter's lock
+_PIECE = 1 << 14  # places for one call of numpy, which may hold the GIL
 
 
 class PageTable:
-    """Room for ``max_fill`` of its places; ``num_words * 64`` peers."""
+    """Has room for ``_MAX_FILL`` of its places, and for ``num_words * 64`` peers."""
 
     def __init__(self, num_pages: int, num_words: int = 1) -> None:
         self.num_buckets = max(_MIN_BUCKETS, int(num_pages / _MAX_FILL / _WIDTH) + 1)
         self.num_words = num_words
         self._pages = np.zeros((self.num_buckets, _WIDTH), np.uint64)
-        # One more than places: nobody holds row -1.
+        # One more than places: row -1 has no holder.
         self._holders = np.zeros((num_words, self.num_buckets * _WIDTH + 1), np.uint64)
         self._factor = np.uint64(secrets.randbits(64) | 1)
-        self.num_used = 0  # places taken, by pages that nobody holds any more too
+        self.num_used = 0  # places taken, also by pages without a holder
 
     @property
     def capacity(self) -> int:
-        """Places that may be taken."""
+        """The number of places that may be taken."""
         return int(self.num_buckets * _WIDTH * _MAX_FILL)
 
     @property
@@ -52,7 +51,7 @@ class PageTable:
         return self._pages.nbytes + self._holders.nbytes
 
     def find(self, pages: Fingerprints) -> Rows:
-        """The place of each page, -1 where it has none (of zero, any)."""
+        """The place of each page, or -1 (for zero, any place)."""
         rows = np.full(len(pages), -1, np.int64)
         left = np.arange(len(pages))
         bucket = self._bucket(pages)
@@ -70,7 +69,7 @@ class PageTable:
         return rows
 
     def holders(self, rows: Rows) -> npt.NDArray[np.uint64]:
-        """Bits of the holders, ``[num_words, rows]``; none for row -1."""
+        """The bits of the holders, ``[num_words, rows]``, without any for row -1."""
         return self._holders.take(rows, axis=1)
 
     def _bucket(self, pages: Fingerprints) -> Rows:
@@ -80,8 +79,8 @@ class PageTable:
         return mixed.view(np.int64)
 
     def add(self, pages: Fingerprints) -> Rows:
-        """Give each page a place, which must not exceed ``capacity``; their places. Pages are
-        different, none is zero and none has a place."""
+        """Give each page a place, within ``capacity``, and return the places. Pages are distinct
+        and not zero, and do not have a place yet."""
         rows = np.full(len(pages), -1, np.int64)
         bucket = self._bucket(pages)
         left = np.argsort(bucket, kind="stable")
@@ -103,7 +102,8 @@ class PageTable:
         return rows
 
     def set_bit(self, rows: Rows, slot: int) -> tuple[int, int]:
-        """A peer holds these, all different; how many are new to it, and to everybody."""
+        """Add a holder of distinct rows. Returns how many are new to it, and how many had no
+        holder."""
         word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
         before = word[rows]
         num_new = int(np.count_nonzero((before & bit) == 0))
@@ -112,8 +112,8 @@ class PageTable:
         return num_new, num_unheld
 
     def clear_bit(self, rows: Rows, slot: int) -> tuple[int, int]:
-        """A peer does not hold these any more, all different; how many it did, and how many
-        nobody holds now."""
+        """Remove a holder of distinct rows. Returns how many it held, and how many have no holder
+        now."""
         word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
         rows = rows[(word[rows] & bit) != 0]
         word[rows] &= ~bit
@@ -124,7 +124,7 @@ class PageTable:
         return ~held
 
     def rows_of(self, slot: int) -> Iterator[Rows]:
-        """All places that a peer has a bit in, in pieces."""
+        """All places of a peer, in pieces."""
         word, bit = self._holders[slot // WORD_BITS], np.uint64(1 << slot % WORD_BITS)
         for start in range(0, len(word), _PIECE):
             rows = np.flatnonzero(word[start : start + _PIECE] & bit) + start
@@ -132,7 +132,7 @@ class PageTable:
                 yield rows
 
     def held(self) -> Iterator[tuple[Fingerprints, npt.NDArray[Any]]]:
-        """All pages that somebody holds, in pieces, with the bits of their holders."""
+        """All pages with a holder, in pieces, with the bits of their holders."""
         flat = self._pages.reshape(-1)
         for start in range(0, len(flat), _PIECE):
             bits = self._holders[:, start : start + _PIECE]
@@ -140,7 +140,7 @@ class PageTable:
             yield flat[start + rows], bits[:, rows]
 
     def copied(self, num_pages: int, num_words: int) -> PageTable:
-        """A table with room for so many pages and what is held in this one."""
+        """A copy without pages that have no holder, with room for ``num_pages``."""
         table = PageTable(num_pages, num_words)
         for pages, bits in self.held():
             table._holders[: self.num_words, table.add(pages)] = bits  # noqa: SLF001
@@ -154,6 +154,6 @@ class PageTable:
         gaps = (self._pages[:, :-1] == 0) & (self._pages[:, 1:] != 0)
         assert not gaps.any(), f"{int(gaps.sum())} buckets have a gap"
         bits: npt.NDArray[np.bool_] = np.any(self._holders[:, :-1], axis=0)
-        assert not self._holders[:, -1].any(), "somebody holds row -1"
+        assert not self._holders[:, -1].any(), "row -1 has a holder"
         assert int(bits.sum()) == num_held, f"{int(bits.sum())} pages held, counted {num_held}"
         assert not bits[flat == 0].any(), "an empty place has a holder"

@@ -1,4 +1,4 @@
-"""The URL of the Redis that holds the index. What is shown of it never has a password in it."""
+"""The URL of the Redis that holds the index. Its shown form never contains a password."""
 
 from __future__ import annotations
 

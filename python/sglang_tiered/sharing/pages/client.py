@@ -1,8 +1,8 @@
 """``PageClient``: asks page servers for pages, straight into the caller's buffers.
 
-One thread owns every connection, copies what arrives and ends every fetch, so a fetch that has
-ended is one for which nothing lands any more. What is asked for is bounded in bytes, over all
-servers and for each: that is the flow control.
+One thread owns every connection, copies what arrives and ends every fetch, so nothing lands for a
+fetch that has ended. The bytes asked for are bounded, over all servers and for each: that is the
+flow control.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Fetch, Outcome, Request, cut_requests
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.settings import PageSettings
-from sglang_tiered.wire.framing import printable, received
 from sglang_tiered.wire.loop import EndpointLoop
+from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ __all__ = ["ClientStats", "PageClient"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES = 4  # of one server in one go: others wait no longer than their copies
+_MAX_MESSAGES = 4  # of one server at a time, so that others wait only for their copies
 _MANY_DEADLINES = 256
 _MIN_WAIT_S = 0.0005
 
@@ -49,8 +49,8 @@ class ClientStats:
     num_requests: int = 0
     num_bytes: int = 0  # of pages that were verified
     outcomes: Counter[Outcome] = field(default_factory=Counter)  # pages
-    num_breaches: int = 0  # links ended for what no honest server sends
-    num_unasked: int = 0  # answers to nothing that was asked, or to what was answered
+    num_breaches: int = 0  # links ended for a breach of the protocol
+    num_unasked: int = 0  # answers without an open request
     num_overdue: int = 0  # answers to requests that had ended
     num_links_lost: int = 0
 
@@ -70,7 +70,7 @@ class PageClient:
         self._keys = keys
         self._clock = clock
         self.stats = ClientStats()
-        self._lock = threading.Lock()  # around ``_closed`` and what must not be queued behind it
+        self._lock = threading.Lock()  # guards ``_closed`` and the calls queued before it
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, PageLink] = {}
@@ -92,22 +92,22 @@ class PageClient:
         deadline_s: float | None,
         done: Callable[[Fetch], None],
     ) -> Fetch:
-        """Fill ``pages`` with what the server at ``address`` holds under ``keys``, each once.
-        ``done`` is called when that has ended, at the latest ``deadline_s`` from now; it must not
-        block."""
+        """Fill ``pages`` with the pages that the server at ``address`` holds under ``keys``, each
+        key once. ``done`` is called at the end, at most ``deadline_s`` from now; it must not block.
+        """
         deadline = None if deadline_s is None else self._clock() + deadline_s
         fetch = Fetch(address, namespace, keys, pages, deadline, done)
         with self._lock:
             if not self._closed:
-                self._loop.call(self._begin, fetch)
+                self._loop.call(self._start_fetch, fetch)
                 return fetch
         fetch.outcomes = [Outcome.CANCELLED] * len(keys)
         fetch.end()
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """End it soon; what has arrived stays."""
-        self._loop.call(self._give_up, fetch, Outcome.CANCELLED)
+        """End a fetch soon; pages that have arrived stay."""
+        self._loop.call(self._end_early, fetch, Outcome.CANCELLED)
 
     @property
     def num_links(self) -> int:
@@ -128,48 +128,48 @@ class PageClient:
         self._context.destroy(linger=0)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance. While nothing is fetched."""
+        """Raise ``AssertionError`` when the books do not balance. Call while nothing is fetched."""
         assert not self._fetches, f"{len(self._fetches)} fetches under way"
-        assert self._open_bytes == 0, f"{self._open_bytes} bytes asked for by nobody"
+        assert self._open_bytes == 0, f"{self._open_bytes} bytes asked for without a fetch"
         left = sum(len(link.waiting) for link in self._links.values())
-        assert not left, f"{left} requests wait for nobody"
+        assert not left, f"{left} requests wait without a fetch"
 
     # ---- The client's thread ----
 
-    def _begin(self, fetch: Fetch) -> None:
+    def _start_fetch(self, fetch: Fetch) -> None:
         self._fetches[fetch] = []
         try:
             requests = cut_requests(fetch, self._settings.request_bytes, self._numbers)
             self._fetches[fetch] = requests
             if fetch.deadline is not None and fetch.deadline <= self._clock():
-                self._give_up(fetch, Outcome.LATE)
+                self._end_early(fetch, Outcome.LATE)
                 return
             if not requests:
                 self._end(fetch)
                 return
             link = self._link_to(fetch.address)
             if link is None:
-                self._give_up(fetch, Outcome.BUSY)
+                self._end_early(fetch, Outcome.BUSY)
                 return
             link.waiting.extend(requests)
         except TransferError as error:
-            logger.warning("%s", error)
-            self._give_up(fetch, Outcome.LOST)
+            logger.warning("cannot fetch pages of another server (%s); they are misses", error)
+            self._end_early(fetch, Outcome.LOST)
         except Exception:
-            logger.exception("asking for pages failed by our own fault")
-            self._give_up(fetch, Outcome.LOST)
+            logger.exception("internal error while asking for pages; they are misses")
+            self._end_early(fetch, Outcome.LOST)
         else:
             if fetch.deadline is not None:
-                self._note_deadline(fetch.deadline, fetch)
+                self._add_deadline(fetch.deadline, fetch)
 
-    def _note_deadline(self, deadline: float, fetch: Fetch) -> None:
-        if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those that ended
+    def _add_deadline(self, deadline: float, fetch: Fetch) -> None:
+        if len(self._deadlines) >= _MANY_DEADLINES:  # drop fetches that ended, and so their buffers
             self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (deadline, next(self._numbers), fetch))
 
     def _link_to(self, address: str) -> PageLink | None:
-        """The connection to a server, made if need be; None where there may be no more."""
+        """The connection to a server, made if need be; None if ``max_links`` are in use."""
         link = self._links.get(address)
         if link is not None:
             return link
@@ -195,10 +195,10 @@ class PageClient:
         while self._deadlines and (
             self._deadlines[0][0] <= now or not self._deadlines[0][2].is_open
         ):
-            self._give_up(heapq.heappop(self._deadlines)[2], Outcome.LATE)
+            self._end_early(heapq.heappop(self._deadlines)[2], Outcome.LATE)
 
     def _send_some(self, now: float) -> None:
-        """A request of each server in turn, while there is room."""
+        """Send requests while there is room, one of each server in turn."""
         sent = True
         while sent:
             sent = False
@@ -209,7 +209,7 @@ class PageClient:
             self._turns.append(self._turns.pop(0))
 
     def _may_send(self, link: PageLink) -> bool:
-        """Whether its first request fits. Whatever its size, one fits where there is none."""
+        """Whether the first request of a link fits. Without any other request, every size fits."""
         while link.waiting and link.waiting[0].is_settled:
             link.waiting.popleft()
         if not link.waiting or len(link.open_requests) >= self._settings.max_requests:
@@ -230,11 +230,11 @@ class PageClient:
             request.lengths(),
             min(3_600_000, max(1, int(patience_s * 1000))),
         )
-        if not link.tell(message):
+        if not link.send(message):
             return False
         link.waiting.popleft()
         if not link.open_requests:
-            link.last_heard = now  # it owes an answer from now on
+            link.last_heard = now  # its silence counts from now on
         request.sent_at = now
         link.open_requests[request.number] = request
         link.open_bytes += request.num_bytes
@@ -248,14 +248,14 @@ class PageClient:
                 return
             link.last_heard = self._clock()
             try:
-                self._take(link, [frame.buffer for frame in frames])
+                self._serve_answer(link, [frame.buffer for frame in frames])
             except TransferError as error:
                 self.stats.num_breaches += 1
                 self._lose(link, str(error))
                 return
             self._expire(self._clock())  # however much arrives, from however many servers
 
-    def _take(self, link: PageLink, frames: list[memoryview]) -> None:
+    def _serve_answer(self, link: PageLink, frames: list[memoryview]) -> None:
         message = messages.decode_from_server(frames)
         if isinstance(message, messages.Refuse):
             raise TransferError(printable(message.reason))
@@ -276,15 +276,15 @@ class PageClient:
             self._settle(request, Outcome.LOST)
             raise
         except Exception:
-            logger.exception("taking pages in failed by our own fault")
+            logger.exception("internal error while receiving pages; they are misses")
             self._settle(request, Outcome.LOST)
         else:
             self._settle(request, None)
 
     def _on_monitor(self, link: PageLink) -> None:
-        reason = link.lost_because()
+        reason = link.loss_reason()
         if reason is not None and not link.is_gone:
-            self._on_message(link)  # what it sent before
+            self._on_message(link)  # reads what it sent before
             if not link.is_gone:
                 self._lose(link, f"{link.address} {reason}")
 
@@ -295,12 +295,13 @@ class PageClient:
             if not link.is_open and now - link.opened_at > settings.connect_timeout_s:
                 self._lose(link, f"{link.address} does not answer")
             elif link.open_requests and now - link.last_heard > settings.answer_timeout_s:
-                self._lose(link, f"{link.address} owes answers and is silent")
+                self._lose(link, f"{link.address} has not answered in time")
             elif link.is_idle and now - link.last_heard > settings.idle_s:
                 self._close(link)
 
     def _settle(self, request: Request, outcome: Outcome | None) -> None:
-        """No more of it lands. ``outcome`` of all its pages, unless they have theirs."""
+        """End a request: no page of it lands from here on. ``outcome`` is that of all its pages;
+        None if each has its own."""
         if request.is_settled:
             return
         request.is_settled = True
@@ -313,17 +314,17 @@ class PageClient:
         if not fetch.num_left:
             self._end(fetch)
 
-    def _give_up(self, fetch: Fetch, outcome: Outcome) -> None:
-        """End a fetch whatever is still open of it."""
+    def _end_early(self, fetch: Fetch, outcome: Outcome) -> None:
+        """End a fetch, and its open requests with ``outcome``."""
         requests = self._fetches.get(fetch)
         if requests is None or not fetch.is_open:
             return
         link = self._links.get(fetch.address)
         for request in requests:
             if not request.is_settled and request.sent_at is not None and link is not None:
-                link.tell(messages.Cancel(request.number))
+                link.send(messages.Cancel(request.number))
             self._settle(request, outcome)
-        if fetch.is_open:  # it had none
+        if fetch.is_open:  # it had no open request
             self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:
@@ -337,12 +338,16 @@ class PageClient:
         try:
             fetch.end()
         except Exception:
-            logger.exception("what was to be called at the end of a fetch failed")
+            logger.exception("internal error in the callback of a fetch; the client goes on")
 
     def _lose(self, link: PageLink, reason: str) -> None:
         self.stats.num_links_lost += 1
         had = bool(link.open_requests or link.waiting)
-        logger.log(logging.WARNING if had else logging.DEBUG, "page server lost: %s", reason)
+        logger.log(
+            logging.WARNING if had else logging.DEBUG,
+            "connection to a page server lost (%s); its pages are misses",
+            reason,
+        )
         self._close(link)
 
     def _close(self, link: PageLink) -> None:
@@ -360,6 +365,6 @@ class PageClient:
 
     def _end_all(self) -> None:
         for fetch in list(self._fetches):
-            self._give_up(fetch, Outcome.CANCELLED)
+            self._end_early(fetch, Outcome.CANCELLED)
         for link in list(self._links.values()):
             self._close(link)

@@ -1,8 +1,8 @@
 """Fetches and the requests they are cut into: where arriving pages go, and until when.
 
-Where bytes go is decided by the fetch alone: a reply names a request, never a place. A fetch lives
-on its client's thread, which does all the copying and is also what ends it: once ``done`` has been
-called, no byte of its pages changes.
+Only the fetch determines where bytes go: a reply names a request, never a place. A fetch lives on
+its client's thread, which does all the copying and also ends it: once ``done`` has been called, no
+byte of its pages changes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _LARGE_COPY_BYTES = 64 << 10
 
 
 class Outcome(enum.Enum):
-    """What became of one page."""
+    """The outcome of one page."""
 
-    OK = "ok"  # its bytes are there and verified; of all others the content is undefined
-    MISS = "miss"  # the holder does not hold it under that length; untouched
-    DAMAGED = "damaged"  # what came did not verify
+    OK = "ok"  # its bytes are there and verified; other pages have undefined content
+    MISS = "miss"  # the holder has no page of that key and length; untouched
+    DAMAGED = "damaged"  # the bytes that came did not verify
     BUSY = "busy"  # the holder has too much to do; untouched
-    LOST = "lost"  # the holder cannot be reached, did not answer, or broke the protocol
+    LOST = "lost"  # the holder is unreachable, did not answer, or broke the protocol
     LATE = "late"  # the deadline came first
     CANCELLED = "cancelled"
 
 
 class Fetch:
-    """Pages asked of one holder. ``outcomes[i]`` tells what became of page ``i``, complete when
-    ``done`` is called: once, on the client's thread, after the last touch of the pages."""
+    """Pages asked of one holder. ``outcomes[i]`` is that of page ``i``, valid when ``done`` is
+    called: once, on the client's thread, after the last touch of the pages."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Fetch:
         self.keys = keys
         self.pages: Sequence[Page] = pages
         self.lengths = [sum(segment.nbytes for segment in page) for page in pages]
-        self.deadline = deadline  # of the client's clock
+        self.deadline = deadline  # by the client's clock
         self.outcomes = [Outcome.LOST] * len(pages)
         self.is_open = True
         self.num_left = 0  # requests that are not settled
-        self.num_heard = 0  # pages that the holder said something of
+        self.num_heard = 0  # pages that the holder answered for
         self._done = done
 
     def end(self) -> None:
-        """Nothing lands from here on: the pages are let go of."""
+        """Drop the pages and call ``done``: nothing lands from here on."""
         self.is_open = False
         self.pages = ()
         self._done(self)
@@ -84,7 +84,7 @@ class Fetch:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Pages [start, stop) of a fetch. ``is_settled``: nothing may land for it any more."""
+    """Pages [start, stop) of a fetch. Nothing may land for it once ``is_settled``."""
 
     number: int
     fetch: Fetch
@@ -101,8 +101,8 @@ class Request:
         return self.fetch.lengths[self.start : self.stop]
 
     def land(self, found: Found, payload: Sequence[memoryview]) -> None:
-        """Copy each page where it belongs and verify it there. Raises ``TransferError``, before a
-        byte is copied, for an answer that does not fit what was asked for."""
+        """Copy each page to its place and verify it there. Raises ``TransferError``, before a byte
+        is copied, for an answer that does not fit the request."""
         fetch = self.fetch
         lengths = self.lengths()
         if len(found.checksums) != len(lengths):
@@ -140,7 +140,7 @@ class _Source:
         self._rest: Any = memoryview(b"")
 
     def fill(self, segment: memoryview) -> None:
-        """The next bytes; the caller has counted them."""
+        """Fill a segment with the next bytes, which the caller has counted."""
         at = 0
         while at < segment.nbytes:
             if not self._rest.nbytes:
@@ -157,8 +157,8 @@ class _Source:
 
 
 def cut_requests(fetch: Fetch, request_bytes: int, numbers: Iterator[int]) -> list[Request]:
-    """Consecutive pages of about ``request_bytes`` each, or a page by itself. A page longer than
-    any that is sent is a miss from the start."""
+    """Cut a fetch into requests of consecutive pages and about ``request_bytes``, or of one page. A
+    page that no request can name is a miss from the start."""
     requests: list[Request] = []
     for position, length in enumerate(fetch.lengths):
         if length > MAX_PAGE_BYTES or length == 0 or len(fetch.keys[position]) != KEY_BYTES:

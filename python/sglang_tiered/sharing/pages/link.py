@@ -1,11 +1,11 @@
-"""One page server as a client sees it: the connection, and what is asked for over it.
+"""One page server as a client sees it: the connection, and the requests over it.
 
     connecting --greeted--> open --disconnect, silence, breach, idle--> gone
          |                                          ^
          +-- refused, no answer --------------------+
 
-A link is used once: after a loss the next fetch makes another, so nothing that an earlier process
-behind the address owed is taken for an answer of its successor. The client's thread only.
+A link is used once: after a loss the next fetch makes another, so no late answer of an earlier
+process behind the address is taken for one of its successor. The client's thread only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages.messages import MAX_PAGE_BYTES, VERSION_FRAME, encode
+from sglang_tiered.wire.sockets import (
+    connection_events,
+    loss_reason,
+    make_dealer,
+    watch_connection,
+)
 
 if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.landing import Request
@@ -31,19 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["PageLink", "check_address"]
 
 _ADDRESS = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})")
-_LOST_EVENTS = {
-    zmq.EVENT_DISCONNECTED: "closed the connection",
-    zmq.EVENT_CLOSED: "cannot be reached",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refuses our key; is it among its keys?",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "expects other keys than ours, or none",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke the connection off while greeting",
-}
 _HEARTBEAT_MS = 1000
 
 
 def check_address(address: str) -> None:
-    """Raises ``TransferError`` for anything but an IP address and a port over TCP: addresses come
-    from others, ZeroMQ would also open files and pipes, and a name may take long to look up."""
+    """Raises ``TransferError`` for anything but an IP address and a port over TCP. Addresses come
+    from other servers, ZeroMQ would also open files and pipes, and looking up a name may take long.
+    """
     match = _ADDRESS.fullmatch(address)
     try:
         if match is None or not 0 < int(match[3]) < 1 << 16:
@@ -55,7 +54,7 @@ def check_address(address: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class PageLink:
-    """``open_requests``: sent and not answered, by number, those whose fetch has ended included."""
+    """``open_requests``: sent and not answered, by number, also those whose fetch has ended."""
 
     address: str
     socket: zmq.Socket[bytes]
@@ -77,27 +76,25 @@ class PageLink:
         keys: Keys | None,
         now: float,
     ) -> PageLink:
-        """Never blocks. Raises ``TransferError`` for an address that is none."""
+        """Start to connect; never blocks. Raises ``TransferError`` for an invalid address."""
         check_address(address)
         timeout_ms = max(1, int(settings.connect_timeout_s * 1000))
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
+        socket = make_dealer(
+            context, max_frame_bytes=MAX_PAGE_BYTES, is_ipv6="[" in address, keys=keys
+        )
         socket.sndhwm = 4 * settings.max_requests
         socket.rcvhwm = 2 * settings.max_requests
-        socket.maxmsgsize = MAX_PAGE_BYTES
-        socket.ipv6 = "[" in address
-        socket.reconnect_ivl = -1  # a link is used once
         socket.connect_timeout = socket.handshake_ivl = timeout_ms
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = max(_HEARTBEAT_MS, int(settings.answer_timeout_s * 1000))
-        if keys is not None:
-            keys.secure_client(socket)
-        monitor = socket.get_monitor_socket()
+        monitor = None
         try:
+            monitor = watch_connection(context, socket)
             socket.connect(address)
         except zmq.ZMQError as error:
-            socket.disable_monitor()
-            monitor.close(linger=0)
+            if monitor is not None:
+                socket.disable_monitor()
+                monitor.close(linger=0)
             socket.close(linger=0)
             raise TransferError(f"{address} cannot be connected to ({error}).") from error
         return cls(address, socket, monitor, now, now)
@@ -106,30 +103,26 @@ class PageLink:
     def is_idle(self) -> bool:
         return not self.open_requests and not self.waiting
 
-    def tell(self, message: Any) -> bool:
-        """False where it did not fit."""
+    def send(self, message: Any) -> bool:
+        """Send a message. Returns False if it did not fit into the queue."""
         try:
             self.socket.send_multipart([VERSION_FRAME, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
 
-    def lost_because(self) -> str | None:
-        """What the monitor says of the connection, if it was lost."""
-        while True:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return None
-            kind = zmq.Event(event["event"])
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    def loss_reason(self) -> str | None:
+        """Why the connection was lost, if its monitor says that it was."""
+        for event in connection_events(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_open = True
-            reason = _LOST_EVENTS.get(kind)
+            reason = loss_reason(event, "--tier-peer-keys")
             if reason is not None:
                 return reason
+        return None
 
     def close(self) -> None:
-        """The sockets; requests are the client's to end."""
+        """Close the socket. The client ends the requests, and closes the monitor."""
         self.is_gone = True
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disable_monitor()

@@ -2,7 +2,7 @@
 
 A message is a version frame, one MessagePack frame and, for ``Found``, payload frames. A page is
 asked for by namespace, full key and length, and its checksum binds its bytes to all of these, so
-that neither a holder nor a message can have one page taken for another.
+neither a holder nor a message can pass one page off as another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.framing import decode, encode, printable
+from sglang_tiered.wire.sockets import decode, encode, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,11 +44,11 @@ VERSION_FRAME = MAGIC + str(VERSION).encode()
 NAMESPACE_BYTES = 32
 KEY_BYTES = 32
 MAX_PAGE_BYTES = 64 << 20
-"""Of one page, and of all pages of one request: what a lie can have the other side set aside."""
+"""Bounds one page, and all pages of one request: the memory that a lying peer can cost."""
 
 MAX_REQUEST_PAGES = 4096
 MAX_CLIENT_FRAME_BYTES = 256 << 10
-"""A client that sends a longer frame is hung up on: a request of the most pages is shorter."""
+"""A client that sends a longer frame is disconnected. The largest request is shorter."""
 
 Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_BYTES)]
@@ -56,11 +56,11 @@ Checksum = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Array-like on the wire: fields have no names there, so any change is a new version."""
+    """Messages are arrays on the wire, without field names, so any change is a new version."""
 
 
 class Fetch(_Message, frozen=True, tag="fetch"):
-    """Please send these pages, within ``patience_ms``: nobody waits for them afterwards."""
+    """Asks for pages. The client stops waiting after ``patience_ms``."""
 
     number: Number
     namespace: Annotated[
@@ -71,7 +71,7 @@ class Fetch(_Message, frozen=True, tag="fetch"):
     patience_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
 
     def split_keys(self) -> list[bytes]:
-        """One key per page. Raises ``TransferError`` for what no honest client asks for."""
+        """One key per page. Raises ``TransferError`` for a breach of the protocol."""
         keys = [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
         if len(self.keys) != KEY_BYTES * len(self.lengths):
             raise TransferError(f"a client named {len(self.lengths)} pages by {len(keys)} keys.")
@@ -87,28 +87,28 @@ class Fetch(_Message, frozen=True, tag="fetch"):
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
-    """Nobody waits for that request any more. It is answered none the less."""
+    """The client no longer waits for that request. It is answered nevertheless."""
 
     number: Number
 
 
 class Found(_Message, frozen=True, tag="found"):
-    """The answer to a ``Fetch``: a checksum for each page, or none where it is not held under that
-    length. The payload frames, however they are cut, are the bytes of the others in order."""
+    """The answer to a ``Fetch``: a checksum for each page, or None if it is not held under that
+    length. The payload frames, however they are cut, hold the bytes of the held pages in order."""
 
     number: Number
     checksums: Annotated[list[Checksum | None], msgspec.Meta(max_length=MAX_REQUEST_PAGES)]
 
 
 class Busy(_Message, frozen=True, tag="busy"):
-    """The answer to a ``Fetch`` that is beyond what the server will take on now, or that nobody
-    waited for any more before it was read."""
+    """The answer to a ``Fetch`` that the server has no capacity for, or whose client stopped
+    waiting before its turn came."""
 
     number: Number
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
-    """What came is none of the protocol, or of another version of it."""
+    """The answer to a message of another protocol or version."""
 
     reason: str
 
@@ -118,7 +118,8 @@ _from_server = msgspec.msgpack.Decoder(Found | Busy | Refuse)
 
 
 def decode_from_client(frames: Sequence[Any]) -> Fetch | Cancel:
-    """The message in a version frame and another. Raises ``TransferError`` for anything else."""
+    """A client's message, from its version frame and body. Raises ``TransferError`` for anything
+    else."""
     check_version(frames, "a client")
     if len(frames) != 2:
         raise TransferError(f"a client sent a message of {len(frames)} frames.")
@@ -127,7 +128,7 @@ def decode_from_client(frames: Sequence[Any]) -> Fetch | Cancel:
 
 
 def decode_from_server(frames: Sequence[Any]) -> Found | Busy | Refuse:
-    """The same for what a server sends; payload frames may follow a ``Found``."""
+    """A server's message, likewise; payload frames may follow a ``Found``."""
     check_version(frames, "a page server")
     if len(frames) < 2:
         raise TransferError("a page server sent a message of one frame.")
@@ -136,7 +137,7 @@ def decode_from_server(frames: Sequence[Any]) -> Found | Busy | Refuse:
 
 
 def check_version(frames: Sequence[Any], who: str) -> None:
-    """Raises ``TransferError`` when ``who`` speaks another version of the protocol, or none."""
+    """Raises ``TransferError`` when ``who`` speaks another version, or another protocol."""
     frame = bytes(frames[0][:32]) if frames else b""
     if frame == VERSION_FRAME:
         return

@@ -1,8 +1,8 @@
-"""``PageServer``: gives pages to whoever asks for them by namespace and full key.
+"""``PageServer``: sends pages to clients that ask for them by namespace and full key.
 
 One thread owns the socket. Pages are read by a ``PageReader``, which never blocks it, into memory
-that goes to the socket as it is and is given back when the last byte has left. Nothing a client
-says makes the server hold more than its bounds.
+that goes to the socket without a copy and is given back when the last byte has left. No message of
+a client makes the server hold more than its bounds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
 from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
+from sglang_tiered.wire.sockets import endpoint_of, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,16 +33,16 @@ __all__ = ["PageReader", "PageServer", "Place", "ReadPages", "ServerStats"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES = 64  # in one go
-_SHORT_POLL_S = 0.001  # for memory that the socket has not given back, when requests wait for it
-_LONG_POLL_S = 0.02  # and when none does
+_MAX_MESSAGES = 64  # at a time
+_SHORT_POLL_S = 0.001  # between looks for memory that has left, while requests wait for it
+_LONG_POLL_S = 0.02  # the same while no request waits
 _HEARTBEAT_MS = 1000
 _FRAME_BYTES = 1 << 20  # costs ZeroMQ the least per byte, and no page faults
-_CLIENT_HWM = 256  # answers to one client that it has not taken; those with pages are bounded
+_CLIENT_HWM = 256  # unread answers to one client; answers with pages are bounded otherwise
 
 
 class Place(NamedTuple):
-    """Where one page lies in what was read, and what it hashes to."""
+    """The place of one page in the memory that was read, and its checksum."""
 
     offset: int
     length: int
@@ -49,20 +50,21 @@ class Place(NamedTuple):
 
 
 class ReadPages(Protocol):
-    """Memory with pages in it. ``release`` is called once, when nobody looks at it any more."""
+    """Memory with pages in it. The server calls ``release`` once, after its last use."""
 
     data: memoryview
-    places: Sequence[Place | None]  # as they were asked for; None: not held under that length
+    places: Sequence[Place | None]  # by request order; None: not held under that length
 
     def release(self) -> None: ...
 
 
 class PageReader(Protocol):
-    """Where pages come from. The server's thread calls; ``done`` may be called on any, once."""
+    """A source of pages. The server's thread calls it; ``done`` may be called on any thread,
+    once."""
 
     @property
     def is_pressed(self) -> bool:
-        """Whether the device has more to do than it can: the server then reads one at a time."""
+        """Whether reads queue up at the device: the server then reads one request at a time."""
 
     def read(
         self,
@@ -70,7 +72,7 @@ class PageReader(Protocol):
         lengths: Sequence[int],
         done: Callable[[ReadPages | None], None],
     ) -> None:
-        """Never blocks. ``done(None)`` where nothing of it is held."""
+        """Start to read pages; never blocks. Calls ``done(None)`` if no page is held."""
 
 
 @dataclass(slots=True)
@@ -82,17 +84,16 @@ class ServerStats:
     bytes_served: int = 0
     num_missed: int = 0  # pages asked for and not held
     num_busy: int = 0  # requests
-    num_dropped: int = 0  # requests whose client was gone, or takes nothing
+    num_dropped: int = 0  # requests whose client was gone, or reads nothing
     num_breaches: int = 0
 
 
 class PageServer:
-    """Answers every request exactly once, as long as its client is there and takes what it asked
-    for: a client counts on that.
+    """Answers every request exactly once, as long as its client is connected and reads: a client
+    relies on that.
 
-    Binds on construction: ``host`` as it is, ``port`` or, for 0, any free one. Raises
-    ``TransferError`` when it cannot be listened on. With ``keys`` only their holders are admitted,
-    and all is encrypted."""
+    Binds ``host`` and ``port`` (0: any free one) on construction. Raises ``TransferError`` when
+    that fails. With ``keys`` everything is encrypted and only their holders are admitted."""
 
     def __init__(
         self,
@@ -141,19 +142,19 @@ class PageServer:
         socket.ipv6 = ":" in host
         if keys is not None:
             keys.secure_server(socket)
-        socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        socket.bind(endpoint_of(host, port or "*"))
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
         return socket
 
     def set_namespace(self, namespace: bytes) -> None:
-        """Everything is a miss under any other from now on. Any thread; never blocks."""
+        """Serve pages of this namespace only, from now on. Any thread; never blocks."""
         self._namespace = namespace
 
     @property
     def held_bytes(self) -> int:
-        """Being read for others, or on their way out."""
+        """Bytes of pages that are being read or sent."""
         return self._queue.held_bytes
 
     @property
@@ -161,8 +162,8 @@ class PageServer:
         return self._queue.num_waiting
 
     def stop(self) -> None:
-        """Hang up on everybody. What is being read is waited for by nobody and released when it
-        has ended. Idempotent; from any thread but the server's."""
+        """Disconnect all clients. Reads under way release their memory when they end. Idempotent;
+        not on the server's thread."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -170,27 +171,24 @@ class PageServer:
         self._destroy()
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance. While nobody asks."""
+        """Raise ``AssertionError`` when the books do not balance. Call while no client asks."""
         self._queue.check_integrity()
 
     # ---- The server's thread ----
 
     def _on_messages(self) -> None:
-        for _ in range(_MAX_MESSAGES):
+        for sender, *frames in received(self._socket, _MAX_MESSAGES):
+            client = sender.bytes
             try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._take(client, frames)
+                self._serve(client, [frame.buffer for frame in frames])
             except TransferError as error:
                 self.stats.num_breaches += 1
                 self._send(client, messages.Refuse(str(error)))
 
-    def _take(self, client: bytes, frames: list[bytes]) -> None:
+    def _serve(self, client: bytes, frames: list[memoryview]) -> None:
         message = messages.decode_from_client(frames)
         if isinstance(message, messages.Cancel):
-            if self._queue.cancel(client, message.number):
+            if self._queue.cancel_request(client, message.number):
                 self._send(client, messages.Busy(message.number))
             return
         self.stats.num_requests += 1
@@ -207,7 +205,7 @@ class PageServer:
             message.num_bytes,
             self._clock() + message.patience_ms / 1000,
         )
-        if not self._queue.offer(request):
+        if not self._queue.add_request(request):
             self.stats.num_busy += 1
             self._send(client, messages.Busy(message.number))
 
@@ -215,10 +213,10 @@ class PageServer:
         self._reap()
         now = self._clock()
         while len(self._reading) < (1 if self._reader.is_pressed else self._settings.max_reads):
-            request = self._queue.take(now)
+            request = self._queue.next_request(now)
             if request is None:
                 break
-            self._begin(request)
+            self._start_read(request)
         for request in self._queue.expired:
             self._send(request.client, messages.Busy(request.number))
         self._queue.expired.clear()
@@ -226,7 +224,7 @@ class PageServer:
             return None
         return _SHORT_POLL_S if self._queue.num_waiting else _LONG_POLL_S
 
-    def _begin(self, request: ServeRequest) -> None:
+    def _start_read(self, request: ServeRequest) -> None:
         self._reading.add(request)
         try:
             self._reader.read(
@@ -235,7 +233,7 @@ class PageServer:
                 lambda pages: self._loop.call(self._answer, request, pages),
             )
         except Exception:
-            logger.exception("reading pages for another server failed by our own fault")
+            logger.exception("internal error while reading pages for another server; a miss")
             self._loop.call(self._answer, request, None)
 
     def _answer(self, request: ServeRequest, pages: ReadPages | None) -> None:
@@ -245,7 +243,7 @@ class PageServer:
         if pages is None or request.namespace != self._namespace:
             if pages is not None:
                 pages.release()
-            self._queue.release(request)
+            self._queue.release_memory(request)
             self._miss(request.client, request.number, len(request.keys))
             return
         checksums = [None if place is None else place.checksum for place in pages.places]
@@ -253,7 +251,7 @@ class PageServer:
         trackers = self._send(request.client, answer, _payload(pages))
         if trackers is None:
             pages.release()
-            self._queue.release(request)
+            self._queue.release_memory(request)
             return
         self.stats.num_served += sum(place is not None for place in pages.places)
         self.stats.num_missed += sum(place is None for place in pages.places)
@@ -267,8 +265,8 @@ class PageServer:
     def _send(
         self, client: bytes, message: Any, payload: Sequence[memoryview] = ()
     ) -> list[zmq.MessageTracker] | None:
-        """Trackers of the payload, which is not copied. None where the message did not go: the
-        client is gone, or takes nothing."""
+        """Send a message. Returns trackers of the payload, which is not copied, or None if the
+        client is gone or reads nothing."""
         socket = self._socket
         more = zmq.NOBLOCK | zmq.SNDMORE
         trackers: list[zmq.MessageTracker] = []
@@ -295,13 +293,13 @@ class PageServer:
             trackers, request, pages = item
             if all(tracker.done for tracker in trackers):
                 pages.release()
-                self._queue.release(request)
+                self._queue.release_memory(request)
             else:
                 left.append(item)
         self._sending = left
 
     def _tick(self, _: float) -> None:
-        """What waits and what has left is looked at in every step."""
+        """Does nothing: every step looks at what waits and what has left."""
 
     def _destroy(self) -> None:
         if self._guard is not None:
@@ -311,8 +309,8 @@ class PageServer:
 
 
 def _payload(pages: ReadPages) -> list[memoryview]:
-    """The bytes of the pages that were found, in order, in frames of a mebibyte; pages that follow
-    each other in memory share them."""
+    """The bytes of the pages that were found, in order, in frames of a mebibyte. Pages that are
+    adjacent in memory share frames."""
     frames: list[memoryview] = []
     start = end = 0
     for place in [*pages.places, Place(-1, 0, 0)]:

@@ -1,8 +1,8 @@
-"""What a page server has been asked for: whose turn it is, and what is too much. Pure.
+"""The requests of a page server: whose turn it is, and what exceeds the bounds. Pure.
 
-Waiting requests are a few bytes each; memory is taken when one begins to be read, and given back
-when its answer has left. Both are bounded, over all clients and for each, so that one that asks
-for more than it takes holds up no other.
+A waiting request takes a few bytes; its memory is taken when its read begins, and given back when
+its answer has left. Both are bounded, over all clients and for each, so that a client that asks for
+more than it reads holds up no other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["ServeQueue", "ServeRequest"]
 
 _MAX_WAITING = 64  # requests of one client, whatever their size
-_NAME_BYTES = 1024  # counted for each page asked for, so that tiny ones do not become many
+_NAME_BYTES = 1024  # counted for each page, which bounds the number of tiny ones
 
 
 @dataclass(eq=False, slots=True)
 class ServeRequest:
-    """``expires_at``: when its client gives it up, of the server's clock."""
+    """A client stops waiting for it at ``expires_at``, by the server's clock."""
 
     client: bytes
     number: int
@@ -34,7 +34,7 @@ class ServeRequest:
 
     @property
     def cost(self) -> int:
-        """What it counts for while it waits: names take memory too."""
+        """The bytes that it counts for while it waits: keys take memory too."""
         return self.num_bytes + _NAME_BYTES * len(self.keys)
 
 
@@ -46,22 +46,22 @@ class _Client:
 
 
 class ServeQueue:
-    """The server's thread only. Knows a client for as long as something of it waits or is held."""
+    """Used by the server's thread only. A client is known while it has requests or memory."""
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()  # whose turn it is comes first
+        self._clients: OrderedDict[bytes, _Client] = OrderedDict()  # the next in turn comes first
         self.waiting_bytes = 0
         self.held_bytes = 0
         self.num_waiting = 0
-        self.expired: list[ServeRequest] = []  # dropped by ``take``, to be answered
+        self.expired: list[ServeRequest] = []  # dropped by ``next_request``, to be answered
 
     @property
     def num_clients(self) -> int:
         return len(self._clients)
 
-    def offer(self, request: ServeRequest) -> bool:
-        """Take a request on; false where it is too much."""
+    def add_request(self, request: ServeRequest) -> bool:
+        """Queue a request. Returns False if it exceeds a bound."""
         settings, size = self._settings, request.cost
         client = self._clients.get(request.client)
         if client is not None and (
@@ -79,8 +79,8 @@ class ServeQueue:
         self.num_waiting += 1
         return True
 
-    def cancel(self, client: bytes, number: int) -> bool:
-        """Drop a request that waits; false for any other."""
+    def cancel_request(self, client: bytes, number: int) -> bool:
+        """Drop a request that waits. Returns False if there is no such request."""
         known = self._clients.get(client)
         if known is None:
             return False
@@ -92,7 +92,7 @@ class ServeQueue:
         return False
 
     def drop_client(self, client: bytes) -> int:
-        """Drop all that waits of a client that is gone. How many requests that were."""
+        """Drop the waiting requests of a client that is gone, and return their number."""
         known = self._clients.get(client)
         num_dropped = 0
         while known is not None and known.waiting:
@@ -100,9 +100,9 @@ class ServeQueue:
             num_dropped += 1
         return num_dropped
 
-    def take(self, now: float) -> ServeRequest | None:
+    def next_request(self, now: float) -> ServeRequest | None:
         """The next request that there is memory for, of the client whose turn it is. Its bytes are
-        held until ``release``. Those that nobody waits for any more go to ``expired``."""
+        held until ``release_memory``. Requests whose time has passed go to ``expired``."""
         for name, client in list(self._clients.items()):
             while client.waiting and client.waiting[0].expires_at <= now:
                 self.expired.append(client.waiting.popleft())
@@ -116,8 +116,8 @@ class ServeQueue:
                 return request
         return None
 
-    def release(self, request: ServeRequest) -> None:
-        """Its memory is free again."""
+    def release_memory(self, request: ServeRequest) -> None:
+        """Free the memory of a request."""
         client = self._clients[request.client]
         client.held_bytes -= request.num_bytes
         self.held_bytes -= request.num_bytes

@@ -1,4 +1,4 @@
-"""How both ends behave: timeouts and bounds, in one place. Times in seconds, sizes in bytes."""
+"""Timeouts and bounds of both ends. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """Of who asks: ``connect_timeout_s`` to reach a holder, ``answer_timeout_s`` of silence after
-    which one that owes answers is given up (one that ends is noticed at once). ``window_bytes``
-    are asked for and not here, at most, a quarter of that at one holder, in ``max_requests`` of
-    about ``request_bytes`` each (or of one page). Connections that nothing needs are closed after
-    ``idle_s``; there are ``max_links`` at most.
+    """For the client: it has ``connect_timeout_s`` to reach a holder, and drops one that owes
+    answers after ``answer_timeout_s`` of silence (a connection that ends shows at once). At most
+    ``window_bytes`` are under way, a quarter of that from one holder, in ``max_requests`` of about
+    ``request_bytes`` each (or of one page). Unused connections are closed after ``idle_s``; there
+    are at most ``max_links``.
 
-    Of who serves: ``max_serving_bytes`` are being read or on their way out, at most, half of that
-    for one client; ``max_queued_bytes`` wait besides, a quarter of that for one client, and what
-    is asked for beyond is answered with "busy". One that does not take what it asked for is hung
-    up on after ``stuck_timeout_s``. ``max_reads`` requests are read at a time, and one while the
-    reader has work of its own.
+    For the server: at most ``max_serving_bytes`` are being read or sent, half of that for one
+    client; ``max_queued_bytes`` wait besides, a quarter of that for one client, and requests beyond
+    are answered with "busy". A client that does not read its answers is disconnected after
+    ``stuck_timeout_s``. ``max_reads`` requests are read at a time, and one while the reader has
+    work of its own.
     """
 
     connect_timeout_s: float = 2.0

@@ -1,7 +1,7 @@
-"""The decode end: opens rooms at prefill ranks and lets what they send land in their pages.
+"""The decode end: opens rooms at prefill ranks and copies what they send into its pages.
 
 Connects to both sockets of each prefill rank and binds nothing, so a decode host needs no open
-port. All state but the rooms' fences belongs to one thread; results come back through
+port. All state except the rooms' fences belongs to one thread; results come back through
 ``DecodeListener`` on that thread.
 """
 
@@ -19,18 +19,17 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progress, ReceiveRoom
 from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
-from sglang_tiered.transfer.stats import DecodeStats
 from sglang_tiered.transfer.wire_codec import make_codec
-from sglang_tiered.wire import framing
-from sglang_tiered.wire.framing import received
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import EndpointLoop
+from sglang_tiered.wire.sockets import received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import zmq
 
-    from sglang_tiered.transfer.decode.session import Address, PrefillLink
+    from sglang_tiered.transfer.decode.sessions import Address, PrefillLink
     from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
     from sglang_tiered.transfer.messages import KVLayout
     from sglang_tiered.transfer.settings import TransferSettings
@@ -41,10 +40,10 @@ __all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "Target"]
 logger = logging.getLogger(__name__)
 
 MAX_DATA_MESSAGES = 16
-"""Slabs handled before the control sockets are looked at again: some 16 MiB, a few ms."""
+"""Slabs handled before the control sockets are polled again: about 16 MiB, a few ms."""
 
 MAX_REPEATS = 3
-"""Sessions in a row that are opened to tell an abort again, each lost at once."""
+"""Sessions in a row that are opened to repeat an abort, each lost at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,30 @@ class Target:
     is_dummy: bool = False
 
 
+@dataclass(slots=True)
+class DecodeStats:
+    """Counters since the start. Written by the endpoint's thread only."""
+
+    received_bytes: int = 0
+    pulled_bytes: int = 0
+    num_slabs: int = 0
+    num_damaged: int = 0
+    num_duplicate: int = 0
+    num_late: int = 0
+    num_forged: int = 0
+    num_rooms_received: int = 0
+    num_rooms_failed: int = 0
+    num_sessions_lost: int = 0
+
+
 class DecodeListener(Protocol):
-    """What becomes of rooms. Called on the endpoint's thread; must not block."""
+    """Learns how rooms end. Called on the endpoint's thread; must not block."""
 
     def room_received(self, room: int) -> None:
-        """Every page, state and the metadata row has landed and was verified."""
+        """All pages, states and the metadata row have landed and were verified."""
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be completed. Its prefill ranks are told, or are gone."""
+        """The room will not be completed. Its prefill ranks have been told, or are gone."""
 
     def prefill_lost(self, address: Address, reason: str) -> None:
         """A session ended. Its rooms have failed; the next room connects anew."""
@@ -70,7 +85,7 @@ class DecodeListener(Protocol):
 
 class DecodeEndpoint:
     """Methods may be called on any thread and return at once; ``close`` ends it. ``on_tick`` is
-    called some times a second on the endpoint's thread."""
+    called a few times a second on the endpoint's thread."""
 
     def __init__(
         self,
@@ -80,7 +95,7 @@ class DecodeEndpoint:
         listener: DecodeListener,
         settings: TransferSettings,
         keys: Keys | None = None,
-        on_tick: Callable[[], None] = lambda: None,
+        on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
     ) -> None:
         self._memories = memories
         self._codec = make_codec(layout)
@@ -90,7 +105,7 @@ class DecodeEndpoint:
         self._generations = itertools.count(1)
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
-        self._senders: dict[int, list[PrefillLink]] = {}  # of each room
+        self._senders: dict[int, list[PrefillLink]] = {}  # by room
         self.stats = DecodeStats()
         self._loop = EndpointLoop("kv-transfer-decode", lambda: None, self._tick)
         self._links = PrefillLinks(
@@ -110,12 +125,12 @@ class DecodeEndpoint:
     def num_sessions(self) -> int:
         return len(self._links)
 
-    def claim(self, room: int, targets: Sequence[Target]) -> None:
-        """A request for this room is here. ``open`` or ``abort`` must follow; if this instance
-        ends before, prefill fails the request instead of waiting for another."""
+    def claim_room(self, room: int, targets: Sequence[Target]) -> None:
+        """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
+        follow; if this instance ends before, prefill fails the request at once."""
         self._loop.call(self._claim, room, list(targets))
 
-    def open(
+    def open_room(
         self,
         room: int,
         targets: Sequence[Target],
@@ -127,8 +142,9 @@ class DecodeEndpoint:
         num_receivers: int,
         memory: PagedMemory | None = None,
     ) -> None:
-        """Ask ``targets`` for a room: ``pages`` of ``memory`` (default: the device's pool) are
-        allocated and stay so until the listener has said how it ended or ``close_room`` returned.
+        """Ask ``targets`` for a room. ``pages`` of ``memory`` (default: the device's pool) must
+        stay allocated until the listener has heard how the room ended or ``close_room`` has
+        returned.
 
         ``num_receivers``: decode ranks that each target serves. Raises ``TransferError`` for
         pages that do not exist.
@@ -160,19 +176,19 @@ class DecodeEndpoint:
         self._loop.call(self._open, receiving, list(targets), prefix_tokens, num_receivers)
 
     def close_room(self, room: int) -> None:
-        """The room's pages are wanted back: after this returns nothing can land in them."""
+        """Take the room's pages back: once this has returned, they are not written."""
         with self._table_lock:
             receiving = self._rooms.pop(room, None)
         if receiving is not None:
             receiving.close()
             self._loop.call(self._forget, receiving)
 
-    def abort(self, room: int, targets: Sequence[Target], reason: str) -> None:
-        """Tell the prefill ranks that nobody waits for the room; it may not have been opened."""
+    def abort_room(self, room: int, targets: Sequence[Target], reason: str) -> None:
+        """Tell the prefill ranks to drop the room, which may not have been opened yet."""
         self._loop.call(self._abort, room, list(targets), reason)
 
     def close(self) -> None:
-        """Close all rooms and end the thread. Once; not on its thread."""
+        """Close all rooms and end the thread. Call once, not on its thread."""
         with self._table_lock:
             rooms = list(self._rooms.values())
             self._rooms.clear()
@@ -186,7 +202,7 @@ class DecodeEndpoint:
 
     def _claim(self, number: int, targets: list[Target]) -> None:
         for target in targets:
-            self._links.to(target.address).tell(messages.Claim(number))
+            self._links.link_to(target.address).send_control(messages.Claim(number))
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         reason = messages.peer_failed(reason)
@@ -201,7 +217,8 @@ class DecodeEndpoint:
         self._listener.prefill_lost(link.address, reason)
 
     def _repeat_aborts(self, link: PrefillLink, failed: list[ReceiveRoom], reason: str) -> None:
-        """Prefill may live, and not know which rooms ended with the session or just before."""
+        """Abort again over a new session: prefill may live, and not know which rooms ended with the
+        lost session or just before."""
         settings = self._settings
         recent = time.monotonic() - settings.peer_timeout_s - settings.ping_interval_s
         num_repeats = link.num_repeats + 1 if link.opened_at >= recent else 1
@@ -210,21 +227,21 @@ class DecodeEndpoint:
         aborts = [abort for told_at, abort in link.aborts if told_at >= recent]
         aborts += [messages.Abort(room.number, room.generation, reason) for room in failed]
         if aborts:
-            again = self._links.to(link.address)
+            again = self._links.link_to(link.address)
             again.num_repeats = max(again.num_repeats, num_repeats)
             for abort in aborts:
-                again.tell(abort)
+                again.send_control(abort)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
             return
         if link in self._senders.get(room.number, ()):
-            reason = messages.peer_failed(framing.printable(message.reason))
+            reason = messages.peer_failed(sockets.printable(message.reason))
             self._conclude_failed(room, reason, told_by=link)
 
     def _tick(self, now: float) -> None:
-        self._on_tick()
+        self._on_tick(self)
         self._links.tick(now)
         for room in list(self._rooms.values()):
             for link, progress in list(room.progress.items()):
@@ -245,17 +262,17 @@ class DecodeEndpoint:
         try:
             self._ask(room, targets, prefix_tokens, num_receivers)
         except Exception as error:
-            # Whatever it was: a room that nobody was asked for would be waited for without end.
-            logger.exception("KV transfer: asking for a room failed by our own fault")
+            # Conclude the room after any error: the scheduler would wait for it without end.
+            logger.exception("KV transfer: internal error while asking for a room; it fails")
             self._conclude_failed(room, f"decode could not ask for the pages ({error})")
 
     def _ask(
         self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
     ) -> None:
-        links = self._senders[room.number] = [self._links.to(item.address) for item in targets]
+        links = self._senders[room.number] = [self._links.link_to(item.address) for item in targets]
         rows = [0 if item is None else len(item) for _, item in room.states]
         for target, link in zip(targets, links, strict=True):
-            link.tell(
+            link.send_control(
                 messages.Open(
                     room.number,
                     room.generation,
@@ -272,21 +289,25 @@ class DecodeEndpoint:
         generation = 0 if room is None else room.generation
         for target in targets:
             # Connects where there is no session: the request may be waiting at prefill.
-            self._links.to(target.address).tell(messages.Abort(number, generation, reason))
+            self._links.link_to(target.address).send_control(
+                messages.Abort(number, generation, reason)
+            )
 
     def _forget(self, room: ReceiveRoom) -> None:
         if self._rooms.get(room.number) is None:
             links = self._senders.pop(room.number, ())
             if not room.is_concluded:
                 for link in links:
-                    link.tell(messages.Abort(room.number, room.generation, "the request ended"))
+                    link.send_control(
+                        messages.Abort(room.number, room.generation, "the request ended")
+                    )
 
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
     ) -> None:
         """Close a room, report it, and tell the prefill ranks that do not know."""
         if room.is_concluded:
-            return  # it has all it needs: what becomes of its prefill ranks is nothing to it
+            return  # it is complete, so the loss of its prefill ranks does not matter
         with self._table_lock:
             if self._rooms.get(room.number) is not room:
                 return
@@ -294,11 +315,11 @@ class DecodeEndpoint:
         room.close()
         self.stats.num_rooms_failed += 1
         links = self._senders.pop(room.number, ())
-        # First, or a room that no message can name would be waited for without end.
+        # The listener first: the Abort raises for a room number that no message can hold.
         self._listener.room_failed(room.number, reason)
         for link in links:
             if link is not told_by:
-                link.tell(messages.Abort(room.number, room.generation, reason))
+                link.send_control(messages.Abort(room.number, room.generation, reason))
 
     # Data.
 
@@ -306,16 +327,16 @@ class DecodeEndpoint:
         confirmed: list[tuple[int, int, int]] = []
         try:
             for frames in received(link.data[index], MAX_DATA_MESSAGES):
-                self._take(link, index, frames, confirmed)
+                self._serve_data(link, index, frames, confirmed)
                 if link.is_gone:
                     return
         except TransferError as error:
             self._links.lose(link, f"broke the protocol: {error}")
         finally:
             if confirmed and not link.is_gone:
-                link.tell_data(messages.Ack(confirmed), index)
+                link.send_data(messages.Ack(confirmed), index)
 
-    def _take(
+    def _serve_data(
         self,
         link: PrefillLink,
         index: int,
@@ -347,21 +368,21 @@ class DecodeEndpoint:
             is_received = room.conclude()
         except DamagedError:
             self.stats.num_damaged += 1
-            link.tell_data(messages.Nack(*key), index)
+            link.send_data(messages.Nack(*key), index)
             return
         except TransferError as error:
             confirmed.append(key)
             self._conclude_failed(room, str(error))
             return
         except Exception as error:
-            # Only its own room may suffer from a pool that cannot be written.
-            logger.exception("KV transfer: writing pages of the pool failed")
+            # A pool that cannot be written fails only the room that was written for.
+            logger.exception("KV transfer: error while writing the pool; the room fails")
             confirmed.append(key)
             self._conclude_failed(room, f"decode could not write its pages ({error})")
             return
         if progress.is_complete and progress.num_slabs is not None:
-            # Not before: prefill gives the pages back when it hears this, and a damaged slab
-            # has to be sent again.
+            # Not before: prefill frees the pages on this confirmation, and a damaged slab has to
+            # be sent again.
             confirmed.append((message.room, message.generation, progress.num_slabs))
         if is_received:
             self.stats.num_rooms_received += 1
@@ -370,18 +391,18 @@ class DecodeEndpoint:
     def _parse(
         self, link: PrefillLink, frames: list[zmq.Frame]
     ) -> tuple[messages.AnyDataFromPrefill, Any] | None:
-        """Message and payload; None where the authenticator is not of the peer's making."""
+        """Message and payload; None if the peer did not make the authenticator."""
         messages.check_version(frames[0].bytes, link.name)
         if len(frames) < 3:
             raise TransferError("a data message has no header.")
         header = frames[1].bytes
-        message = framing.decode(header, messages.data_from_prefill)
+        message = sockets.decode(header, messages.data_from_prefill)
         payload = frames[3].buffer if len(frames) > 3 else b""
         is_pull = isinstance(message, messages.Pull)
         signed = (header, bytes(payload)) if is_pull else (header,)
         memory = link.peer_memory if is_pull else None
         is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
-        # By an offer that cannot be used nothing is read, whoever says so: it is asked for as slab.
+        # A Pull under an unusable offer reads nothing: the pages are asked for as a slab instead.
         if not is_right and (memory is None or not memory.is_unusable):
             self.stats.num_forged += 1
             return None
@@ -403,7 +424,7 @@ class DecodeEndpoint:
             self.stats.received_bytes += len(payload)
             landed = room.land(message, payload, link.pairs, self._codec)
         elif link.peer_memory is None:
-            raise TransferError("prefill offers memory that this instance said it cannot read.")
+            raise TransferError("prefill offers memory that this instance cannot read.")
         else:
             landed = room.pull(message, payload, link.pairs, link.peer_memory)
             pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]

@@ -1,8 +1,8 @@
 """The rooms of a decode endpoint: where arriving pages go, and until when they may land.
 
-A destination comes from the room alone. Its lock is held during each copy and taken by ``close``:
+Only the room determines a destination. Its lock is held during each copy and taken by ``close``:
 once ``close`` has returned, nothing that was sent for the room can change a byte, so its pages can
-be given to the next request at once.
+go to the next request at once.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["DamagedError", "Progress", "ReceiveRoom"]
 
 MAX_SLABS = 1 << 24
-"""A sequence number beyond this is no slab of ours: the bitmap must not grow with a lie."""
+"""Bounds sequence numbers, so that a lying peer cannot grow the bitmap."""
 
 
 class DamagedError(TransferError):
-    """A slab whose bytes are not those that were sent."""
+    """A slab arrived with other bytes than were sent."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +54,7 @@ class Progress:
 
     @property
     def has_gap(self) -> bool:
-        """Something sent earlier than what has come is missing."""
+        """Whether a slab is missing that was sent before one that has come."""
         return not self.is_complete and (self.num_slabs is not None or self.num_seen < self._end())
 
     def has(self, seq: int) -> bool:
@@ -93,15 +93,15 @@ class ReceiveRoom:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """From here on nothing lands. Any thread; waits for at most one copy of a slab."""
+        """Let nothing land from here on. Any thread; waits for at most one copy of a slab."""
         with self._lock:
             self.is_closed = True
 
     def land(
         self, slab: Slab, payload: Any, pairs: Sequence[Pair], codec: WireCodec | None = None
     ) -> bool:
-        """Check a slab and copy it in. False where the room is closed. Raises ``DamagedError``
-        for bytes that are not those sent, ``TransferError`` for what no honest peer sends."""
+        """Check a slab and copy it in. Returns False if the room is closed. Raises ``DamagedError``
+        for bytes other than those sent, ``TransferError`` for a breach of the protocol."""
         memory, pages, used = self._destination(slab, pairs)
         size = slab.num_pages * sum(pair.page_bytes for pair in used)
         data = np.frombuffer(payload, np.uint8)
@@ -109,7 +109,7 @@ class ReceiveRoom:
         if is_encoded and (
             codec is None or slab.codec != codec.number or slab.component != KV_COMPONENT
         ):
-            raise TransferError(f"prefill uses wire codec {slab.codec}, which decode has not on.")
+            raise TransferError(f"prefill uses wire codec {slab.codec}, which is off on decode.")
         if slab.num_bytes != size:
             raise TransferError(
                 f"prefill sent {slab.num_bytes} bytes for {slab.num_pages} pages that take {size}."
@@ -132,12 +132,14 @@ class ReceiveRoom:
         return True
 
     def pull(self, message: Pull, payload: Any, pairs: Sequence[Pair], peer: PeerMemory) -> bool:
-        """Read pages out of the sender's memory. False where the room is closed. Raises
-        ``DamagedError`` when they cannot be read, ``TransferError`` for what no honest peer sends.
+        """Read pages out of the sender's memory. Returns False if the room is closed. Raises
+        ``DamagedError`` when they cannot be read, ``TransferError`` for a breach of the protocol.
         """
         memory, pages, used = self._destination(message, pairs)
         if any(pair.source_slice or pair.destination_slice for pair in used):
-            raise TransferError("prefill wants parts of pages to be read, which cannot be.")
+            raise TransferError(
+                "prefill asks decode to read parts of pages, which is not supported."
+            )
         if len(payload) != 4 * len(pages):
             raise TransferError(f"prefill named other than {len(pages)} pages to read.")
         source = np.frombuffer(payload, "<i4").astype(np.int32)
@@ -153,7 +155,8 @@ class ReceiveRoom:
         return True
 
     def finish(self, last: Last, progress: Progress) -> None:
-        """What the sender says of the end. Raises ``TransferError`` for rows of another shape."""
+        """Note what ``Last`` says of one sender. Raises ``TransferError`` for rows of another
+        shape."""
         sizes = [buffer.page_bytes for buffer in self.aux.buffers]
         if last.aux and [len(row) for row in last.aux] != sizes:
             raise TransferError("prefill sent metadata rows of other sizes than decode's.")
@@ -161,9 +164,9 @@ class ReceiveRoom:
         progress.aux = last.aux
 
     def conclude(self) -> bool:
-        """Once every rank's slabs are here: write the metadata row, after which the request may
-        start. Whether that is so now, for the first time. Raises ``TransferError`` when all said
-        that they were done and yet a layer, head or page has not come."""
+        """Write the metadata row once every rank's slabs are here; then the request may start.
+        Returns True the one time that this happens. Raises ``TransferError`` when all ranks have
+        sent ``Last`` and yet a layer, head or page is missing."""
         if self.is_concluded or len(self.progress) < self.num_expected:
             return False
         if not all(progress.is_complete for progress in self.progress.values()):

@@ -1,18 +1,19 @@
 """The sessions of a decode endpoint: makes them, keeps them alive, ends them.
 
-A process that ends is noticed by its connection, a host that vanishes by its silence. The
-endpoint's thread only.
+The connection shows that a process ended, silence that a host vanished. The endpoint's thread only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import secrets
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -20,41 +21,119 @@ import zmq
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.addresses import check_is_allowed, is_own_address
-from sglang_tiered.transfer.decode.session import (
-    Address,
-    PrefillLink,
-    connect_socket,
-    endpoint_of,
-    watch_socket,
-)
 from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.same_host import PeerMemory
-from sglang_tiered.wire import framing
-from sglang_tiered.wire.framing import received
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import Tagger, prove_session
 from sglang_tiered.wire.loop import GOODBYE_MS
+from sglang_tiered.wire.sockets import connection_events, loss_reason, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from sglang_tiered.transfer.layout import Pair
     from sglang_tiered.transfer.messages import KVLayout
     from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
-__all__ = ["LinkEvents", "PrefillLinks"]
+__all__ = ["Address", "LinkEvents", "PrefillLink", "PrefillLinks"]
+
+Address = tuple[str, int]
+
+MAX_ABORTS = 256
+"""Aborts that are repeated if the session is lost right after them; prefill times others out."""
+
+MAX_QUEUED = 4096
+"""Messages that a socket queues each way."""
 
 MAX_CONTROL_MESSAGES = 64
 
 FILES_PER_SOCKET = 2
-"""How to wake it, and its connection; what a link has for the same machine, its monitor leaves."""
+"""A socket takes one file to be woken by and one for its connection. A monitor has no connection,
+and leaves its second to what a link needs on the same machine."""
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class PrefillLink:
+    """One prefill rank as a decode rank sees it: the session's sockets and how far it has come.
+
+        connecting --Welcome--> open --lost--> gone
+             |                                   ^
+             +-- Refuse, silence, disconnect ----+
+
+    A link is used once: after a loss the next room makes a new one, so that nothing of a dead
+    process is ever mixed with its successor behind the same address.
+
+    ``control`` and ``monitor`` are None until they are made, and stay so if that fails.
+    ``waiting``: control messages to send once the session is open. ``aborts``: the last ones sent,
+    with the time. ``num_repeats``: how many links before this one were lost with such aborts."""
+
+    address: Address
+    opened_at: float
+    last_seen: float
+    control: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
+    last_ping: float = 0.0
+    welcome: messages.Welcome | None = None
+    num_sent: int = 0  # control messages since Hello and Welcome; pings are not counted
+    num_heard: int = 0
+    pairs: list[Pair] = field(default_factory=list)
+    tagger: Tagger = field(default_factory=lambda: Tagger(b""))
+    data: list[zmq.Socket[bytes]] = field(default_factory=list)
+    peer_memory: PeerMemory | None = None
+    waiting: deque[bytes] = field(default_factory=deque)
+    aborts: deque[tuple[float, messages.Abort]] = field(
+        default_factory=lambda: deque(maxlen=MAX_ABORTS)
+    )
+    num_repeats: int = 0
+    is_gone: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"prefill {self.address[0]}:{self.address[1]}"
+
+    def send_control(self, message: Any) -> None:
+        """Send on the control channel, once there is a session. Raises, when called, for what no
+        message can hold."""
+        frame = sockets.encode(message)
+        if isinstance(message, messages.Abort):
+            self.aborts.append((time.monotonic(), message))
+        if self.welcome is None and not isinstance(message, messages.Hello):
+            self.waiting.append(frame)
+            return
+        self.num_sent += not isinstance(message, messages.Hello | messages.Ping)
+        self._send(self.control, frame)
+
+    def send_data(self, message: Any, index: int) -> None:
+        self._send(self.data[index], sockets.encode(message))
+
+    def flush_waiting(self) -> None:
+        """Send what waited for the session."""
+        self.num_sent += len(self.waiting)
+        while self.waiting:
+            self._send(self.control, self.waiting.popleft())
+
+    def loss_reason(self) -> str | None:
+        """Why the connection was lost, if its monitor says that it was."""
+        events = () if self.monitor is None else connection_events(self.monitor)
+        reasons = (loss_reason(event, "--transfer-keys") for event in events)
+        return next(filter(None, reasons), None)
+
+    def _send(self, socket: zmq.Socket[bytes] | None, frame: bytes) -> None:
+        # A message that cannot be sent is lost; the monitor, silence or a count then ends the link.
+        if socket is None:
+            return
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send_multipart([VERSION_FRAME, frame], zmq.NOBLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class LinkEvents:
-    """Who is called: for ``Failed`` from prefill, for readable data, and after a loss."""
+    """Callbacks for a ``Failed`` from prefill, for readable data, and after a loss."""
 
     failed: Callable[[PrefillLink, messages.Failed], None]
     data: Callable[[PrefillLink, int], None]
@@ -94,9 +173,9 @@ class PrefillLinks:
     def get(self, address: Address) -> PrefillLink | None:
         return self._links.get(address)
 
-    def to(self, address: Address) -> PrefillLink:
-        """The link to an address, made now where there is none. Never blocks or raises: what cannot
-        be reached is a loss later, after the caller has said which room it is for."""
+    def link_to(self, address: Address) -> PrefillLink:
+        """The link to an address, made now if there is none. Never blocks or raises: an address
+        that cannot be reached is a loss later, after the caller has said which room it is for."""
         link = self._links.get(address)
         if link is not None:
             return link
@@ -114,14 +193,14 @@ class PrefillLinks:
             return
         if self._links.get(link.address) is link:
             del self._links[link.address]
-        link.tell(messages.Bye(reason))  # or prefill notices by itself
+        link.send_control(messages.Bye(reason))  # if it gets lost, prefill sees the connection end
         self._close(link)
         text = f"{link.name} {reason}"
-        logger.warning("KV transfer: %s", text)
+        logger.warning("KV transfer: %s; requests of this session fail", text)
         self._events.lost(link, text)
 
     def tick(self, now: float) -> None:
-        """Greet, and look who has gone silent. Every fraction of a second."""
+        """Send pings, and end the links that are silent. Called every fraction of a second."""
         for link in self:
             if link.welcome is None:
                 waited = now - link.opened_at
@@ -133,11 +212,11 @@ class PrefillLinks:
                 self.lose(link, f"has been silent for {silence:.1f} s")
             elif now - link.last_ping >= self._settings.ping_interval_s:
                 link.last_ping = now
-                link.tell(messages.Ping(link.num_told))
+                link.send_control(messages.Ping(link.num_sent))
 
     def say_goodbye(self, reason: str) -> None:
         for link in self:
-            link.tell(messages.Bye(reason))
+            link.send_control(messages.Bye(reason))
             self._close(link)
 
     def close(self) -> None:
@@ -145,18 +224,31 @@ class PrefillLinks:
         self._context.destroy(linger=0)
 
     def _connect(self, link: PrefillLink) -> None:
-        """Raises ``TransferError`` for who is not allowed, and ``zmq.ZMQError`` where sockets or
-        files have run out."""
+        """Raises ``TransferError`` for an address that is not allowed, and ``zmq.ZMQError`` when
+        sockets or files have run out."""
         host, settings = link.address[0], self._settings
         if self._keys is None or settings.allowed_networks:
             check_is_allowed(host, settings.allowed_networks)
-        control = link.control = connect_socket(self._context, link.address, self._keys)
-        monitor = link.monitor = watch_socket(self._context, control)
+        control = link.control = self._make_socket(
+            link.address, messages.MAX_CONTROL_BYTES, self._keys
+        )
+        monitor = link.monitor = sockets.watch_connection(self._context, control)
         self._loop.add_socket(monitor, partial(self._on_monitor, link))
         self._loop.add_socket(control, partial(self._on_control, link, control))
-        control.connect(endpoint_of(link.address))
+        control.connect(sockets.endpoint_of(*link.address))
         reads = settings.same_host and is_own_address(host)
-        link.tell(messages.Hello(self._instance, self._layout, settings.window_bytes, reads))
+        link.send_control(
+            messages.Hello(self._instance, self._layout, settings.window_bytes, reads)
+        )
+
+    def _make_socket(
+        self, address: Address, max_frame_bytes: int, keys: Keys | None
+    ) -> zmq.Socket[bytes]:
+        socket = sockets.make_dealer(
+            self._context, max_frame_bytes=max_frame_bytes, is_ipv6=":" in address[0], keys=keys
+        )
+        socket.sndhwm = socket.rcvhwm = MAX_QUEUED
+        return socket
 
     def _close(self, link: PrefillLink) -> None:
         link.is_gone = True
@@ -170,7 +262,7 @@ class PrefillLinks:
                 self._loop.remove_socket(socket)
 
     def _on_monitor(self, link: PrefillLink) -> None:
-        reason = link.lost_because()
+        reason = link.loss_reason()
         if reason is not None:
             self.lose(link, reason)
 
@@ -179,9 +271,9 @@ class PrefillLinks:
             try:
                 messages.check_version(frames[0].bytes, link.name)
                 body = frames[1].buffer if len(frames) > 1 else b""
-                self._serve(link, framing.decode(body, messages.control_from_prefill))
+                self._serve(link, sockets.decode(body, messages.control_from_prefill))
             except (TransferError, zmq.ZMQError) as error:  # the latter: no more sockets
-                self.lose(link, f"cannot be talked to: {error}")
+                self.lose(link, f"cannot be used: {error}")
             if link.is_gone:
                 return
 
@@ -196,54 +288,56 @@ class PrefillLinks:
             case messages.Welcome() if link.welcome is None:
                 self._join(link, message)
             case messages.Refuse():
-                reason = framing.printable(message.reason)
+                reason = sockets.printable(message.reason)
                 self.lose(link, f"refused this instance: {reason}")
             case messages.Bye():
-                self.lose(link, f"ended the session: {framing.printable(message.reason)}")
+                self.lose(link, f"ended the session: {sockets.printable(message.reason)}")
             case messages.Failed():
                 self._events.failed(link, message)
             case _:
-                raise TransferError("it greeted twice.")
+                raise TransferError("it sent a second Welcome.")
 
     def _join(self, link: PrefillLink, welcome: messages.Welcome) -> None:
         link.pairs = pair_buffers(welcome.layout, self._layout)
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
-        # Asked again, since prefill may offer what it was not asked for.
+        # Checked again, since prefill may offer a door without being asked.
         if welcome.door is not None and self._settings.same_host:
-            self._go_to_the_door(link, welcome)
+            self._visit_door(link, welcome)
         encrypts = self._settings.encrypt_data
         address = (link.address[0], welcome.data_port)
         for index in range(welcome.num_connections):
-            socket = connect_socket(self._context, address, self._keys if encrypts else None)
+            socket = self._make_socket(
+                address, messages.MAX_FRAME_BYTES, self._keys if encrypts else None
+            )
             if self._keys is not None and not encrypts:
                 prove_session(socket, welcome.session, welcome.key)
-            socket.maxmsgsize = messages.MAX_FRAME_BYTES
             link.data.append(socket)
             self._loop.add_socket(socket, partial(self._events.data, link, index))
-            socket.connect(endpoint_of(address))
+            socket.connect(sockets.endpoint_of(*address))
             join = messages.Join(welcome.session, index, b"")
             proof = link.tagger.tag(*join.proven())
-            link.tell_data(msgspec.structs.replace(join, proof=proof), index)
-        link.is_welcome()
+            link.send_data(msgspec.structs.replace(join, proof=proof), index)
+        link.flush_waiting()
 
-    def _go_to_the_door(self, link: PrefillLink, welcome: messages.Welcome) -> None:
+    def _visit_door(self, link: PrefillLink, welcome: messages.Welcome) -> None:
+        """Ask to read the pages of a prefill rank on this machine."""
         num_buffers = len(welcome.layout.page_bytes)
         try:
             if not is_own_address(link.address[0]):
                 raise OSError("another machine")
             link.peer_memory = PeerMemory(welcome.door or "", welcome.session, num_buffers)
         except (OSError, ValueError) as error:
-            outcome = f"sent ({error})"
+            outcome = f"sent over TCP ({error})"
         else:
             outcome = "read directly"
-        logger.info("KV transfer: pages of %s, on this machine, are %s", link.name, outcome)
+        logger.info("KV transfer: %s is on this machine; its pages are %s", link.name, outcome)
 
 
 def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:
-    """As many as half of the files take that the system lets this process have, the others left to
-    others: clients name the addresses, so there is no saying how many are needed. ZeroMQ's own
-    default is 1,023, for four or more at each address."""
+    """The number of sockets that take half of the files this process may open; the rest of the
+    process needs the other half. Clients name the addresses, so the number needed is unknown.
+    ZeroMQ's own default is 1,023, and each address takes four or more."""
     most = int(context.get(zmq.SOCKET_LIMIT))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if files == resource.RLIM_INFINITY else min(most, files // 2 // FILES_PER_SOCKET)

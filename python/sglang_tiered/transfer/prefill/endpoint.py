@@ -1,4 +1,4 @@
-"""The prefill end: admits decode ranks, and sends them what their rooms wait for.
+"""The prefill end: admits decode ranks, and sends them the pages of their rooms.
 
 Two sockets are bound, control and data, so that an abort never queues behind a hundred megabytes;
 decode connects to both. All state belongs to one thread; the public methods only queue a call for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,10 +20,10 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
 from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
-from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers, received
-from sglang_tiered.transfer.stats import PrefillStats
-from sglang_tiered.wire import framing
+from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import GOODBYE_MS, EndpointLoop
+from sglang_tiered.wire.sockets import received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,25 +37,42 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
 
+MAX_MESSAGES = 64
+"""Messages read from one socket at a time."""
+
 MAX_POSTS = 4
 """Messages in a row before the sockets are looked at again: a slab takes a fraction of a ms."""
 
 COMPUTE_POLL_S = 0.001
-"""How often pages that a device is still computing are asked about."""
+"""How often the endpoint asks whether a device has computed pages."""
 
 WARNING_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class PrefillStats:
+    """Counters since the start. Written by the endpoint's thread only."""
+
+    sent_bytes: int = 0
+    pulled_bytes: int = 0
+    num_slabs: int = 0
+    num_resent: int = 0
+    num_rooms_sent: int = 0
+    num_rooms_failed: int = 0
+    num_sessions_lost: int = 0
+    num_refused: int = 0
+
+
 class PrefillListener(Protocol):
-    """What becomes of rooms. Called on the endpoint's thread; must not block."""
+    """Learns how rooms end. Called on the endpoint's thread; must not block."""
 
     def room_ready(self, room: int, prefix_tokens: int) -> None:
-        """Every decode rank has allocated its pages; it holds ``prefix_tokens`` already."""
+        """Every decode rank has allocated its pages, and holds ``prefix_tokens`` already."""
 
     def room_sent(self, room: int) -> None:
-        """Every decode rank has confirmed all of it: the pages may be freed."""
+        """Every decode rank has confirmed the whole room: the pages may be freed."""
 
     def room_failed(self, room: int, reason: str) -> None:
         """The room will not be sent. Its decode ranks have been told."""
@@ -64,9 +82,8 @@ class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
     and return at once.
 
-    ``host`` is bound as it is, to free ports; ``on_tick`` is called some times a second on the
-    endpoint's thread. Raises ``TransferError`` when the address
-    cannot be bound.
+    ``host`` is bound as it is, to free ports; ``on_tick`` is called a few times a second on the
+    endpoint's thread. Raises ``TransferError`` when the address cannot be bound.
     """
 
     def __init__(
@@ -79,7 +96,7 @@ class PrefillEndpoint:
         listener: PrefillListener,
         settings: TransferSettings,
         keys: Keys | None = None,
-        on_tick: Callable[[], None] = lambda: None,
+        on_tick: Callable[[PrefillEndpoint], None] = lambda _: None,
     ) -> None:
         self._memories = memories
         self._listener = listener
@@ -96,14 +113,14 @@ class PrefillEndpoint:
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
-        self._watch_door()  # before data, which needs who came there
+        self._watch_door()  # before data, whose pulls need the guests
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
 
     @property
     def control_port(self) -> int:
-        """What decode ranks connect to; they are told of the data port."""
+        """The port that decode ranks connect to. They learn the data port from ``Welcome``."""
         return self._peers.control_port
 
     @property
@@ -114,22 +131,22 @@ class PrefillEndpoint:
     def num_sessions(self) -> int:
         return len(self._peers)
 
-    def expect(self, room: int) -> None:
-        """A request for this room was admitted: from here on its decode ranks are wanted."""
+    def expect_room(self, room: int) -> None:
+        """Admit the room's request: from here on the endpoint waits for its decode ranks."""
         self._loop.call(self._expect, room)
 
-    def send(self, room: int, chunk: Chunk) -> None:
+    def send_chunk(self, room: int, chunk: Chunk) -> None:
         """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
         self._loop.call(self._send_chunk, room, chunk)
 
-    def fail(self, room: int, reason: str) -> None:
-        """Give the room up and tell its decode ranks, now or when they come. Its pages may be used
-        for something else once this has returned."""
+    def fail_room(self, room: int, reason: str) -> None:
+        """Fail the room and tell its decode ranks, now or when they come. Once this has returned,
+        its pages may be used for something else."""
         self._close_fence(room)
         self._loop.call(self._fail, room, reason, False)
 
-    def forget(self, room: int) -> None:
-        """The request is done with. Where the room was not sent, as ``fail``."""
+    def forget_room(self, room: int) -> None:
+        """Drop a room whose request has ended. If it was not sent, this acts as ``fail_room``."""
         self._close_fence(room)
         self._loop.call(self._forget, room)
 
@@ -147,11 +164,11 @@ class PrefillEndpoint:
     # Control.
 
     def _on_control(self) -> None:
-        for identity, version, *rest in received(self._peers.control):
+        for sender, version, *rest in received(self._peers.control, MAX_MESSAGES):
+            identity, body = sender.bytes, rest[0].buffer if rest else b""
             try:
-                messages.check_version(version, "a decode instance")
-                message = framing.decode(rest[0] if rest else b"", messages.control_from_decode)
-                self._serve(identity, message)
+                messages.check_version(version.bytes, "a decode instance")
+                self._serve(identity, sockets.decode(body, messages.control_from_decode))
             except TransferError as error:
                 self._refuse(identity, str(error))
 
@@ -173,39 +190,41 @@ class PrefillEndpoint:
         known.num_heard += 1
         match message:
             case messages.Claim():
-                self._rooms.claim(known, message.room, time.monotonic())
+                self._rooms.claim_room(known, message.room, time.monotonic())
             case messages.Open():
                 self._open(known, message)
             case messages.Abort():
                 self._abort(known, message)
             case messages.Bye():
-                reason = framing.printable(message.reason)
+                reason = sockets.printable(message.reason)
                 self._lose(known, f"decode ended its session: {reason}")
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         now = time.monotonic()
-        if now - self._warned_at >= WARNING_INTERVAL_S:  # whoever reaches the port can cause this
+        if (
+            now - self._warned_at >= WARNING_INTERVAL_S
+        ):  # any host that reaches the port can cause this
             self._warned_at = now
-            logger.warning("KV transfer: refused a decode instance: %s", reason)
-        self._peers.tell(identity, messages.Refuse(reason))
+            logger.warning("KV transfer: refused a decode instance (%s); its rooms fail", reason)
+        self._peers.send(identity, messages.Refuse(reason))
 
     # Rooms.
 
     def _expect(self, number: int) -> None:
-        room = self._rooms.expect(number, time.monotonic())
+        room = self._rooms.expect_room(number, time.monotonic())
         if isinstance(room, str):
             self._listener.room_failed(number, room)
         else:
             self._check_ready(room)
 
     def _open(self, peer: DecodePeer, message: messages.Open) -> None:
-        room = self._rooms.open(peer, message, time.monotonic())
+        room = self._rooms.open_room(peer, message, time.monotonic())
         if isinstance(room, str):
             failed = messages.Failed(message.room, message.generation, room)
-            self._peers.tell(peer.identity, failed)
+            self._peers.send(peer.identity, failed)
             known = self._rooms.get(message.room)
-            if known is not None and peer in known.opens:  # it has given up what it opened first
+            if known is not None and peer in known.opens:  # it has dropped what it opened first
                 self._fail(message.room, room, True)
             return
         self._check_ready(room)
@@ -214,7 +233,7 @@ class PrefillEndpoint:
         if room.is_ready or not room.is_complete:
             return
         room.is_ready = True
-        room.claims.clear()  # from here on it is those who opened it whose end matters
+        room.claims.clear()  # from here on only the ranks that opened it matter
         room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
         opened = next(iter(room.opens.values()))
         self._listener.room_ready(room.number, opened.prefix_tokens)
@@ -233,7 +252,7 @@ class PrefillEndpoint:
             return
         room.is_last_queued |= chunk.is_last
         for peer in room.unfinished:
-            peer.sending.add(room.opens[peer], chunk, room.fence)
+            peer.sending.add_chunk(room.opens[peer], chunk, room.fence)
         self._check_sent(room)
 
     def _check_states(self, opened: messages.Open, chunk: Chunk) -> None:
@@ -252,7 +271,7 @@ class PrefillEndpoint:
 
     def _check_sent(self, room: Room[DecodePeer]) -> None:
         if room.is_last_queued and not room.unfinished:
-            self._rooms.remove(room.number)
+            self._rooms.remove_room(room.number)
             self.stats.num_rooms_sent += 1
             self._listener.room_sent(room.number)
 
@@ -262,25 +281,25 @@ class PrefillEndpoint:
         if opened is not None and opened.generation != message.generation:
             return
         if room is not None and opened is None and room.is_ready:
-            return  # all of its decode ranks are known, and this is none of them
-        self._fail(message.room, f"decode gave it up: {framing.printable(message.reason)}", True)
+            return  # all of its decode ranks are known, and this is another one
+        self._fail(message.room, f"decode dropped it: {sockets.printable(message.reason)}", True)
 
     def _fail(self, number: int, reason: str, is_news: bool) -> None:
         known = self._rooms.get(number)
-        room = self._rooms.bury(number, reason, time.monotonic())
+        room = self._rooms.fail_room(number, reason, time.monotonic())
         if room is None or known is None:
             return
         room.fence.close()
         self.stats.num_rooms_failed += 1
         for peer, opened in room.opens.items():
-            peer.sending.drop(number)
-            self._peers.tell(peer.identity, messages.Failed(number, opened.generation, reason))
+            peer.sending.drop_room(number)
+            self._peers.send(peer.identity, messages.Failed(number, opened.generation, reason))
         if is_news and room.is_expected:
             self._listener.room_failed(number, reason)
 
     def _forget(self, number: int) -> None:
         if self._rooms.get(number) is not None:
-            self._fail(number, "prefill gave the request up", False)
+            self._fail(number, "prefill dropped the request", False)
 
     # Peers.
 
@@ -296,11 +315,11 @@ class PrefillEndpoint:
         for peer in self._peers:
             for room in self._rooms.of_session(peer):
                 room.fence.close()  # the pool may go with this endpoint
-            self._peers.tell(peer.identity, messages.Bye("prefill is shutting down"))
+            self._peers.send(peer.identity, messages.Bye("prefill is shutting down"))
         self._loop.remove_socket(self._peers.control, GOODBYE_MS)
 
     def _tick(self, now: float) -> None:
-        self._on_tick()
+        self._on_tick(self)
         self._watch_door()
         for peer in self._peers:
             silence = now - peer.last_seen
@@ -324,7 +343,7 @@ class PrefillEndpoint:
             self._fail(room.number, f"no {late} this room within {waited:.0f} s", True)
 
     def _end(self, peer: DecodePeer, reason: str) -> None:
-        self._peers.tell(peer.identity, messages.Bye(reason))
+        self._peers.send(peer.identity, messages.Bye(reason))
         self._lose(peer, reason)
 
     # Readers on this machine.
@@ -335,29 +354,30 @@ class PrefillEndpoint:
 
     def _on_door(self) -> None:
         try:
-            for guest in self._peers.at_the_door():
-                if not self._peers.hear(guest):
+            for guest in self._peers.accept_guests():
+                if not self._peers.admit_guest(guest):
                     self._loop.add_socket(guest, partial(self._on_guest, guest))
-        except OSError:  # who waits there would keep this thread busy: again at the next tick
+        except OSError:  # waiting guests would keep this thread busy: retry at the next tick
             if self._peers.door is not None:
                 self._loop.forget_socket(self._peers.door)
 
     def _on_guest(self, guest: Guest) -> None:
         self._loop.forget_socket(guest)
-        if not self._peers.hear(guest):
+        if not self._peers.admit_guest(guest):
             self._loop.add_socket(guest, partial(self._on_guest, guest))
 
     # Data.
 
     def _on_data(self) -> None:
-        for link, version, *rest in received(self._peers.data):
+        for sender, version, *rest in received(self._peers.data, MAX_MESSAGES):
+            link, body = sender.bytes, rest[0].buffer if rest else b""
             try:
-                messages.check_version(version, "a decode instance")
-                message = framing.decode(rest[0] if rest else b"", messages.data_from_decode)
+                messages.check_version(version.bytes, "a decode instance")
+                message = sockets.decode(body, messages.data_from_decode)
             except TransferError:
                 self.stats.num_refused += 1
                 continue
-            peer = self._peers.behind(link)
+            peer = self._peers.of_connection(link)
             if isinstance(message, messages.Join):
                 self.stats.num_refused += not self._peers.join(link, message)
             elif peer is not None and isinstance(message, messages.Ack):
@@ -375,7 +395,7 @@ class PrefillEndpoint:
             opened = None if room is None else room.opens.get(peer)
             if room is not None and opened is not None and opened.generation == key[1]:
                 room.unfinished.discard(peer)
-                peer.sending.drop(key[0])
+                peer.sending.drop_room(key[0])
                 self._check_sent(room)
 
     def _resend(self, peer: DecodePeer, nack: messages.Nack) -> None:
@@ -385,10 +405,10 @@ class PrefillEndpoint:
             self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
 
     def _step(self) -> float | None:
-        """Send a few messages of one peer, in turn. Seconds until there is more; None: not
-        known."""
+        """Send a few messages of one peer; peers take turns. Returns the seconds until there is
+        more to send, or None if that is unknown."""
         wait_s = None
-        for peer in self._peers.in_turn():
+        for peer in self._peers.take_turns():
             num_posted = self._post_some(peer)
             if num_posted:
                 return 0.0
@@ -401,8 +421,8 @@ class PrefillEndpoint:
             try:
                 parcel = peer.sending.next_parcel()
             except Exception as error:
-                # Only its own room may suffer from a pool that cannot be read.
-                logger.exception("KV transfer: reading pages of the pool failed")
+                # A pool that cannot be read fails only the room that was read for.
+                logger.exception("KV transfer: error while reading the pool; the room fails")
                 room = peer.sending.queue[0].opened.room
                 self._fail(room, f"prefill could not read its pages ({error})", True)
                 return number + 1
@@ -417,7 +437,7 @@ class PrefillEndpoint:
         except zmq.ZMQError as error:
             self._end(peer, f"the data connection to the decode instance broke ({error})")
             return False
-        peer.sending.sent(parcel, time.monotonic())
+        peer.sending.mark_sent(parcel, time.monotonic())
         self.stats.num_slabs += 1
         if parcel.buffer is None:
             self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes

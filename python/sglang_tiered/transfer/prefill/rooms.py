@@ -1,9 +1,9 @@
 """The rooms of a prefill endpoint: which request waits for which decode ranks. Pure; no I/O.
 
-A room is complete when its request is here (``expect``) and every decode rank has opened it.
+A room is complete when its request is here (``expect_room``) and every decode rank has opened it.
 Either may come first; a decode rank claims a room when its request comes, and opens it when it has
-the memory. What failed is remembered for a while, so that the half that comes late
-learns it at once instead of waiting for its timeout.
+the memory. A failure is remembered for a while, so that the half that comes late learns it at once
+instead of waiting for its timeout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 
 @dataclass(eq=False, slots=True)
 class Room(Generic[SessionT]):
-    """One request's handoff. ``unfinished``: sessions that have not confirmed all of it.
-    ``fence`` is closed before its pages may be another's."""
+    """One request's handoff. ``unfinished``: sessions that have not confirmed the whole room.
+    ``fence`` is closed before its pages may go to another request."""
 
     number: int
     created_at: float
@@ -43,20 +43,20 @@ class Room(Generic[SessionT]):
 
     @property
     def is_complete(self) -> bool:
-        """Request and all decode ranks are here."""
+        """Whether the request and all decode ranks are here."""
         first = next(iter(self.opens.values()), None)
         return self.is_expected and first is not None and len(self.opens) >= first.num_receivers
 
 
 class RoomTable(Generic[SessionT]):
-    """All rooms of one prefill rank. One thread; time is passed in, in seconds."""
+    """All rooms of one prefill rank. Used by one thread; time is passed in, in seconds."""
 
     def __init__(self, *, max_orphans: int, orphan_timeout_s: float, tombstone_s: float) -> None:
         self._max_orphans = max_orphans
         self._orphan_timeout_s = orphan_timeout_s
         self._tombstone_s = tombstone_s
         self._rooms: dict[int, Room[SessionT]] = {}
-        # Both with the oldest first: those that wait for a request, and those for a decode rank.
+        # Oldest first: rooms that wait for a request, and rooms that wait for a decode rank.
         self._orphans: OrderedDict[int, None] = OrderedDict()
         self._unclaimed: OrderedDict[int, None] = OrderedDict()
         self._tombstones: OrderedDict[int, tuple[float, str]] = OrderedDict()
@@ -76,9 +76,9 @@ class RoomTable(Generic[SessionT]):
             room for room in self._rooms.values() if session in room.opens or session in room.claims
         ]
 
-    def expect(self, number: int, now: float) -> Room[SessionT] | str:
-        """The request of a room is here. The room, or why it has failed already."""
-        reason = self._buried(number, now)
+    def expect_room(self, number: int, now: float) -> Room[SessionT] | str:
+        """Note that a room's request is here. Returns the room, or why it has failed already."""
+        reason = self._failure_of(number, now)
         if reason is not None:
             return reason
         room = self._rooms.get(number)
@@ -89,9 +89,10 @@ class RoomTable(Generic[SessionT]):
         room.is_expected = True
         return room
 
-    def claim(self, session: SessionT, number: int, now: float) -> Room[SessionT] | str:
-        """A decode rank has the room's request. The room, or why it has failed already."""
-        reason = self._buried(number, now)
+    def claim_room(self, session: SessionT, number: int, now: float) -> Room[SessionT] | str:
+        """Note that a decode rank has the room's request. Returns the room, or why it has failed
+        already."""
+        reason = self._failure_of(number, now)
         if reason is not None:
             return reason
         room = self._rooms.get(number)
@@ -108,33 +109,34 @@ class RoomTable(Generic[SessionT]):
             room.claims.add(session)
         return room
 
-    def open(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
-        """A decode rank has allocated pages. The room, or why it has failed already."""
-        room = self.claim(session, message.room, now)
+    def open_room(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
+        """Note that a decode rank has allocated pages. Returns the room, or why it has failed
+        already."""
+        room = self.claim_room(session, message.room, now)
         if isinstance(room, str):
             return room
         if room.is_ready and message != room.opens.get(session):
-            # Another's room; or the second try of a room whose first is being served.
+            # Another rank's room, or a second try while the first is being served.
             return "prefill serves this room number already; use another for another request."
         room.opens[session] = message
         return room
 
-    def remove(self, number: int) -> Room[SessionT] | None:
-        """Forget a room that ended well, or whose failure everyone knows."""
+    def remove_room(self, number: int) -> Room[SessionT] | None:
+        """Forget a room that was sent, or whose failure both sides know."""
         self._orphans.pop(number, None)
         self._unclaimed.pop(number, None)
         return self._rooms.pop(number, None)
 
-    def bury(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
-        """Forget a room that failed; whoever comes later is told ``reason``."""
+    def fail_room(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
+        """Forget a room that failed; the half that comes later is told ``reason``."""
         self._tombstones[number] = now, reason
         self._tombstones.move_to_end(number)
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-        return self.remove(number)
+        return self.remove_room(number)
 
     def overdue(self, now: float) -> list[Room[SessionT]]:
-        """Rooms whose other half did not come in time."""
+        """The rooms whose other half did not come in time."""
         found = []
         for waiting in (self._orphans, self._unclaimed):
             for number in waiting:
@@ -144,7 +146,7 @@ class RoomTable(Generic[SessionT]):
                 found.append(room)
         return found
 
-    def _buried(self, number: int, now: float) -> str | None:
+    def _failure_of(self, number: int, now: float) -> str | None:
         while self._tombstones:
             at, _ = next(iter(self._tombstones.values()))
             if now - at < self._tombstone_s:

@@ -1,7 +1,8 @@
 """What is on its way to one decode rank: the queue of chunks, the credit, the unconfirmed slabs.
 
-Slabs are gathered only when they can be sent, at most ``window_bytes`` ahead of the receiver's
-confirmations, so a slow reader holds up neither memory nor anyone else.
+A chunk of pages is cut into slabs of about a mebibyte, one per message. Slabs are gathered only
+when they can be sent, at most ``window_bytes`` ahead of the receiver's confirmations, so a slow
+reader holds up neither memory nor other readers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import xxhash
 from sglang_tiered.transfer.layout import whole_pairs
 from sglang_tiered.transfer.messages import KV_COMPONENT, VERSION_FRAME, Last, Pull, Slab
 from sglang_tiered.transfer.same_host import MAX_PULL_BYTES
-from sglang_tiered.transfer.slabs import TARGET_SLAB_BYTES, cut_slabs
 from sglang_tiered.transfer.wire_codec import PLAIN
-from sglang_tiered.wire.framing import encode
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +28,35 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Bytes, Memories, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Open
     from sglang_tiered.transfer.same_host import Fence
-    from sglang_tiered.transfer.slabs import SlabSpec
     from sglang_tiered.transfer.wire_codec import WireCodec
     from sglang_tiered.wire.keys import Tagger
 
-__all__ = ["PULL_SHARE", "Chunk", "Delivery", "Parcel", "SendQueue", "SlabBuffers"]
+__all__ = [
+    "PULL_SHARE",
+    "TARGET_SLAB_BYTES",
+    "Chunk",
+    "Delivery",
+    "Parcel",
+    "SendQueue",
+    "SlabBuffers",
+    "SlabSpec",
+    "cut_slabs",
+]
+
+TARGET_SLAB_BYTES = 1 << 20
+"""A frame of this size costs libzmq the least time per byte; smaller ones cost more CPU, larger
+ones more page faults."""
+
+MIN_SLAB_TOKENS = 128
+"""A slab holds this many tokens of each of its buffers, or ``TARGET_SLAB_BYTES`` of one, so that
+small pages do not become small copies."""
 
 MAX_RESENDS = 3
 MAX_UNCONFIRMED = 2048
 """Messages under way to one decode rank: half of what its socket queues, however small they are."""
 
 PULL_SHARE = 4
-"""A pull takes this part of its bytes from the credit: nothing is buffered for it."""
+"""A pull takes its bytes divided by this from the credit, since nothing is buffered for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +78,9 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Parcel:
-    """One message that awaits its confirmation. ``num_bytes`` is what it takes of the credit;
-    without ``frames`` its room is gone. ``as_slab`` makes the frames of a pull that cannot be."""
+    """One message that awaits its confirmation. ``num_bytes`` is its share of the credit;
+    ``frames`` are empty once its room is gone. ``as_slab`` makes the frames that replace a failed
+    pull."""
 
     key: tuple[int, int, int]
     frames: list[Any]
@@ -83,19 +101,31 @@ class Delivery:
     parcels: Iterator[Parcel] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SlabSpec:
+    """One message of a chunk: pages [start, start + num_pages) of ``num_pairs`` pairs from
+    ``first_pair`` on, as one contiguous payload."""
+
+    first_pair: int
+    num_pairs: int
+    start: int
+    num_pages: int
+    num_bytes: int
+
+
 class SlabBuffers:
-    """Slab-sized buffers that are used again: fresh ones cost a page fault per 4 KiB."""
+    """Keeps slab-sized buffers for reuse: a fresh one costs a page fault per 4 KiB."""
 
     def __init__(self, max_free: int = 64) -> None:
         self._free: list[Bytes] = []
         self._max_free = max_free
 
-    def take(self, num_bytes: int) -> Bytes:
+    def borrow_buffer(self, num_bytes: int) -> Bytes:
         if num_bytes <= TARGET_SLAB_BYTES:
             return self._free.pop() if self._free else np.empty(TARGET_SLAB_BYTES, np.uint8)
         return np.empty(num_bytes, np.uint8)
 
-    def give_back(self, buffer: Bytes) -> None:
+    def return_buffer(self, buffer: Bytes) -> None:
         if buffer.nbytes == TARGET_SLAB_BYTES and len(self._free) < self._max_free:
             self._free.append(buffer)
 
@@ -111,19 +141,19 @@ class SendQueue:
     buffers: SlabBuffers
     credit_bytes: int
     codec: WireCodec | None = None
-    pull_tagger: Tagger | None = None  # while the receiver can read our memory
+    pull_tagger: Tagger | None = None  # while the receiver can read this process's memory
     queue: deque[Delivery] = field(default_factory=deque)
     unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
     num_sent: dict[tuple[int, int], int] = field(default_factory=dict)
-    returned: deque[Parcel] = field(default_factory=deque)  # damaged on the way, or not taken
+    returned: deque[Parcel] = field(default_factory=deque)  # to be sent again
     quiet_since: float = 0.0
     awaits_compute: bool = False
 
-    def add(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
+    def add_chunk(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
         self.queue.append(Delivery(opened, chunk, fence))
 
     def next_parcel(self) -> Parcel | None:
-        """The next message to send, gathered now; None while there is none or no credit."""
+        """The next message to send, gathered now; None without a message or without credit."""
         self.awaits_compute = False
         if self.returned:
             return self.returned.popleft()
@@ -141,8 +171,8 @@ class SendQueue:
             self.queue.popleft()
         return None
 
-    def sent(self, parcel: Parcel, now: float) -> None:
-        """A message went out: it is unconfirmed from here on."""
+    def mark_sent(self, parcel: Parcel, now: float) -> None:
+        """Note that a message went out: it is unconfirmed from here on."""
         if not self.unconfirmed:
             self.quiet_since = now
         if parcel.key not in self.unconfirmed:
@@ -150,21 +180,22 @@ class SendQueue:
             self.unconfirmed[parcel.key] = parcel
 
     def confirm(self, key: tuple[int, int, int], now: float) -> Parcel | None:
-        """A message arrived (or its room is gone over there). None for one not under way."""
+        """Note that a message arrived, or that the receiver has dropped its room. Returns None for
+        a message that is not under way."""
         is_oldest = next(iter(self.unconfirmed), None) == key
         parcel = self.unconfirmed.pop(key, None)
         if parcel is None:
             return None
-        if is_oldest:  # what others overtake may be lost, however busy the rest is
+        if is_oldest:  # an overtaken message may be lost, however busy the rest is
             self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
         if parcel.buffer is not None and not parcel.num_resends:
-            self.buffers.give_back(parcel.buffer)
+            self.buffers.return_buffer(parcel.buffer)
         parcel.buffer = None
         return parcel
 
     def resend(self, key: tuple[int, int, int], now: float) -> bool:
-        """Send a message again. False once that has been tried often enough, or it cannot be."""
+        """Send a message again. Returns False if that was tried too often, or is impossible."""
         parcel = self.unconfirmed.get(key)
         if parcel is None:
             return True
@@ -179,15 +210,15 @@ class SendQueue:
         elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
             frames = None
         if frames is None:
-            self.confirm(key, now)  # it was received, and nothing of it is under way
+            self.confirm(key, now)  # it was received, so its credit is free
             return False
         parcel.frames = frames
         self.returned.append(parcel)
         return True
 
-    def drop(self, room: int) -> None:
-        """Forget what a room has waiting. The credit of what is under way comes back with its
-        confirmation: until then it takes up memory, here or there."""
+    def drop_room(self, room: int) -> None:
+        """Forget the messages of a room that wait. A message under way returns its credit with its
+        confirmation: until then it takes up memory on one of the sides."""
         self.queue = deque(item for item in self.queue if item.opened.room != room)
         for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:
             self.returned.remove(parcel)
@@ -236,13 +267,13 @@ class SendQueue:
         sizes = [pair.page_bytes for pair in pairs]
         page_size = self.page_size if component == KV_COMPONENT else 1
         for spec in cut_slabs(len(pages), sizes, page_size):
-            buffer = self.buffers.take(spec.num_bytes)
+            buffer = self.buffers.borrow_buffer(spec.num_bytes)
             key = self._next_key(opened)
             part = pages[spec.start : spec.start + spec.num_pages]
             frames = self._slab(key, component, memory, pairs, spec, start, part, buffer)
             payload: Bytes = frames[-1]
-            if payload.base is not buffer:  # encoded: the pages' bytes are needed no more
-                self.buffers.give_back(buffer)
+            if payload.base is not buffer:  # encoded: the pages' bytes are no longer needed
+                self.buffers.return_buffer(buffer)
                 buffer = payload
             yield Parcel(key, frames, payload.nbytes, buffer)
 
@@ -313,7 +344,7 @@ class SendQueue:
     def _instead_of_pull(
         self, parcel: Parcel, spec: SlabSpec, start: int, pages: Pages, fence: Fence
     ) -> list[Any] | None:
-        """The pages that the receiver could not read, as a slab; None once they are another's."""
+        """The pages that the receiver could not read, as a slab; None once their room is closed."""
         parcel.buffer = np.empty(spec.num_bytes, np.uint8)
         frames = self._slab(
             parcel.key,
@@ -346,8 +377,34 @@ class SendQueue:
         return *counted, number
 
 
+def cut_slabs(
+    num_pages: int,
+    page_bytes: Sequence[int],
+    page_size: int,
+    target_bytes: int = TARGET_SLAB_BYTES,
+) -> Iterator[SlabSpec]:
+    """Slabs that cover every page of every pair once. ``page_bytes`` has an entry for each pair."""
+    if not num_pages or not page_bytes:
+        return
+    tokens = -(-MIN_SLAB_TOKENS // page_size)
+    run = min(num_pages, max(1, min(tokens, target_bytes // max(page_bytes))))
+    whole_page = sum(page_bytes)
+    if run * whole_page <= target_bytes:  # all buffers fit: lengthen the run instead
+        run = min(num_pages, max(run, target_bytes // whole_page))
+    for start in range(0, num_pages, run):
+        pages = min(run, num_pages - start)
+        first = 0
+        while first < len(page_bytes):
+            end, size = first + 1, pages * page_bytes[first]
+            while end < len(page_bytes) and size + pages * page_bytes[end] <= target_bytes:
+                size += pages * page_bytes[end]
+                end += 1
+            yield SlabSpec(first, end - first, start, pages, size)
+            first = end
+
+
 def _while_open(fence: Fence, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
-    """Ends where a room was given up while its pages were being read: they may be another's."""
+    """Stops when a room is closed while its pages are read: they may go to another request."""
     for parcel in parcels:
         if not fence.is_open:
             return

@@ -1,8 +1,7 @@
 """The decode ranks a prefill endpoint has admitted, and the two sockets they connect to.
 
 A peer is admitted by Hello and Welcome on the control socket and joins with each of its data
-connections. Who answers to a routing id is known from then on, and only then. The endpoint's
-thread only.
+connections. Only from then on is the peer behind a routing id known. The endpoint's thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.prefill.send_queue import SendQueue, SlabBuffers
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
 from sglang_tiered.transfer.wire_codec import make_codec
-from sglang_tiered.wire.framing import encode
 from sglang_tiered.wire.keys import (
     SESSION_DOMAIN,
     Tagger,
@@ -31,6 +29,7 @@ from sglang_tiered.wire.keys import (
     new_session_key,
     password_of,
 )
+from sglang_tiered.wire.sockets import encode, endpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["DecodePeer", "DecodePeers", "received"]
+__all__ = ["DecodePeer", "DecodePeers"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +56,22 @@ class DecodePeer:
     admitted_at: float
     last_seen: float
     num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
-    num_told: int = 0
+    num_sent: int = 0
     links: list[bytes | None] = field(default_factory=list)
-    guest: Guest | None = None  # while it may read our memory
+    guest: Guest | None = None  # while it may read this process's memory
 
     @property
     def is_joined(self) -> bool:
         return all(link is not None for link in self.links)
 
     def link_of(self, seq: int) -> bytes:
-        """The connection a slab goes over: they take turns."""
+        """The connection for a slab: connections take turns."""
         return self.links[seq % len(self.links)] or b""
 
 
 class DecodePeers:
-    """Binds on construction: ``host`` as it is, free ports. Raises ``TransferError`` when the
-    address cannot be bound."""
+    """Binds free ports of ``host`` on construction. Raises ``TransferError`` when the address
+    cannot be bound."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class DecodePeers:
         self._keys = keys
         self._instance = secrets.token_bytes(16)
         self.door: Door | None = None
-        self._guests: set[Guest] = set()  # who have not said yet whose they are
+        self._guests: set[Guest] = set()  # that have not sent their session's token yet
         self._buffers = SlabBuffers()
         self._by_identity: dict[bytes, DecodePeer] = {}
         self._by_token: dict[bytes, DecodePeer] = {}
@@ -102,7 +101,7 @@ class DecodePeers:
             io_threads=max(1, settings.num_connections)
         )
         self._guard = keys.guard_server(self._context) if keys is not None else None
-        self._passwords: dict[str, str] = {}  # of sessions; the guard's thread reads it
+        self._passwords: dict[str, str] = {}  # by session token; the guard's thread reads it
         if self._guard is not None:
             self._guard.passwords[SESSION_DOMAIN] = self._passwords
         try:
@@ -114,7 +113,7 @@ class DecodePeers:
                 f"cannot listen for decode instances on {host} ({error}); pass another --host."
             ) from error
         if settings.same_host and memories.kv.is_host:
-            with contextlib.suppress(OSError):  # then everything is sent
+            with contextlib.suppress(OSError):  # without a door, everything is sent
                 self.door = Door()
 
     def __iter__(self) -> Iterator[DecodePeer]:
@@ -126,20 +125,20 @@ class DecodePeers:
     def get(self, identity: bytes) -> DecodePeer | None:
         return self._by_identity.get(identity)
 
-    def behind(self, link: bytes) -> DecodePeer | None:
-        """Whose data connection this is."""
+    def of_connection(self, link: bytes) -> DecodePeer | None:
+        """The peer that a data connection belongs to."""
         return self._by_link.get(link)
 
     def replaced_by(self, identity: bytes, instance: bytes) -> list[DecodePeer]:
-        """The sessions that a Hello ends: of the same process, or of the same connection."""
+        """The sessions that a Hello ends: those of the same process or connection."""
         return [peer for peer in self if peer.instance == instance or peer.identity == identity]
 
     def is_reachable(self, peer: DecodePeer) -> bool:
-        """Also a sign of life. False once the connection is gone."""
-        return self.tell(peer.identity, messages.Pong(peer.num_told))
+        """Send a Pong. Returns False once the connection is gone."""
+        return self.send(peer.identity, messages.Pong(peer.num_sent))
 
-    def in_turn(self) -> Iterator[DecodePeer]:
-        """Those that can be sent to, each once; who was first is last the next time."""
+    def take_turns(self) -> Iterator[DecodePeer]:
+        """Each peer that can be sent to, once; the first is the last the next time."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)
@@ -147,8 +146,8 @@ class DecodePeers:
                 yield peer
 
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
-        """Open a session and say so. Raises ``TransferError`` for a layout that cannot be served;
-        nothing is kept then."""
+        """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
+        served, and then keeps nothing."""
         tagger = Tagger(key := new_session_key(self._keys))
         sending = SendQueue(
             self._memories,
@@ -168,7 +167,7 @@ class DecodePeers:
         if self._keys is not None:
             self._passwords[token.hex()] = password_of(key)
         self._turns.append(peer)
-        self.tell(
+        self.send(
             identity,
             messages.Welcome(
                 self._instance,
@@ -183,11 +182,11 @@ class DecodePeers:
         )
         return peer
 
-    def at_the_door(self) -> Iterator[Guest]:
-        """Who has come, each to be passed to ``hear`` once it has something to say. Raises
-        ``OSError`` while nobody can be let in."""
+    def accept_guests(self) -> Iterator[Guest]:
+        """The guests that have come; pass each to ``admit_guest`` once it is readable. Raises
+        ``OSError`` while no connection can be accepted."""
         for _ in range(MAX_GUESTS):
-            guest = self.door.welcome() if self.door is not None else None
+            guest = self.door.accept() if self.door is not None else None
             if guest is None:
                 return
             if len(self._guests) >= MAX_GUESTS:
@@ -196,10 +195,10 @@ class DecodePeers:
             self._guests.add(guest)
             yield guest
 
-    def hear(self, guest: Guest) -> bool:
-        """Let a guest's process read our pages if it knows a session's token; whether it has said
-        anything. It stays until the session ends, or goes at once."""
-        token = guest.token()
+    def admit_guest(self, guest: Guest) -> bool:
+        """Let a guest's process read this process's pages, until the session ends, if it knows the
+        session's token; else close it. Returns False if it has sent nothing yet."""
+        token = guest.read_token()
         if token is None:
             return False
         self._guests.discard(guest)
@@ -207,7 +206,7 @@ class DecodePeers:
         if peer is None or peer.guest is not None:
             guest.close()
             return True
-        tagger = guest.admit(self._memories.kv.buffers)
+        tagger = guest.offer_buffers(self._memories.kv.buffers)
         if tagger is None:
             guest.close()
             return True
@@ -216,7 +215,7 @@ class DecodePeers:
         return True
 
     def join(self, link: bytes, message: messages.Join) -> bool:
-        """A data connection says whose it is. False unless it proves that it may."""
+        """Assign a data connection to its session. Returns False if its proof is wrong."""
         peer = self._by_token.get(message.session)
         if (
             peer is None
@@ -230,7 +229,7 @@ class DecodePeers:
         return True
 
     def remove(self, peer: DecodePeer) -> bool:
-        """Forget a peer. False when it was forgotten already."""
+        """Forget a peer. Returns False if it was forgotten already."""
         if self._by_identity.pop(peer.identity, None) is None:
             return False
         self._by_token.pop(peer.token, None)
@@ -240,17 +239,17 @@ class DecodePeers:
         if peer.guest is not None and self.door is not None:
             peer.guest.close()
             if all(other.guest is None for other in self):
-                self.door.nobody_stays()
+                self.door.revoke_permission()
         with contextlib.suppress(ValueError):
             self._turns.remove(peer)
         return True
 
-    def tell(self, identity: bytes, message: Any) -> bool:
-        """On the control channel. False for a connection that is gone. What does not fit into its
-        queue is missed by the peer when it next compares numbers."""
+    def send(self, identity: bytes, message: Any) -> bool:
+        """Send on the control channel. Returns False for a connection that is gone. If a message
+        does not fit into the queue, the peer notices when it next compares numbers."""
         peer = self._by_identity.get(identity)
         if peer is not None and not isinstance(message, messages.Welcome | messages.Pong):
-            peer.num_told += 1
+            peer.num_sent += 1
         try:
             self.control.send_multipart([identity, VERSION_FRAME, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -258,13 +257,13 @@ class DecodePeers:
         return True
 
     def close(self) -> None:
-        """After the sockets' last use."""
+        """Close the sockets, after their last use."""
         if self._guard is not None:
             self._guard.stop()
         readers = [peer.guest for peer in self if peer.guest is not None]
         if self.door is not None:
             if readers:
-                self.door.nobody_stays()
+                self.door.revoke_permission()
             self.door.close()
         for guest in (*self._guests, *readers):
             guest.close()
@@ -283,16 +282,5 @@ class DecodePeers:
             admit_sessions(socket)
         elif keys is not None:
             keys.secure_server(socket)
-        port = socket.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
+        port = socket.bind_to_random_port(endpoint_of(host, "*").removesuffix(":*"))
         return socket, port
-
-
-def received(socket: zmq.Socket[bytes], limit: int = 64) -> Iterator[list[bytes]]:
-    """The messages that are there, at most ``limit``, so that nothing else waits long."""
-    for _ in range(limit):
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        if len(frames) > 1:
-            yield frames

@@ -192,5 +192,4 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("rank_consensus.py", "torch.distributed.all_reduce"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
-        ("manager.py", "self.sending.send"),  # to another instance: no collective
     }

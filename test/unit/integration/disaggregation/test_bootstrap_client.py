@@ -24,14 +24,14 @@ from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
-from sglang_tiered.integration.disaggregation import bootstrap_client as prefill_lookups
+from sglang_tiered.integration.disaggregation import bootstrap_client
 from sglang_tiered.integration.disaggregation.bootstrap_client import (
-    PrefillLookups,
+    BootstrapClient,
     address_of,
     is_loopback,
     is_wildcard,
 )
-from sglang_tiered.integration.disaggregation.manager import ZmqKVManager, ZmqKVReceiver
+from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.decode.endpoint import Target
 
@@ -47,7 +47,7 @@ RANK = ("192.0.2.7", 4321)
 @pytest.fixture
 def manager() -> Any:
     """A decode rank's manager without the endpoint that its constructor makes."""
-    made: Any = ZmqKVManager.__new__(ZmqKVManager)
+    made: Any = DecodeKVManager.__new__(DecodeKVManager)
     made.prefill_info_table = {}
     made.kv_args = SimpleNamespace(page_size=64, engine_rank=0, state_types=[])
     made.kv_cache_dtype_str = "auto"
@@ -57,9 +57,14 @@ def manager() -> Any:
     made.is_mla_backend = made.is_hybrid_mla_backend = False
     made.enable_all_cp_ranks_for_transfer = False
     made.connection_lock, made.connection_pool = threading.Lock(), {}
-    made._lookups = PrefillLookups(made, made.check_is_allowed)
+    made.bootstrap_client = BootstrapClient(made, made.check_is_allowed)
     made._transfer = TransferConfig()
     return made
+
+
+def failure_of(manager: Any, server: str) -> str | None:
+    reason: str | None = manager.bootstrap_client.lookup_failure(server)
+    return reason
 
 
 @pytest.fixture
@@ -99,66 +104,60 @@ def register(bootstrap: str, *, page_size: int = 64) -> None:
     requests.put(f"http://{bootstrap}/route", json=row, timeout=5).raise_for_status()
 
 
-def test_a_known_server_is_known_with_all_of_its_ranks(manager: Any, bootstrap: str) -> None:
+def test_known_server_has_all_its_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) == RANK
+    assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) == RANK
     assert manager.prefill_info_table[bootstrap].required_prefill_response_num == 1
-    assert manager.why_unknown(bootstrap) is None
+    assert failure_of(manager, bootstrap) is None
 
 
-def test_a_server_that_never_answers_holds_nobody_up(manager: Any) -> None:
+def test_silent_server_does_not_block_the_scheduler(manager: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):  # each returns, though the question is still open
             assert not manager.try_ensure_parallel_info(address)
         connection, _ = silent.accept()
         connection.close()
-    eventually(lambda: manager.why_unknown(address) is not None)
-    assert address in manager.why_unknown(address)
+    eventually(lambda: failure_of(manager, address) is not None)
+    assert address in failure_of(manager, address)
 
 
-def test_a_server_with_another_page_size_is_a_reason_and_no_error(
-    manager: Any, bootstrap: str
-) -> None:
+def test_other_page_size_fails_without_raising(manager: Any, bootstrap: str) -> None:
     """In SGLang it ends the decode scheduler."""
     register(bootstrap, page_size=16)
     assert not manager.try_ensure_parallel_info(bootstrap)
-    eventually(lambda: manager.why_unknown(bootstrap) is not None)
-    assert "page_size=16" in manager.why_unknown(bootstrap)
+    eventually(lambda: failure_of(manager, bootstrap) is not None)
+    assert "page_size=16" in failure_of(manager, bootstrap)
     assert bootstrap not in manager.prefill_info_table
 
 
 def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager._lookups.forget(("192.0.2.7", 1)) == []
-    assert manager._lookups.forget(RANK) == [bootstrap]
-    assert manager.rank_of(bootstrap, (0, 0, 0, 0)) is None
+    assert manager.bootstrap_client.forget_servers_at(("192.0.2.7", 1)) == []
+    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
+    assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) is None
 
 
-def test_who_waits_to_tell_a_servers_ranks_is_called_when_they_are_known(
-    manager: Any, bootstrap: str
-) -> None:
+def test_waiting_callback_gets_the_ranks(manager: Any, bootstrap: str) -> None:
     """A request given up before its prefill server was known would be waited for there."""
     register(bootstrap)
     told: list[Any] = []
-    manager.tell_ranks(bootstrap, told.append)
+    manager.bootstrap_client.call_with_ranks(bootstrap, told.append)
     eventually(lambda: bool(told))
-    manager.tell_ranks(bootstrap, told.append)  # known by now: at once
+    manager.bootstrap_client.call_with_ranks(bootstrap, told.append)  # known by now: at once
     assert told == [[RANK], [RANK]]
 
 
-def test_who_waits_for_a_server_that_cannot_be_used_is_forgotten(
-    manager: Any, bootstrap: str
-) -> None:
+def test_waiting_callback_of_an_unusable_server_is_dropped(manager: Any, bootstrap: str) -> None:
     register(bootstrap, page_size=16)
     told: list[Any] = []
     for _ in range(3):
-        manager.tell_ranks(bootstrap, told.append)
-    eventually(lambda: manager.why_unknown(bootstrap) is not None)
+        manager.bootstrap_client.call_with_ranks(bootstrap, told.append)
+    eventually(lambda: failure_of(manager, bootstrap) is not None)
     assert told == []
-    assert not manager._lookups._waiting
+    assert not manager.bootstrap_client._waiting
 
 
 def test_addresses_are_told_apart() -> None:
@@ -167,7 +166,7 @@ def test_addresses_are_told_apart() -> None:
     assert is_wildcard("0.0.0.0") and is_wildcard("::") and not is_wildcard("192.0.2.7")
 
 
-def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
+def test_remote_server_is_asked_only_if_allowed(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client names it: whoever runs it would decide what decode takes for KV."""
@@ -177,16 +176,16 @@ def test_a_server_on_another_machine_is_not_asked_unless_it_is_allowed(
     )
     for server in ("192.0.2.7:9", "[2001:db8::1]:9"):
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda server=server: manager.why_unknown(server) is not None)
-        assert "--transfer-allow" in manager.why_unknown(server)
+        eventually(lambda server=server: failure_of(manager, server) is not None)
+        assert "--transfer-allow" in failure_of(manager, server)
     assert not asked
     manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
-    manager._lookups = PrefillLookups(manager, manager.check_is_allowed)
+    manager.bootstrap_client = BootstrapClient(manager, manager.check_is_allowed)
     assert not manager.try_ensure_parallel_info("192.0.2.7:9")
     eventually(lambda: bool(asked))
 
 
-def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_path: Path) -> None:
+def test_allowed_networks_apply_with_keys(manager: Any, tmp_path: Path) -> None:
     for networks, refused in ((), False), (("192.0.2.0/24",), True):
         manager._transfer = TransferConfig(keys_directory=str(tmp_path), allowed_networks=networks)
         manager.check_is_allowed("192.0.2.7")
@@ -198,7 +197,7 @@ def test_a_list_of_allowed_addresses_applies_with_keys_too(manager: Any, tmp_pat
             manager.check_is_allowed("203.0.113.1")
 
 
-def test_a_receiver_asks_the_ranks_that_were_looked_up(manager: Any, bootstrap: str) -> None:
+def test_receiver_uses_the_looked_up_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
     info = manager.prefill_info_table[bootstrap]
@@ -257,11 +256,11 @@ def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[s
             serving.join()
 
 
-def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> None:
+def test_valid_bootstrap_server_is_usable(manager: Any) -> None:
     """Or the next tests say nothing."""
     with bootstrap_that_says(GOOD_INFO, {**GOOD_ROW, "more": [1]}) as server:
         eventually(lambda: manager.try_ensure_parallel_info(server))
-        assert manager.rank_of(server, (0, 0, 0, 0)) == RANK
+        assert manager.bootstrap_client.rank_address(server, (0, 0, 0, 0)) == RANK
 
 
 @pytest.mark.parametrize(
@@ -281,38 +280,34 @@ def test_a_bootstrap_server_that_says_what_it_must_can_be_used(manager: Any) -> 
     ],
     ids=repr,
 )
-def test_a_rank_at_no_address_makes_its_server_useless_and_harms_nothing_else(
-    row: Any, manager: Any, bootstrap: str
-) -> None:
+def test_rank_without_address_harms_only_its_server(row: Any, manager: Any, bootstrap: str) -> None:
     """It ended the scheduler, and kept every later loss from being noticed."""
     with bootstrap_that_says(GOOD_INFO, row) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert f"the server at {server} cannot be used" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert f"the server at {server} cannot be used" in failure_of(manager, server)
         assert server not in manager.prefill_info_table
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager._lookups.forget(RANK) == [bootstrap]
+    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
 
 
 @pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])
 @pytest.mark.parametrize("kind", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
-def test_a_server_with_no_ranks_or_with_more_than_can_be_is_of_no_use(
-    kind: str, number: int, manager: Any
-) -> None:
+def test_server_with_invalid_rank_counts_is_refused(kind: str, number: int, manager: Any) -> None:
     """Lists of them took all memory; none at all ended the scheduler."""
     with bootstrap_that_says({**GOOD_INFO, kind: number}, GOOD_ROW) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert "no ranks, or more than" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert "no ranks, or more than" in failure_of(manager, server)
         assert server not in manager.prefill_info_table
 
 
-def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
+def test_slow_answers_for_many_ranks_time_out(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It held a thread for hours: each answer came in time."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.3)
     pause = threading.Event()
 
     def slow_row() -> Any:
@@ -321,11 +316,11 @@ def test_a_server_that_answers_slowly_for_each_of_many_ranks_is_given_up(
 
     with bootstrap_that_says({**GOOD_INFO, "dp_size": 4096}, slow_row) as server:
         assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: manager.why_unknown(server) is not None)
-        assert "did not answer within" in manager.why_unknown(server)
+        eventually(lambda: failure_of(manager, server) is not None)
+        assert "did not answer within" in failure_of(manager, server)
 
 
-def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any) -> None:
+def test_silent_machine_leaves_threads_to_others(manager: Any) -> None:
     """A client names as many silent ports as it likes, and by any name of the machine."""
     with ExitStack() as silent:
         hosts = ("127.0.0.1", "127.0.0.2", "localhost", "[::ffff:127.0.0.1]", "127.0.0.3")
@@ -333,18 +328,18 @@ def test_one_machine_that_does_not_answer_leaves_threads_to_others(manager: Any)
         for host in hosts:
             port = silent.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1]
             servers.append(f"{host}:{port}")
-        assert len(servers) > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
-        assert prefill_lookups.MAX_LOOKUPS > prefill_lookups.MAX_LOOKUPS_PER_MACHINE
+        assert len(servers) > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
+        assert bootstrap_client.MAX_LOOKUPS > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
         for server in servers:
             assert not manager.try_ensure_parallel_info(server)
-        eventually(lambda: any(manager.why_unknown(server) for server in servers))
-        (why,) = filter(None, map(manager.why_unknown, servers))
+        eventually(lambda: any(failure_of(manager, server) for server in servers))
+        (why,) = filter(None, [failure_of(manager, server) for server in servers])
         assert "its machine has not answered other questions" in why
-    eventually(lambda: all(map(manager.why_unknown, servers)))
-    assert not manager._lookups._asked
+    eventually(lambda: all(failure_of(manager, server) for server in servers))
+    assert not manager.bootstrap_client._asked
 
 
-def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
+def test_lookup_leaves_no_file_open(manager: Any) -> None:
     """A client names as many as it likes."""
     with ExitStack() as stack:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(6)]
@@ -354,24 +349,24 @@ def test_a_server_that_was_asked_keeps_no_file_open(manager: Any) -> None:
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_of_many_servers_those_used_last_are_remembered(
+def test_least_recently_used_server_is_forgotten(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_lookups, "MAX_SERVERS", 2)
+    monkeypatch.setattr(bootstrap_client, "MAX_SERVERS", 2)
     with ExitStack() as stack:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(3)]
         for server in servers:
             eventually(lambda server=server: manager.try_ensure_parallel_info(server))
             manager.connection_pool[f"{server}_0"] = []
-            manager.use_server(servers[0])
+            manager.bootstrap_client.mark_used(servers[0])
         assert set(manager.prefill_info_table) == {servers[0], servers[2]}
         assert set(manager.connection_pool) == {f"{servers[0]}_0", f"{servers[2]}_0"}
-        assert manager.rank_of(servers[1], (0, 0, 0, 0)) is None
+        assert manager.bootstrap_client.rank_address(servers[1], (0, 0, 0, 0)) is None
         eventually(lambda: manager.try_ensure_parallel_info(servers[1]))  # asked again
     for port in (1, 2, 3):
         assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
-    eventually(lambda: not manager._lookups._running)
-    assert len(manager._lookups._failures) == 2
+    eventually(lambda: not manager.bootstrap_client._running)
+    assert len(manager.bootstrap_client._failures) == 2
 
 
 @pytest.mark.parametrize(
@@ -384,36 +379,36 @@ def test_of_many_servers_those_used_last_are_remembered(
         (None, {"7": -1}),
     ],
 )
-def test_replicas_that_are_no_numbers_do_not_reach_the_scheduler(
+def test_non_numeric_replica_does_not_reach_the_scheduler(
     said: Any, understood: dict[str, int], manager: Any
 ) -> None:
     """SGLang makes numbers of them there, and ends on what is none."""
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
-        eventually(lambda: manager.replicas_of(server, [7]) == understood)
+        eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == understood)
 
 
-def test_a_server_that_never_says_which_replica_has_a_request_holds_nobody_up_and_fails_it(
+def test_silent_replica_query_fails_without_blocking(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang waited for it on the scheduler's thread, five seconds a step."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.5)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server = f"127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):  # each returns, though the question is still open
-            assert manager.replicas_of(server, [7]) == {}
-        eventually(lambda: manager.replicas_of(server, [7]) == {"7": -1})
+            assert manager.bootstrap_client.replicas_of(server, [7]) == {}
+        eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == {"7": -1})
 
 
-def test_a_room_that_no_replica_has_fails_its_request(
-    manager: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_without_a_replica_fails(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was pending for ever."""
-    monkeypatch.setattr(prefill_lookups, "LOOKUP_DEADLINE_S", 0.3)
+    monkeypatch.setattr(bootstrap_client, "LOOKUP_DEADLINE_S", 0.3)
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
-        eventually(lambda: manager.replicas_of(server, [7, 8]) == {"7": -1, "8": 1})
+        eventually(
+            lambda: manager.bootstrap_client.replicas_of(server, [7, 8]) == {"7": -1, "8": 1}
+        )
 
 
-def test_sglang_asks_us_which_replica_has_a_request(
+def test_sglang_query_uses_the_bootstrap_client(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards

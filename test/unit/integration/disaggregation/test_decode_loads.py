@@ -190,19 +190,19 @@ def decode(
         decode.cache.release_host_resources()
 
 
-def test_no_request_waits_until_the_hash_of_pages_is_compiled(decode: Decode) -> None:
+def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
     _load_native_hash_module.cache_clear()
     decode.cache.begin_loading(DEVICE_TOKENS)
     assert _load_native_hash_module.cache_info().currsize == 1
 
 
-def test_nothing_is_promised_before_it_is_in_memory(decode: Decode) -> None:
+def test_only_pages_in_memory_are_promised(decode: Decode) -> None:
     decode.store()
     entry = decode.arrives()
     assert decode.promise(entry) == 0
 
 
-def test_a_request_is_held_back_until_its_load_ended_then_promised_all(decode: Decode) -> None:
+def test_request_waits_for_its_load_before_promising(decode: Decode) -> None:
     decode.store()
     entry = decode.arrives()
     decode.until(lambda: not decode.waits(entry))
@@ -230,7 +230,7 @@ def test_a_promise_of_few_tokens_is_kept(decode: Decode) -> None:
     assert decode.restores(entry) == len(tokens)
 
 
-def test_ranks_agree_in_the_next_step_and_decode_asks_again(
+def test_deferred_load_is_retried_after_rank_agreement(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode.store()
@@ -259,7 +259,7 @@ def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:
     assert decode.cache._num_loading_tokens() == 0
 
 
-def test_promised_copies_stay_until_they_are_on_their_way(decode: Decode) -> None:
+def test_promised_copies_stay_locked_until_copied(decode: Decode) -> None:
     decode.store()
     entry = decode.arrives()
     decode.until(lambda: not decode.waits(entry))

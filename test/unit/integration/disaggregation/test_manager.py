@@ -14,7 +14,8 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.disaggregation.manager import (
-    ZmqKVManager,
+    DecodeKVManager,
+    PrefillKVManager,
     ZmqKVReceiver,
     ZmqKVSender,
 )
@@ -25,7 +26,7 @@ SERVER = "192.0.2.1:1"
 
 def end_of(kind: type[Any], tp_size: int = 1) -> Any:
     """A handoff of SGLang's classes and ours, without the endpoint that carries it."""
-    manager = manager_of(tp_size)
+    manager = manager_of(kind, tp_size)
     manager.request_status = {ROOM: KVPoll.WaitingForInput}
     made = kind.__new__(kind)
     made.kv_mgr, made.bootstrap_room, made.bootstrap_addr = manager, ROOM, SERVER
@@ -35,8 +36,9 @@ def end_of(kind: type[Any], tp_size: int = 1) -> Any:
     return made
 
 
-def manager_of(tp_size: int = 1) -> Any:
-    manager: Any = ZmqKVManager.__new__(ZmqKVManager)
+def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
+    role: Any = DecodeKVManager if kind is ZmqKVReceiver else PrefillKVManager
+    manager = role.__new__(role)
     manager.attn_tp_size, manager.pp_size = tp_size, 1
     manager.failure_lock, manager.failure_records = threading.Lock(), {}
     manager.request_status = {}
@@ -49,7 +51,8 @@ def manager_of(tp_size: int = 1) -> Any:
     manager.transfer_infos, manager.req_to_decode_prefix_len = {}, {}
     manager._staging_outstanding = {}
     manager.is_dummy_cp_rank = False
-    manager.sending = manager.receiving = Mock()
+    manager.endpoint, manager.bootstrap_client = Mock(), Mock()
+    manager.bootstrap_client.lookup_failure = lambda _: None
     return manager
 
 
@@ -64,7 +67,7 @@ BOTH = pytest.mark.parametrize("kind", [ZmqKVReceiver, ZmqKVSender])
 
 @BOTH
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_handoff_says_each_time_what_happened(kind: type[Any], tp_size: int) -> None:
+def test_failure_reason_is_the_same_each_time(kind: type[Any], tp_size: int) -> None:
     """SGLang asks again while the request waits to be removed, and tells the client the last."""
     end = end_of(kind, tp_size)
     end.kv_mgr.room_failed(ROOM, "PD peer failed: it closed the connection")
@@ -75,14 +78,14 @@ def test_a_handoff_says_each_time_what_happened(kind: type[Any], tp_size: int) -
 
 
 @BOTH
-def test_no_single_rank_puts_a_failure_on_another(kind: type[Any]) -> None:
+def test_single_rank_does_not_blame_other_ranks(kind: type[Any]) -> None:
     error = reason_of(end_of(kind))
     assert "aborted by this instance" in error.failure_reason
     assert not error.is_from_another_rank
 
 
 @BOTH
-def test_a_failure_of_another_rank_is_said_to_be_one(kind: type[Any]) -> None:
+def test_failure_of_another_rank_is_named(kind: type[Any]) -> None:
     error = reason_of(end_of(kind, tp_size=2))
     assert "aborted by another rank" in error.failure_reason
     assert error.is_from_another_rank, "the rank where it happened logs it"
@@ -90,33 +93,29 @@ def test_a_failure_of_another_rank_is_said_to_be_one(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("room", [2**64, 2**63, -1, -(2**63) - 1, 10**30])
 @BOTH
-def test_a_room_number_that_does_not_fit_fails_its_request_with_a_sentence(
-    kind: type[Any], room: int
-) -> None:
+def test_oversized_room_number_fails_the_request(kind: type[Any], room: int) -> None:
     """Prefill's scheduler ended on it, and decode waited for an answer without end."""
-    manager = manager_of()
+    manager = manager_of(kind)
     with get_parallel().override(num_dp_ranks=1):
         end = kind(manager, SERVER, room)
     assert end.poll() == KVPoll.Failed
     assert "from 0 to 2^63 - 1" in reason_of(end).failure_reason
     end.clear()
-    said = [name for name, *_ in manager.sending.method_calls]
-    assert not {"expect", "abort", "claim"} & set(said), "no message can hold it"
+    said = [name for name, *_ in manager.endpoint.method_calls]
+    assert not {"expect_room", "abort_room", "claim_room"} & set(said), "no message can hold it"
     assert not manager.request_status and not manager.addr_to_rooms_tracker
 
 
 @pytest.mark.parametrize("room", [0, 2**63 - 1])
 @BOTH
-def test_the_largest_room_number_that_fits_is_served(kind: type[Any], room: int) -> None:
+def test_largest_valid_room_number_is_served(kind: type[Any], room: int) -> None:
     with get_parallel().override(num_dp_ranks=1):
-        assert kind(manager_of(), SERVER, room).conclude_state is None
+        assert kind(manager_of(kind), SERVER, room).conclude_state is None
 
 
-def test_a_request_that_no_replica_has_fails_with_a_sentence() -> None:
-    manager = manager_of()
-    manager._lookups = SimpleNamespace(use=lambda _: None)
+def test_request_without_a_replica_fails_with_reason() -> None:
+    manager = manager_of(ZmqKVReceiver)
     receiver = ZmqKVReceiver(manager, SERVER, ROOM)
     receiver.init(-1)
     assert receiver.poll() == KVPoll.Failed
-    manager.tell_ranks = lambda *_: None
     assert "does not say which replica" in reason_of(receiver).failure_reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
+from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.purges import PurgeBook
 from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
@@ -59,7 +59,7 @@ class Clock:
 class Server:
     def __init__(self, notes: Notes, clock: Clock, namespace: bytes = HERE) -> None:
         self.book = PurgeBook(namespace, WEEK_S, clock)
-        self.memory = PurgeMemory(notes, self.book, clock, lambda: clock.wall_s)
+        self.memory = AppliedPurges(notes, self.book, clock, lambda: clock.wall_s)
         self.memory.recall()
 
     def known(self, *members: bytes) -> list[bool]:
@@ -81,7 +81,7 @@ def members_of(server: Server) -> list[bytes]:
     return list(server.book.settled()[1])
 
 
-def test_what_was_applied_for_good_is_not_applied_again(notes: Notes, clock: Clock) -> None:
+def test_durable_purge_is_not_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     for _ in range(3):
         first.book.begin(TENANT, Local(done=True))
@@ -98,7 +98,7 @@ def test_what_was_applied_for_good_is_not_applied_again(notes: Notes, clock: Clo
     second.book.check_integrity()
 
 
-def test_a_purge_that_is_not_durable_is_applied_again(notes: Notes, clock: Clock) -> None:
+def test_undurable_purge_is_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     under_way, refused = Local(), Local(done=True, durable=False)
     first.book.begin(TENANT, under_way)
@@ -110,9 +110,7 @@ def test_a_purge_that_is_not_durable_is_applied_again(notes: Notes, clock: Clock
     assert len(Server(notes, clock).book) == 1
 
 
-def test_purges_of_long_ago_and_those_of_a_wrong_clock_are_left_to_redis(
-    notes: Notes, clock: Clock
-) -> None:
+def test_expired_or_future_purges_are_not_recalled(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     first.book.begin(TENANT)
     first.memory.remember()
@@ -152,7 +150,7 @@ def test_a_damaged_note_is_none(notes: Notes, clock: Clock, damage: int) -> None
     assert not Server(notes, clock).book
 
 
-def test_a_full_disk_is_told_once_and_tried_again(
+def test_full_disk_is_logged_once_and_retried(
     notes: Notes, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(notes, clock)

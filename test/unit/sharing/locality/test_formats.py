@@ -21,7 +21,7 @@ RECORD = ServerRecord(NAMESPACE, SERVER, 3, 41, 40, 2, b"d" * 16, "tcp://192.0.2
 PAGES = np.array([3, 1 << 63, 5], np.uint64)
 
 
-def test_a_record_comes_back_for_its_own_server_and_namespace_only() -> None:
+def test_record_of_a_foreign_server_is_none() -> None:
     data = formats.pack_record(RECORD)
     assert len(data) <= formats.MAX_RECORD_BYTES
     assert formats.unpack_record(data, NAMESPACE, SERVER) == RECORD
@@ -45,7 +45,7 @@ def test_a_record_comes_back_for_its_own_server_and_namespace_only() -> None:
         {"address": ""},
     ],
 )
-def test_a_record_that_verifies_and_makes_no_sense_is_none(change: dict[str, object]) -> None:
+def test_checksummed_record_out_of_bounds_is_none(change: dict[str, object]) -> None:
     data = formats.pack_record(RECORD._replace(**change))  # type: ignore[arg-type]
     assert formats.unpack_record(data, NAMESPACE, SERVER) is None
 
@@ -53,11 +53,11 @@ def test_a_record_that_verifies_and_makes_no_sense_is_none(change: dict[str, obj
 @pytest.mark.parametrize(
     "address", ["tcp://h:1", "tcp://192.0.2.7:65535", "tcp://[2001:db8::1]:7", "tcp://a-b.c_d:10"]
 )
-def test_an_address_of_another_machine_is_one(address: str) -> None:
+def test_remote_tcp_addresses_are_accepted(address: str) -> None:
     assert formats.is_address(address)
 
 
-def test_a_piece_comes_back_at_its_own_place_only() -> None:
+def test_piece_under_a_foreign_number_is_none() -> None:
     data = formats.pack_piece(SERVER, 7, 2, PAGES)
     found = formats.unpack_piece(data, SERVER, 7, 2)
     assert found is not None
@@ -84,7 +84,7 @@ def test_pieces_lie_where_their_ranges_say(num_pages: int) -> None:
     assert found == pages.tolist()
 
 
-def test_a_delta_comes_back_under_its_own_number_only() -> None:
+def test_delta_under_a_foreign_number_is_none() -> None:
     delta = Delta(PAGES, PAGES[:1])
     data = formats.pack_delta(SERVER, 9, delta)
     found = formats.unpack_delta(data, SERVER, 9)
@@ -94,7 +94,7 @@ def test_a_delta_comes_back_under_its_own_number_only() -> None:
     assert formats.unpack_delta(data, OTHER, 9) is None
 
 
-def test_a_delta_larger_than_any_of_ours_is_none() -> None:
+def test_delta_beyond_its_bound_is_none() -> None:
     pages = np.arange(DELTA_PAGES + 1, dtype=np.uint64)
     data = formats.pack_delta(SERVER, 9, Delta(pages, PAGES[:0]))
     assert formats.unpack_delta(data, SERVER, 9) is None
@@ -126,6 +126,6 @@ def test_a_flipped_bit_anywhere_is_none() -> None:
         assert unpack(data + b"\0") is None
 
 
-def test_a_fingerprint_is_the_first_eight_bytes_of_a_key() -> None:
+def test_fingerprint_is_the_first_eight_key_bytes() -> None:
     keys = [bytes(range(32)), b"\xff" * 32]
     assert formats.fingerprints_of(keys).tolist() == [0x0706050403020100, (1 << 64) - 1]

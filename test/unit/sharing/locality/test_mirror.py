@@ -47,7 +47,7 @@ class World:
 
     def load(self, number: int, *pages: int) -> None:
         known = self.peer(number)
-        self.mirror.add(known, np.array(pages, np.uint64))
+        self.mirror.add_pages(known, np.array(pages, np.uint64))
         self.mirror.loaded(known, 1)
 
     def found(self, *pages: int) -> list[int | None]:
@@ -69,11 +69,11 @@ def test_a_page_is_found_at_its_holder() -> None:
 def test_a_snapshot_half_read_is_not_found() -> None:
     world = World()
     world.see(record(1))
-    world.mirror.add(world.peer(1), np.array([10], np.uint64))
+    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
     assert world.found(10) == [None]
 
 
-def test_a_server_without_a_record_is_gone_with_its_pages() -> None:
+def test_server_without_a_record_loses_its_pages() -> None:
     world = World()
     world.see(record(1), record(2))
     world.load(1, 10)
@@ -96,20 +96,20 @@ def test_nothing_is_found_once_the_records_are_old() -> None:
     assert world.mirror.figures()[:2] == (0, 0)
 
 
-def test_what_a_peer_lacks_is_found_again_only_when_it_says_so() -> None:
+def test_lacking_page_stays_missing_until_published_again() -> None:
     world = World()
     world.see(record(1))
     world.load(1, 10, 11)
     world.mirror.lacks(server(1), keys(10, 99))
     world.see(record(1))
     assert world.found(10, 11) == [None, 1]
-    world.mirror.add(world.peer(1), np.array([10], np.uint64))
+    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
     assert world.found(10) == [1]
     world.mirror.lacks(server(9), keys(10))  # it has left meanwhile
     assert world.found(10) == [1]
 
 
-def test_a_peer_to_be_avoided_is_asked_again_after_a_while() -> None:
+def test_avoided_peer_is_asked_again_later() -> None:
     world = World()
     world.see(record(1), record(2))
     world.load(1, 10)
@@ -123,7 +123,7 @@ def test_a_peer_to_be_avoided_is_asked_again_after_a_while() -> None:
     assert world.found(10) == [1]
 
 
-def test_nothing_is_found_at_a_server_that_has_not_applied_our_purges() -> None:
+def test_server_behind_on_purges_is_not_used() -> None:
     world = World()
     world.see(record(1), record(2))
     world.load(1, 10)
@@ -142,7 +142,7 @@ def test_nor_at_one_that_has_applied_more() -> None:
     assert world.found(10) == [None]
 
 
-def test_another_incarnation_has_nothing_until_its_snapshot_is_read() -> None:
+def test_new_incarnation_is_empty_until_its_snapshot() -> None:
     world = World()
     world.see(record(1))
     world.load(1, 10)
@@ -161,12 +161,12 @@ def test_no_more_pages_than_the_bound_are_kept() -> None:
     assert (num_pages, num_cut) == (100, 30)
     assert world.found(*range(81, 91)) == [world.found(81)[0]] * 10
     assert world.mirror.is_full
-    world.mirror.remove(world.peer(1), np.arange(1, 81, dtype=np.uint64))
+    world.mirror.remove_pages(world.peer(1), np.arange(1, 81, dtype=np.uint64))
     assert world.mirror.may_hold_more(world.peer(2))
     world.mirror.check_integrity()
 
 
-def test_no_more_servers_than_the_bound_are_known_and_known_ones_stay() -> None:
+def test_servers_beyond_the_bound_are_not_mirrored() -> None:
     world = World(max_peers=3)
     world.see(*(record(number) for number in (5, 6, 7)))
     world.see(*(record(number) for number in range(1, 200)))
@@ -194,7 +194,7 @@ def test_a_table_that_grows_forgets_nothing() -> None:
     assert world.found(*range(1, 60_000)) == [1, 2] * 29_999 + [1]
 
 
-def test_what_turns_out_to_be_lacking_while_the_table_grows_stays_so(
+def test_page_lacking_during_growth_stays_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(max_pages=200_000)
@@ -223,11 +223,11 @@ def test_nothing_is_found_while_the_namespace_changes() -> None:
     world.see(record(1))  # by a reader that has not noticed
     assert world.found(10) == [None]
     world.mirror.hide(2)
-    world.mirror.begin(1)
+    world.mirror.begin_namespace(1)
     world.see(record(1))
     world.load(1, 10)
     assert world.found(10) == [None]
-    world.mirror.begin(2)
+    world.mirror.begin_namespace(2)
     assert world.mirror.peers == []
     world.see(record(1))
     world.load(1, 10)

@@ -28,7 +28,7 @@ def member(number: int) -> bytes:
     return pack_purge(Purge(number.to_bytes(16, "big"), TENANT))
 
 
-def test_a_purge_is_due_until_it_is_told() -> None:
+def test_purge_is_due_until_published() -> None:
     world = World()
     book = world.book()
     purge = book.begin(TENANT)
@@ -45,7 +45,7 @@ def test_a_purge_is_due_until_it_is_told() -> None:
     book.check_integrity()
 
 
-def test_books_with_the_same_purges_agree_in_any_order() -> None:
+def test_digest_does_not_depend_on_order() -> None:
     world = World()
     one, two = world.book(), world.book()
     before = one.digest
@@ -60,7 +60,7 @@ def test_books_with_the_same_purges_agree_in_any_order() -> None:
     one.check_integrity()
 
 
-def test_what_redis_lost_is_told_again_by_whoever_knows_it() -> None:
+def test_purges_lost_by_redis_are_published_again() -> None:
     world = World()
     book = world.book()
     book.applied(member(1), age_s=100.0)
@@ -74,7 +74,7 @@ def test_what_redis_lost_is_told_again_by_whoever_knows_it() -> None:
     assert book.due(10) == []
 
 
-def test_what_redis_keeps_is_kept_and_what_is_old_and_gone_is_forgotten() -> None:
+def test_only_old_purges_lost_by_redis_are_forgotten() -> None:
     world = World()
     book = world.book()
     empty = book.digest
@@ -89,7 +89,7 @@ def test_what_redis_keeps_is_kept_and_what_is_old_and_gone_is_forgotten() -> Non
     book.check_integrity()
 
 
-def test_a_purge_of_the_namespace_before_is_still_told_there() -> None:
+def test_purge_of_the_old_namespace_is_still_published() -> None:
     world = World()
     book = world.book()
     purge = book.begin(None)
@@ -118,7 +118,7 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(purge.wait(0.0) for purge in told)
 
 
-def test_closing_ends_those_that_were_not_told() -> None:
+def test_close_ends_unpublished_purges() -> None:
     world = World()
     book = world.book()
     purge = book.begin(TENANT)

@@ -11,7 +11,7 @@ import sglang_tiered.sharing as package
 from sglang_tiered.sharing.locality import formats, purges
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES
 from sglang_tiered.sharing.locality.formats import Delta, Purge, ServerRecord
-from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
 
 SERVER = "00112233445566778899aabbccddeeff"
@@ -48,13 +48,13 @@ def page() -> str:
     return (Path(package.__file__).parent / "README.md").read_text()
 
 
-def test_the_worked_examples_are_what_the_code_writes() -> None:
+def test_worked_examples_equal_the_packed_bytes() -> None:
     for data in examples():
         assert f"```\n{hexdump(data)}\n```" in page(), hexdump(data)
 
 
-def test_the_keys_are_what_the_code_makes() -> None:
-    names, text = Names.of(NAMESPACE), page()
+def test_documented_keys_equal_the_keys_made() -> None:
+    names, text = RedisKeys.of(NAMESPACE), page()
     assert f"sgt1:{{{NAMESPACE.hex()}}}" == names.prefix
     for key in (
         names.servers,
@@ -67,7 +67,7 @@ def test_the_keys_are_what_the_code_makes() -> None:
         assert f"`{key.replace(names.prefix, '<ns>')}`" in text, key
 
 
-def test_the_figures_are_what_is_set() -> None:
+def test_documented_figures_equal_the_settings() -> None:
     text, settings = page(), PeerSettings(index_url="redis://localhost")
     assert f"`max_pages` different pages ({settings.max_pages:,})" in text
     assert f"`max_peers` servers ({settings.max_peers})" in text

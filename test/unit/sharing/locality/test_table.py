@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.sharing.locality.holders import choose_slots
+from sglang_tiered.sharing.locality.replica_choice import choose_slots
 from sglang_tiered.sharing.locality.table import PageTable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def test_pages_are_found_and_others_are_not() -> None:
     table.check_integrity(len(here))
 
 
-def test_pages_that_all_hash_to_one_bucket_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_one_full_bucket_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     table = PageTable(3000)
     monkeypatch.setattr(table, "_bucket", lambda pages: np.full(len(pages), 300, np.int64))
     here = pages_of(3, 400)
@@ -43,13 +43,13 @@ def test_pages_that_all_hash_to_one_bucket_are_found(monkeypatch: pytest.MonkeyP
     table.check_integrity(len(here))
 
 
-def test_zero_is_held_by_nobody() -> None:
+def test_zero_has_no_holder() -> None:
     table = PageTable(100)
     table.set_bit(table.add(pages_of(1, 90)), 0)
     assert not table.holders(table.find(np.zeros(3, np.uint64))).any()
 
 
-def test_counts_are_of_what_changed() -> None:
+def test_only_changed_bits_are_counted() -> None:
     table = PageTable(100, num_words=2)
     rows = table.add(pages_of(1, 50))
     assert table.set_bit(rows[:30], 3) == (30, 30)
@@ -60,7 +60,7 @@ def test_counts_are_of_what_changed() -> None:
     table.check_integrity(20)
 
 
-def test_a_copy_leaves_out_what_nobody_holds() -> None:
+def test_copy_drops_pages_without_a_holder() -> None:
     table = PageTable(5000)
     here = pages_of(1, 4000)
     rows = table.add(here)
@@ -87,7 +87,7 @@ def chosen(bits: np.ndarray, salt: int = 1) -> list[int]:
     return choose_slots(bits, np.arange(1, bits.shape[1] + 1, dtype=np.uint64), salt).tolist()
 
 
-def test_a_run_goes_to_whoever_holds_its_longest_leading_span() -> None:
+def test_run_goes_to_the_longest_leading_span() -> None:
     bits = bits_of({0, 1, 2}, {1, 2}, {2}, {2, 3}, set(), {3}, {0, 3})
     for salt in range(20):
         assert chosen(bits, salt) == [2, 2, 2, 2, -1, 3, 3]
@@ -110,6 +110,6 @@ def test_pages_that_lie_about_everywhere_are_all_found() -> None:
         assert slot in page
 
 
-def test_nobody_is_chosen_where_nobody_holds() -> None:
+def test_page_without_a_holder_has_no_slot() -> None:
     assert chosen(bits_of(set(), set())) == [-1, -1]
     assert chosen(np.zeros((1, 0), np.uint64)) == []

@@ -39,7 +39,7 @@ def test_every_message_survives_the_way() -> None:
     assert fetch.num_bytes == 18
 
 
-def test_the_largest_request_fits_the_frame_that_a_server_takes() -> None:
+def test_largest_request_fits_the_frame_bound() -> None:
     lengths = [MAX_PAGE_BYTES // MAX_REQUEST_PAGES] * MAX_REQUEST_PAGES
     fetch = messages.Fetch(
         (1 << 62) - 1, NAMESPACE, b"".join(keys(MAX_REQUEST_PAGES)), lengths, 3_600_000
@@ -64,7 +64,7 @@ def test_the_worked_bytes_of_the_checksum() -> None:
     assert msgspec.msgpack.decode(encode(messages.Busy(7))) == ["busy", 7]
 
 
-def test_whatever_is_changed_in_a_message_is_a_message_or_a_breach() -> None:
+def test_mutated_message_raises_only_a_transfer_error() -> None:
     source = random.Random(1)
     fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
     found = messages.Found(1, [2**64 - 1, None, 0])
@@ -105,7 +105,7 @@ def test_fetches_are_cut_into_requests_of_consecutive_pages() -> None:
     assert spans(fetch_of([]), 250) == []
 
 
-def test_pages_that_nobody_may_send_are_not_asked_for() -> None:
+def test_oversized_pages_are_not_requested() -> None:
     fetch = fetch_of([100, 0, 100])
     fetch.lengths[2] = MAX_PAGE_BYTES + 1
     assert spans(fetch, 250) == [(0, 1)]
@@ -115,7 +115,7 @@ def test_pages_that_nobody_may_send_are_not_asked_for() -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:1", "tcp://192.0.2.7:65535", "tcp://[::1]:9000"]
 )
-def test_an_ip_address_and_a_port_are_an_address(address: str) -> None:
+def test_ip_and_port_are_accepted(address: str) -> None:
     check_address(address)
 
 
@@ -141,6 +141,6 @@ def test_an_ip_address_and_a_port_are_an_address(address: str) -> None:
         "tcp://127.0.0.1:9000\n",
     ],
 )
-def test_anything_else_is_none(address: str) -> None:
+def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(TransferError, match="tcp://IP:PORT"):
         check_address(address)

@@ -19,33 +19,33 @@ def request(
 
 def take_all(queue: ServeQueue, now: float = 0.0) -> list[tuple[bytes, int]]:
     taken = []
-    while (found := queue.take(now)) is not None:
+    while (found := queue.next_request(now)) is not None:
         taken.append((found.client, found.number))
-        queue.release(found)
+        queue.release_memory(found)
     return taken
 
 
 def test_clients_take_turns() -> None:
     queue = ServeQueue(SETTINGS)
     for number in range(3):
-        assert queue.offer(request(b"a", number))
-    assert queue.offer(request(b"b", 0))
+        assert queue.add_request(request(b"a", number))
+    assert queue.add_request(request(b"b", 0))
     assert take_all(queue) == [(b"a", 0), (b"b", 0), (b"a", 1), (b"a", 2)]
     assert queue.num_clients == 0
 
 
-def test_one_client_holds_half_of_the_memory_at_most() -> None:
+def test_greedy_client_holds_half_the_memory() -> None:
     queue = ServeQueue(SETTINGS)
     for number in range(8):
-        queue.offer(request(b"a", number))
-    held = [queue.take(0.0) for _ in range(5)]
-    assert queue.take(0.0) is None
-    queue.offer(request(b"b", 1))
-    other = queue.take(0.0)
+        queue.add_request(request(b"a", number))
+    held = [queue.next_request(0.0) for _ in range(5)]
+    assert queue.next_request(0.0) is None
+    queue.add_request(request(b"b", 1))
+    other = queue.next_request(0.0)
     assert other is not None
     assert other.client == b"b"
-    queue.release(held[0])  # type: ignore[arg-type]
-    assert queue.take(0.0) is not None
+    queue.release_memory(held[0])  # type: ignore[arg-type]
+    assert queue.next_request(0.0) is not None
     queue.check_integrity()
 
 
@@ -53,56 +53,56 @@ def test_all_clients_hold_no_more_than_the_memory() -> None:
     queue = ServeQueue(SETTINGS)
     for name in (b"a", b"b", b"c"):
         for number in range(6):
-            queue.offer(request(name, number))
-    while queue.take(0.0) is not None:
+            queue.add_request(request(name, number))
+    while queue.next_request(0.0) is not None:
         pass
     assert queue.held_bytes == 1000
     queue.check_integrity()
 
 
-def test_a_request_larger_than_the_memory_is_served_by_itself() -> None:
+def test_request_beyond_the_memory_is_served_alone() -> None:
     queue = ServeQueue(SETTINGS)
-    assert queue.offer(request(b"a", 1, 3000))
-    assert queue.offer(request(b"b", 1, 10))
-    large = queue.take(0.0)
+    assert queue.add_request(request(b"a", 1, 3000))
+    assert queue.add_request(request(b"b", 1, 10))
+    large = queue.next_request(0.0)
     assert large is not None
-    assert queue.take(0.0) is None
-    queue.release(large)
-    assert queue.take(0.0) is not None
+    assert queue.next_request(0.0) is None
+    queue.release_memory(large)
+    assert queue.next_request(0.0) is not None
 
 
-def test_what_waits_is_bounded_for_each_and_for_all() -> None:
+def test_waiting_requests_are_bounded() -> None:
     queue = ServeQueue(SETTINGS)
-    accepted = [queue.offer(request(b"a", number)) for number in range(20)]
+    accepted = [queue.add_request(request(b"a", number)) for number in range(20)]
     assert accepted == [True] * 10 + [False] * 10
     for name in (b"b", b"c", b"d", b"e", b"f"):
         for number in range(20):
-            queue.offer(request(name, number))
+            queue.add_request(request(name, number))
     assert queue.waiting_bytes == 4000
-    assert not queue.offer(request(b"g", 1))
-    tiny = [queue.offer(request(b"h", number, 0)) for number in range(100)]
+    assert not queue.add_request(request(b"g", 1))
+    tiny = [queue.add_request(request(b"h", number, 0)) for number in range(100)]
     assert tiny.count(True) == 64, "in number, too"
     queue.check_integrity()
 
 
-def test_many_names_count_even_where_their_pages_are_tiny() -> None:
+def test_many_tiny_pages_count_by_their_keys() -> None:
     queue = ServeQueue(PageSettings(max_queued_bytes=400_000))
     accepted = 0
     for number in range(1000):
         tiny = ServeRequest(bytes([number % 100]), number, b"", [b"k"] * 50, [1] * 50, 50, 9.0)
-        accepted += queue.offer(tiny)
+        accepted += queue.add_request(tiny)
     assert accepted <= 400_000 // 50_000
     queue.check_integrity()
-    while (found := queue.take(0.0)) is not None:
-        queue.release(found)
+    while (found := queue.next_request(0.0)) is not None:
+        queue.release_memory(found)
     assert queue.waiting_bytes == queue.held_bytes == 0
 
 
-def test_what_nobody_waits_for_is_dropped_before_it_is_read() -> None:
+def test_expired_request_is_dropped_unread() -> None:
     queue = ServeQueue(SETTINGS)
-    queue.offer(request(b"a", 1, expires_at=1.0))
-    queue.offer(request(b"a", 2, expires_at=3.0))
-    queue.offer(request(b"b", 1, expires_at=1.0))
+    queue.add_request(request(b"a", 1, expires_at=1.0))
+    queue.add_request(request(b"a", 2, expires_at=3.0))
+    queue.add_request(request(b"b", 1, expires_at=1.0))
     assert take_all(queue, now=2.0) == [(b"a", 2)]
     assert [(found.client, found.number) for found in queue.expired] == [(b"a", 1), (b"b", 1)]
     assert queue.num_clients == queue.num_waiting == queue.waiting_bytes == 0
@@ -111,16 +111,16 @@ def test_what_nobody_waits_for_is_dropped_before_it_is_read() -> None:
 def test_cancelling_and_dropping_leave_no_trace() -> None:
     queue = ServeQueue(SETTINGS)
     for number in range(4):
-        queue.offer(request(b"a", number))
-    assert queue.cancel(b"a", 2)
-    assert not queue.cancel(b"a", 77)
-    assert not queue.cancel(b"z", 1)
-    begun = queue.take(0.0)
+        queue.add_request(request(b"a", number))
+    assert queue.cancel_request(b"a", 2)
+    assert not queue.cancel_request(b"a", 77)
+    assert not queue.cancel_request(b"z", 1)
+    begun = queue.next_request(0.0)
     assert queue.drop_client(b"a") == 2
     assert queue.drop_client(b"z") == 0
     queue.check_integrity()
     assert begun is not None
-    queue.release(begun)
+    queue.release_memory(begun)
     assert queue.num_clients == 0
 
 
@@ -132,17 +132,21 @@ def test_the_books_balance_whatever_happens() -> None:
         name = bytes([source.randrange(5)])
         match source.randrange(6):
             case 0 | 1:
-                queue.offer(request(name, number, 1 + source.randrange(600), source.random() * 9))
+                queue.add_request(
+                    request(name, number, 1 + source.randrange(600), source.random() * 9)
+                )
             case 2 | 3:
-                found = queue.take(source.random() * 9)
+                found = queue.next_request(source.random() * 9)
                 held += [found] if found is not None else []
             case 4 if held:
-                queue.release(held.pop(source.randrange(len(held))))
+                queue.release_memory(held.pop(source.randrange(len(held))))
             case 5:
-                queue.drop_client(name) if source.random() < 0.1 else queue.cancel(name, number - 9)
+                queue.drop_client(name) if source.random() < 0.1 else queue.cancel_request(
+                    name, number - 9
+                )
         queue.check_integrity()
     for one in held:
-        queue.release(one)
+        queue.release_memory(one)
     assert queue.held_bytes == 0
 
 
@@ -154,7 +158,7 @@ class Read:
     def release(self) -> None: ...
 
 
-def test_frames_hold_pages_that_follow_each_other_and_a_mebibyte_at_most() -> None:
+def test_adjacent_pages_share_bounded_frames() -> None:
     size = 700_000
     data = random.Random(2).randbytes(4 * size)
     places = [Place(0, size, 1), Place(size, size, 2), None, Place(3 * size, size - 5, 3)]

@@ -39,13 +39,13 @@ def opened(room: int = 1, num_pages: int = 4) -> Open:
 def add(queue: SendQueue, pages: list[int], fence: Fence | None = None, **changes: Any) -> None:
     room = changes.pop("room", 1)
     chunk = Chunk(indices(pages), changes.pop("start", 0), changes.pop("is_last", True), **changes)
-    queue.add(opened(room), chunk, fence or Fence())
+    queue.add_chunk(opened(room), chunk, fence or Fence())
 
 
 def post(queue: SendQueue, now: float = 0.0) -> Parcel:
     parcel = queue.next_parcel()
     assert parcel is not None
-    queue.sent(parcel, now)
+    queue.mark_sent(parcel, now)
     return parcel
 
 
@@ -61,7 +61,7 @@ def test_credit_is_taken_and_comes_back_once(queue: SendQueue) -> None:
     assert queue.credit_bytes == 10 * PAGE_BYTES
 
 
-def test_more_pages_than_decode_has_room_for_are_not_sent(queue: SendQueue) -> None:
+def test_pages_beyond_decodes_room_are_not_sent(queue: SendQueue) -> None:
     add(queue, [1, 2, 3, 4, 5], start=2)
     assert post(queue).num_bytes == 2 * PAGE_BYTES
 
@@ -70,7 +70,7 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     for room in range(10):
         add(queue, [1, 2, 3, 4], room=room)
     while (parcel := queue.next_parcel()) is not None:
-        queue.sent(parcel, 0.0)
+        queue.mark_sent(parcel, 0.0)
     assert 0 >= queue.credit_bytes > -4 * PAGE_BYTES
 
 
@@ -78,13 +78,13 @@ def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
     for room in range(MAX_UNCONFIRMED + 10):
         add(queue, [], room=room)
     while (parcel := queue.next_parcel()) is not None:
-        queue.sent(parcel, 0.0)
+        queue.mark_sent(parcel, 0.0)
     assert len(queue.unconfirmed) == MAX_UNCONFIRMED
     queue.confirm((0, 7, 0), 0.0)
     assert queue.next_parcel() is not None
 
 
-def test_only_the_oldest_message_shows_that_the_reader_moves(queue: SendQueue) -> None:
+def test_only_the_oldest_confirmation_counts_as_progress(queue: SendQueue) -> None:
     for room in (1, 2, 3):
         add(queue, [room], room=room)
     keys = [post(queue, 1.0).key for _ in range(6)]
@@ -94,7 +94,7 @@ def test_only_the_oldest_message_shows_that_the_reader_moves(queue: SendQueue) -
     assert queue.quiet_since == 6.0
 
 
-def test_a_damaged_slab_is_sent_again_as_it_was_but_not_for_ever(queue: SendQueue) -> None:
+def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
     add(queue, [1])
     slab = post(queue)
     frames = list(slab.frames)
@@ -110,7 +110,7 @@ def test_a_damaged_slab_is_sent_again_as_it_was_but_not_for_ever(queue: SendQueu
     assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
 
 
-def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_confirmed(
+def test_dropped_room_returns_its_credit(
     queue: SendQueue,
 ) -> None:
     add(queue, [1, 2], is_last=False)
@@ -119,7 +119,7 @@ def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_conf
     first = post(queue)
     second = post(queue)
     queue.resend(second.key, 0.0)
-    queue.drop(1)
+    queue.drop_room(1)
     assert queue.credit_bytes == 8 * PAGE_BYTES
     assert not first.frames
     assert first.buffer is None
@@ -129,7 +129,7 @@ def test_a_room_that_is_dropped_gives_back_what_never_left_and_then_what_is_conf
     assert (1, 7) not in queue.num_sent
 
 
-def test_pages_of_a_closed_fence_are_neither_sent_nor_named(queue: SendQueue) -> None:
+def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
     for pull_tagger in (None, Tagger(b"k")):
         queue.pull_tagger = pull_tagger
         fence = Fence()
@@ -138,7 +138,7 @@ def test_pages_of_a_closed_fence_are_neither_sent_nor_named(queue: SendQueue) ->
         assert queue.next_parcel() is None
 
 
-def test_a_pull_that_cannot_be_becomes_a_slab_of_the_same_number(queue: SendQueue) -> None:
+def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue) -> None:
     queue.pull_tagger = Tagger(b"k")
     fence = Fence()
     add(queue, [1, 2], fence, is_last=False)
@@ -153,7 +153,7 @@ def test_a_pull_that_cannot_be_becomes_a_slab_of_the_same_number(queue: SendQueu
     assert post(queue).buffer is not None
 
 
-def test_a_pull_whose_pages_are_gone_is_not_sent_again(queue: SendQueue) -> None:
+def test_failed_pull_of_freed_pages_is_not_resent(queue: SendQueue) -> None:
     queue.pull_tagger = Tagger(b"k")
     fence = Fence()
     add(queue, [1, 2], fence, is_last=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
+from sglang_tiered.integration.disaggregation.kv_pools import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, TokenSlice
 
 PAGES = np.array([7, 0, 3], np.int32)
@@ -25,7 +25,7 @@ def memories(pool: Any) -> tuple[HostMemory, DeviceMemory]:
 
 
 @pytest.mark.parametrize("part", [None, TokenSlice(24, 8, 16)], ids=["whole", "some_heads"])
-def test_gather_gives_what_the_host_gives(pool: Any, part: TokenSlice | None) -> None:
+def test_gather_equals_host_memory(pool: Any, part: TokenSlice | None) -> None:
     host, device = memories(pool)
     size = 3 * (96 if part is None else 4 * 8)
     for buffer in range(2):
@@ -36,9 +36,7 @@ def test_gather_gives_what_the_host_gives(pool: Any, part: TokenSlice | None) ->
 
 
 @pytest.mark.parametrize("part", [None, TokenSlice(24, 8, 16)], ids=["whole", "some_heads"])
-def test_scatter_writes_what_the_host_writes_and_nothing_else(
-    pool: Any, part: TokenSlice | None
-) -> None:
+def test_scatter_writes_only_the_named_pages(pool: Any, part: TokenSlice | None) -> None:
     other = pool.copy()
     size = 3 * (96 if part is None else 4 * 8)
     data = np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8)

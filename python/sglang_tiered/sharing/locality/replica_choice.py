@@ -1,4 +1,4 @@
-"""Which of several holders to ask for each page. Pure."""
+"""Chooses which of several holders of a page to ask. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_slots"]
 
-_MAX_RUNS = 16  # beyond it holders are no longer chosen by how far they reach
+_MAX_RUNS = 16  # pages after these runs go to any holder
 
 
 def choose_slots(
     bits: npt.NDArray[np.uint64], pages: npt.NDArray[np.uint64], salt: int
 ) -> npt.NDArray[np.int64]:
-    """The slot to ask for each page, -1 where nobody holds it. ``bits`` are ``[words, pages]``.
+    """The slot to ask for each page, -1 for a page without a holder. ``bits`` are ``[words,
+    pages]``.
 
-    Each run goes to one of the peers that hold its longest leading span: to which of them, a hash
-    of ``salt`` and its first page decides, so that servers spread over the holders.
+    Each run goes to one of the peers that hold its longest leading span. A hash of ``salt`` and its
+    first page chooses among them, so that servers spread over the holders.
     """
     slots = np.full(len(pages), -1, np.int64)
     left = np.flatnonzero(bits[0] if len(bits) == 1 else bits.any(axis=0))
@@ -53,7 +54,7 @@ def _pick(words: npt.NDArray[np.uint64], page: int, salt: int) -> int:
 
 
 def _lowest(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The lowest bit of each column, none of which is empty."""
+    """The lowest bit of each column. No column may be empty."""
     word = (bits != 0).argmax(axis=0)
     values = bits[word, np.arange(bits.shape[1])]
     lowest = values & (~values + np.uint64(1))
