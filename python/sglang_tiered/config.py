@@ -59,7 +59,6 @@ MIN_REGIONS = 2
 
 DEFAULT_OBJECT_BYTES = TiB
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
-OBJECT_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 MAX_TRANSFER_CONNECTIONS = 16
 MIN_PEER_TIMEOUT_S = 2.0
@@ -132,8 +131,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
     writes_per_day: int | None = None
     requests_per_day: int | None = None
     codec: str = "none"
-    sse: str | None = None
-    sse_kms_key: str | None = None
 
     def __post_init__(self) -> None:
         scheme, separator, rest = self.url.partition("://")
@@ -157,17 +154,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
                 _require_positive(flag, value)
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
-        if self.sse is not None and self.sse not in OBJECT_ENCRYPTIONS:
-            names = ", ".join(OBJECT_ENCRYPTIONS)
-            raise ConfigError(f"--tier-object-sse {self.sse} is unknown; choose one of {names}.")
-        if self.sse is not None and not scheme.startswith("s3"):
-            raise ConfigError(
-                f"--tier-object-sse {self.sse} is S3's and has no meaning with {scheme}; drop it."
-            )
-        if self.sse_kms_key is not None and "kms" not in (self.sse or ""):
-            raise ConfigError(
-                f"--tier-object-sse-kms-key {self.sse_kms_key} needs --tier-object-sse aws:kms."
-            )
 
     @property
     def shown_url(self) -> str:

@@ -177,8 +177,6 @@ def test_object_settings_survive_the_environment() -> None:
         writes_per_day=GiB,
         requests_per_day=1000,
         codec="zstd",
-        sse="aws:kms",
-        sse_kms_key="key",
     )
     environment: dict[str, str] = {}
     make_config(object=below).to_environment(environment)
@@ -230,10 +228,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
         ({"ttl_s": 0.0}, "--tier-object-ttl"),
         ({"writes_per_day": -1}, "--tier-object-writes-per-day"),
         ({"requests_per_day": 0}, "--tier-object-requests-per-day"),
-        ({"sse": "rot13"}, "choose one of AES256"),
-        ({"url": "gs://b/p", "sse": "AES256"}, "has no meaning with gs"),
-        ({"sse_kms_key": "k"}, "needs --tier-object-sse aws:kms"),
-        ({"sse": "AES256", "sse_kms_key": "k"}, "needs --tier-object-sse aws:kms"),
     ],
 )
 def test_object_settings_that_cannot_work_are_one_sentence(

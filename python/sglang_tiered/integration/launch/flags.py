@@ -102,14 +102,6 @@ OBJECT_FLAGS = {
         "How pages are encoded there: none, zstd (exact), or fp8 and int8, which change the KV "
         "that comes back. Default: none.",
     ),
-    "--tier-object-sse": (
-        "{AES256,aws:kms,aws:kms:dsse}",
-        "Encryption that S3 does at rest. Default: what the bucket says.",
-    ),
-    "--tier-object-sse-kms-key": (
-        "KEY",
-        "Key of aws:kms. Default: the one that the bucket or the account names.",
-    ),
 }
 
 PEER_FLAGS = {

@@ -50,8 +50,6 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         else parse_bytes("--tier-object-writes-per-day", writes, otherwise="drop it for no limit"),
         requests_per_day=_count(given.get("--tier-object-requests-per-day")),
         codec=_codec(given.get("--tier-object-codec", NO_CODEC)),
-        sse=given.get("--tier-object-sse"),
-        sse_kms_key=given.get("--tier-object-sse-kms-key"),
     )
     rank_settings(config, num_ranks=1)
     return config

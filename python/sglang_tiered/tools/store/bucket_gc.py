@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.max_bytes is None
         else parse_bytes("--max-bytes", arguments.max_bytes, otherwise="leave it out for no cap"),
     )
-    target = open_bucket(arguments.place, sse=arguments.sse, sse_kms_key=arguments.sse_kms_key)
+    target = open_bucket(arguments.place)
     reports: dict[str, CollectorReport] = {}
     with requests_end(target.url):
         for name in target.namespaces:

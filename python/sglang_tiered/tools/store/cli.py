@@ -113,8 +113,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _bucket_command(options.command)(options)
     if options.command == "gc" and (options.ttl or options.max_bytes):
         raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
-    if options.command == "gc" and (options.sse or options.sse_kms_key):
-        raise ConfigError("--sse and --sse-kms-key are for a URL, not for a directory.")
     options.directory = Path(options.place)
     return _command(options.command)(options)
 
@@ -221,10 +219,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of a URL: the oldest of a namespace beyond it go",
     )
-    gc.add_argument(
-        "--sse", help="of S3: encryption of the markers it writes, as --tier-object-sse"
-    )
-    gc.add_argument("--sse-kms-key", metavar="KEY", help="of S3: as --tier-object-sse-kms-key")
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
     bench.add_argument(
         "--bytes",

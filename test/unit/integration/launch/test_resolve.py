@@ -155,8 +155,6 @@ def test_caps_are_shared_by_the_ranks_of_one_machine(resolve: Any) -> None:
         ("--tier-object-url s3://b/p --tier-object-writes-per-day x", "writes-per-day 'x' is not"),
         ("--tier-object-url s3://b/p --tier-object-requests-per-day 1e3", "is not a number above"),
         ("--tier-object-url s3://b/p --tier-object-codec gzip", "choose one of none, zstd"),
-        ("--tier-object-url s3://b/p --tier-object-sse rot13", "choose one of AES256"),
-        ("--tier-object-url s3://b/p --tier-object-sse-kms-key k", "needs --tier-object-sse"),
         ("--tier-mode host --tier-object-url s3://b/p", "no meaning with --tier-mode host"),
         ("--tier-mode off --tier-object-url s3://b/p", "no meaning with --tier-mode off"),
         ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
@@ -228,8 +226,6 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-object-writes-per-day",
         "--tier-object-requests-per-day",
         "--tier-object-codec",
-        "--tier-object-sse",
-        "--tier-object-sse-kms-key",
     ]
     assert list(tier_flags.PEER_FLAGS) == [
         "--tier-index",
