@@ -41,7 +41,6 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "parse_duration",
-    "parse_flush",
     "parse_mode",
     "parse_share",
 ]
@@ -93,8 +92,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``writes_per_day`` what they write in any 24 hours (None: no limit), and ``tenant_share`` how
     much of the capacity one tenant may take (None: all). ``warm_host``: prefixes in use before a
     restart are loaded into host memory after it. ``always_load``: whatever the tier holds is
-    loaded, what it costs aside. ``flush_purges``: SGLang's ``/flush_cache`` empties this tier too.
-    ``trust_mm_hashes``: a client may say what its images hash to."""
+    loaded, what it costs aside. ``trust_mm_hashes``: a client may say what its images hash to."""
 
     directory: str
     capacity_bytes: int
@@ -103,7 +101,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     warm_host: bool = False
     always_load: bool = False
     tenant_share: float | None = None
-    flush_purges: bool = False
     trust_mm_hashes: bool = False
 
     def __post_init__(self) -> None:
@@ -357,13 +354,6 @@ def parse_share(text: str) -> float:
             "drop it to let one tenant take all."
         )
     return float(match[1]) / 100
-
-
-def parse_flush(text: str) -> bool:
-    """Whether ``all`` is flushed, and not ``memory``; anything else is a ``ConfigError``."""
-    if text not in ("memory", "all"):
-        raise ConfigError(f"--tier-flush {text} is unknown; choose one of memory, all.")
-    return text == "all"
 
 
 def format_bytes(num_bytes: int) -> str:

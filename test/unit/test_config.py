@@ -17,7 +17,6 @@ from sglang_tiered.config import (
     format_bytes,
     parse_bytes,
     parse_duration,
-    parse_flush,
     parse_mode,
     parse_share,
 )
@@ -161,12 +160,6 @@ def test_a_share_is_of_each_ranks_part_and_holds_two_regions() -> None:
     assert make_config().max_tenant_bytes_per_rank is None
     with pytest.raises(ConfigError, match="--tier-tenant-share 25.* 2 regions of 64MiB.*3 ranks"):
         make_config(nvme=nvme, num_ranks=3)
-
-
-def test_flush_knows_two_words() -> None:
-    assert [parse_flush(word) for word in ("memory", "all")] == [False, True]
-    with pytest.raises(ConfigError, match="--tier-flush nvme is unknown; choose one of memory"):
-        parse_flush("nvme")
 
 
 def test_object_settings_survive_the_environment() -> None:

@@ -63,10 +63,6 @@ TIER_FLAGS = {
         "PERCENT",
         "The most of the NVMe tier that one tenant may take, e.g. 25%%. Default: no limit.",
     ),
-    "--tier-flush": (
-        "{memory,all}",
-        "What SGLang's /flush_cache empties: device and host memory, or NVMe too. Default: memory.",
-    ),
     "--tier-trust-mm-hashes": (
         "{on,off}",
         "Take mm_hashes of a request for what its images hash to. Only where every client is "

@@ -25,7 +25,6 @@ from sglang_tiered.config import (
     default_tier_directory,
     format_bytes,
     parse_bytes,
-    parse_flush,
     parse_mode,
     parse_share,
 )
@@ -75,7 +74,6 @@ _NVME_FLAGS = (
     "--tier-load",
     "--tier-warm-host",
     "--tier-tenant-share",
-    "--tier-flush",
     "--tier-trust-mm-hashes",
     *OBJECT_FLAGS,
     *PEER_FLAGS,
@@ -314,7 +312,6 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
         warm_host=_resolve_warm_host(explicit, num_ranks),
         always_load=_resolve_load(explicit),
         tenant_share=share,
-        flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
         trust_mm_hashes=_is_on(explicit, "--tier-trust-mm-hashes"),
     )
 

@@ -215,7 +215,6 @@ def test_tier_flags_are_frozen() -> None:
         "--tier-load",
         "--tier-warm-host",
         "--tier-tenant-share",
-        "--tier-flush",
         "--tier-trust-mm-hashes",
     ]
 
