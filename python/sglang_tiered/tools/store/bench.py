@@ -16,14 +16,9 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import (
-    KiB,
-    MiB,
-    default_region_bytes,
-    format_bytes,
-    parse_bytes,
-)
+from sglang_tiered.config import KiB, MiB, default_region_bytes, format_bytes
 from sglang_tiered.errors import ConfigError, StoreError
+from sglang_tiered.flags import parse_bytes
 from sglang_tiered.storage.base import KEY_BYTES, JobKind, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
+_GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
 _PROGRAM = "python -m sglang_tiered store"
 _DESCRIPTION = """\
 Looks into the directory of the NVMe tier, or into the object tier, checks it, and
@@ -108,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    refuse_gone(sys.argv[1:] if arguments is None else arguments, _GONE)
     options = _parser().parse_args(arguments)
     if _URL.match(options.place):
         return _bucket_command(options.command)(options)
