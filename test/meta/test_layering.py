@@ -229,7 +229,6 @@ SMALL = {
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.disaggregation.transfer_seams": "signatures that only a KV manager has",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
-    "metrics.transfer": "a table like its neighbours",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",

@@ -339,12 +339,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         for metric in METRICS:
             for labels, value in samples(metric, stats):
                 state[":".join((metric.name, *labels))] = value
-        if stats.health_reason:
-            state["nvme_unhealthy_because"] = stats.health_reason
-        if stats.object is not None and stats.object.health_reason:
-            state["object_unhealthy_because"] = stats.object.health_reason
-        if stats.peer is not None and stats.peer.health_reason:
-            state["peer_unhealthy_because"] = stats.peer.health_reason
+        for name, reason in stats.health_reasons().items():
+            state[f"{name}_unhealthy_because"] = reason
     result.internal_state["sglang_tiered"] = state
     return result
 
