@@ -22,7 +22,7 @@ def asked_for() -> set[str]:
     return {name for text in expressions for name in re.findall(rf"{PREFIX}\w+", text)}
 
 
-def test_every_metric_is_shown_under_the_name_it_is_exported_by() -> None:
+def test_the_dashboard_shows_every_exported_metric() -> None:
     exported = {
         metric.full_name + ("_total" if metric.kind is Kind.COUNTER else "") for metric in METRICS
     }

@@ -165,7 +165,7 @@ def test_a_wrong_object_url_is_refused_with_examples(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://me:hunter2@bucket/p", "s3://bucket/p?key=hunter2"])
-def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+def test_credentials_in_a_url_are_never_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="environment") as refused:
         ObjectConfig(url=url)
     assert "hunter2" not in str(refused.value)

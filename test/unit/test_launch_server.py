@@ -119,7 +119,7 @@ def test_a_configuration_file_is_judged_like_flags(
     assert expected in line and line.count("\n") == 1
 
 
-def test_port_in_use_is_refused_before_a_model_is_loaded(
+def test_a_port_in_use_is_refused_early(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as taken:

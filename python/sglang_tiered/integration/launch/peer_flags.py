@@ -1,4 +1,4 @@
-"""The flags of sharing between servers as a configuration, and that as settings of the tier."""
+"""Judges the flags of sharing between servers: hosts, ports and keys of this machine."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def exposure(config: IndexConfig | None) -> str | None:
     if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):
         return None
     return (
-        f"--tier-index without --tier-peer-keys: whoever reaches {config.host} and knows a page's "
-        "key can read the page, and whoever writes to the Redis can make this server use pages of "
-        "his own making; pass --tier-peer-keys, or let only these servers reach both."
+        f"--tier-index without --tier-peer-keys: anyone who reaches {config.host} and knows a "
+        "page's key can read the page, and anyone who can write to the Redis can make this server "
+        "use forged pages; pass --tier-peer-keys, or let only these servers reach both."
     )
 
 
@@ -82,7 +82,7 @@ def _is_local(url: str) -> bool:
 
 
 def _address(host: str) -> str:
-    """A name as an address: ZeroMQ binds no names."""
+    """Resolve a name to an address, because ZeroMQ binds no names."""
     family = socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
     try:
         found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
@@ -95,7 +95,7 @@ def _address(host: str) -> str:
 
 
 def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
-    """Whether this machine can listen on a port for each rank."""
+    """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
     if first is None:
         _try(host, 0)
         return
@@ -107,7 +107,7 @@ def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
 
 
 def _try(host: str, port: int) -> None:
-    """Whether this machine can listen there."""
+    """Raise ``ConfigError`` where this machine cannot listen."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

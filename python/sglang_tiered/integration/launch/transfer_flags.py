@@ -1,4 +1,4 @@
-"""The flags of disaggregation: what they come to, and what cannot work with them.
+"""Judges the flags of disaggregation, and says what SGLang is told besides.
 
 SGLang's transfer backends need RDMA in practice and ``mooncake`` is its default; here ``zmq`` is,
 because it runs anywhere.

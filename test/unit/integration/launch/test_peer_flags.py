@@ -151,6 +151,6 @@ def test_sharing_beyond_this_machine_without_keys_warns(host: str, tmp_path: Pat
 
 def test_a_redis_elsewhere_without_keys_warns() -> None:
     warning = exposure(resolve(tier_index=URL, host="localhost"))
-    assert warning is not None and "whoever writes to the Redis" in warning
+    assert warning is not None and "anyone who can write to the Redis" in warning
     for url in ("redis://localhost:6379/0", "redis://[::1]/0", "unix:///run/redis.sock"):
         assert exposure(resolve(tier_index=url, host="localhost")) is None
