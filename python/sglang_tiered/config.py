@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import enum
 import os
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import (
+    DIRECTORY,
+    ON_OFF,
+    SHARE,
+    TIME,
+    Flag,
+    Kind,
+    choice,
+    count,
+    size,
+    text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -39,11 +50,6 @@ __all__ = [
     "default_region_bytes",
     "default_tier_directory",
     "format_bytes",
-    "parse_bytes",
-    "parse_duration",
-    "parse_flush",
-    "parse_mode",
-    "parse_share",
 ]
 
 ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
@@ -58,27 +64,16 @@ MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
 DEFAULT_OBJECT_BYTES = TiB
+OBJECT_CODECS = ("none", "zstd", "fp8", "int8")
+"""Of ``codecs``, which this module may not import; a test compares them."""
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
-OBJECT_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
+TRANSFER_CODECS = ("none", "int8", "zstd")
 MAX_TRANSFER_CONNECTIONS = 16
 MIN_PEER_TIMEOUT_S = 2.0
 
 MIN_REGIONS_PER_DAY = 10
 """A tenth of the day's writes is the largest burst (``policy.admission``); a region must fit."""
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": KiB,
-    "mib": MiB,
-    "gib": GiB,
-    "tib": TiB,
-}
 
 
 class TierMode(enum.Enum):
@@ -89,51 +84,170 @@ class TierMode(enum.Enum):
     NVME = "nvme"  # host memory and NVMe
 
 
-class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The NVMe tier. ``capacity_bytes`` bounds the physical bytes of all ranks together,
-    ``writes_per_day`` what they write in any 24 hours (None: no limit), and ``tenant_share`` how
-    much of the capacity one tenant may take (None: all). ``warm_host``: prefixes in use before a
-    restart are loaded into host memory after it. ``always_load``: whatever the tier holds is
-    loaded, what it costs aside. ``flush_purges``: SGLang's ``/flush_cache`` empties this tier too.
-    ``trust_mm_hashes``: a client may say what its images hash to."""
+def _object_url(_: str, text: str) -> str:
+    """The URL of a place for objects; a path stands for the URL of that directory."""
+    if "://" not in text and text.startswith(("/", "~")):
+        return Path(text).expanduser().absolute().as_uri()
+    return text
 
-    directory: str
-    capacity_bytes: int
-    region_bytes: int
-    writes_per_day: int | None = None
-    warm_host: bool = False
-    always_load: bool = False
-    tenant_share: float | None = None
-    flush_purges: bool = False
-    trust_mm_hashes: bool = False
+
+class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The NVMe tier, of all ranks together."""
+
+    directory: Annotated[
+        str,
+        Flag(
+            "--tier-dir",
+            DIRECTORY,
+            "Directory of the NVMe tier, on a local disk; created if missing, used by one server "
+            "at a time.",
+            default="`$XDG_CACHE_HOME/sglang-tiered/kv`",
+        ),
+    ]
+    capacity_bytes: Annotated[
+        int,
+        Flag(
+            "--tier-nvme-bytes",
+            size("use --tier-mode to go without"),
+            "Cap of the NVMe tier of all ranks together, in physical bytes.",
+            default="a quarter of the disk space that is free, at most 256GiB",
+        ),
+    ]
+    region_bytes: Annotated[
+        int,
+        Flag(
+            "tier-nvme-region-bytes",
+            size("drop it for the default"),
+            "Size of one region file, the unit of eviction, open while it is there. It is larger "
+            "where a page does not fit.",
+            default="256MiB, less for caps below 2GiB, more for caps above 1TiB of a rank or where "
+            "few files may be open (`ulimit -Hn`)",
+        ),
+    ]
+    writes_per_day: Annotated[
+        int | None,
+        Flag(
+            "--tier-nvme-writes-per-day",
+            size("drop it to write without a limit"),
+            "What all ranks together may write to the NVMe device in any 24 hours, e.g. `500GiB`; "
+            "below it, prefixes seen twice and long ones go first.",
+            default="no limit",
+        ),
+    ] = None
+    always_load: Annotated[
+        bool,
+        Flag(
+            "--tier-load",
+            choice({"measured": False, "always": True}),
+            "What to load of what NVMe holds: what is measured to be cheaper than computing, or "
+            "everything.",
+            default="`measured`",
+        ),
+    ] = False
+    warm_host: Annotated[
+        bool,
+        Flag(
+            "--tier-warm-host",
+            ON_OFF,
+            "After a restart, load the prefixes that came back last into host memory, in the "
+            "background. Their tokens are kept beside the pages.",
+            default="`off`",
+        ),
+    ] = False
+    tenant_share: Annotated[
+        float | None,
+        Flag(
+            "--tier-tenant-share",
+            SHARE,
+            "The most of the NVMe tier that one tenant may take, e.g. `25%`.",
+            default="no limit",
+        ),
+    ] = None
+    trust_mm_hashes: Annotated[
+        bool,
+        Flag(
+            "--tier-trust-mm-hashes",
+            ON_OFF,
+            "Take `mm_hashes` of a request for what its images hash to, and `input_ids` past the "
+            "vocabulary. Only where every client is trusted: one could store its image's pages "
+            "under another's name.",
+            default="`off`",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         _require_positive("--tier-nvme-bytes", self.capacity_bytes)
-        _require_positive("--tier-nvme-region-bytes", self.region_bytes)
+        _require_positive("tier-nvme-region-bytes", self.region_bytes)
         if self.writes_per_day is not None:
             _require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
         if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
             raise ConfigError(
-                f"--tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
+                f"tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
                 f"least {format_bytes(MIN_REGION_BYTES)}."
             )
 
 
 class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The object tier below NVMe, shared by all servers that name it. ``capacity_bytes`` bounds
-    what servers with the same model, weights and settings have in it together,
-    ``ttl_s`` the age of what they find there. ``writes_per_day`` and ``requests_per_day`` are what
-    this server, all ranks together, may write and ask in any 24 hours. Credentials are no part of
-    it: they stay in the environment."""
+    """The object tier below NVMe, shared by all servers that name it. Daily limits are of this
+    server, all ranks together. Credentials stay in the environment."""
 
-    url: str
-    capacity_bytes: int = DEFAULT_OBJECT_BYTES
-    ttl_s: float | None = None
-    writes_per_day: int | None = None
-    requests_per_day: int | None = None
-    codec: str = "none"
-    sse: str | None = None
-    sse_kms_key: str | None = None
+    url: Annotated[
+        str,
+        Flag(
+            "--tier-object-url",
+            Kind("URL", _object_url),
+            "Object store below NVMe that servers share: `s3://bucket/prefix`, `gs://`, `az://`, "
+            "or the path of a shared directory. Credentials come from the environment.",
+            default="none",
+        ),
+    ]
+    capacity_bytes: Annotated[
+        int,
+        Flag(
+            "--tier-object-bytes",
+            size("drop it for 1TiB"),
+            "Cap of what all servers with the same model and settings have there, kept by their "
+            "collectors; the oldest goes first.",
+            default="1TiB",
+        ),
+    ] = DEFAULT_OBJECT_BYTES
+    ttl_s: Annotated[
+        float | None,
+        Flag(
+            "--tier-object-ttl",
+            TIME,
+            "Age at which objects stop being found and are deleted, e.g. `7d`.",
+            default="no limit",
+        ),
+    ] = None
+    writes_per_day: Annotated[
+        int | None,
+        Flag(
+            "--tier-object-writes-per-day",
+            size("drop it for no limit"),
+            "What this server may write there in any 24 hours, e.g. `200GiB`.",
+            default="no limit",
+        ),
+    ] = None
+    requests_per_day: Annotated[
+        int | None,
+        Flag(
+            "--tier-object-requests-per-day",
+            count("N"),
+            "Requests that write (put, delete) it may make in any 24 hours.",
+            default="no limit",
+        ),
+    ] = None
+    codec: Annotated[
+        str,
+        Flag(
+            "--tier-object-codec",
+            choice({name: name for name in OBJECT_CODECS}),
+            "How pages are encoded there: as they are, exactly (`zstd`), or in a way that changes "
+            "the KV that comes back (`fp8`, `int8`), with NVMe pages of their own.",
+            default="`none`",
+        ),
+    ] = "none"
 
     def __post_init__(self) -> None:
         scheme, separator, rest = self.url.partition("://")
@@ -157,17 +271,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
                 _require_positive(flag, value)
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
-        if self.sse is not None and self.sse not in OBJECT_ENCRYPTIONS:
-            names = ", ".join(OBJECT_ENCRYPTIONS)
-            raise ConfigError(f"--tier-object-sse {self.sse} is unknown; choose one of {names}.")
-        if self.sse is not None and not scheme.startswith("s3"):
-            raise ConfigError(
-                f"--tier-object-sse {self.sse} is S3's and has no meaning with {scheme}; drop it."
-            )
-        if self.sse_kms_key is not None and "kms" not in (self.sse or ""):
-            raise ConfigError(
-                f"--tier-object-sse-kms-key {self.sse_kms_key} needs --tier-object-sse aws:kms."
-            )
 
     @property
     def shown_url(self) -> str:
@@ -179,13 +282,51 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The Redis in which servers tell each other what they hold, and where this one serves it:
-    rank 0 on ``port`` (None: any free one), the next on the next. ``url`` may carry a password."""
+    """The Redis in which servers tell each other what they hold, and where this one serves it.
+    ``url`` may carry a password."""
 
-    url: str
-    host: str = "127.0.0.1"
-    port: int | None = None
-    keys_directory: str | None = None
+    url: Annotated[
+        str,
+        Flag(
+            "--tier-index",
+            text("URL"),
+            "Redis in which servers tell each other which pages they hold, so that each can fetch "
+            "them from the others: `redis://host:6379`, `rediss://` (TLS) or `unix://`. With "
+            "a password better in SGLANG_TIERED_INDEX_URL, as everybody can read command lines.",
+            default="`SGLANG_TIERED_INDEX_URL`, or none",
+            is_secret=True,
+        ),
+    ]
+    host: Annotated[
+        str,
+        Flag(
+            "--tier-peer-host",
+            text("HOST"),
+            "Where this server gives pages to others. `0.0.0.0` is told to them as the address "
+            "from which it reaches the Redis.",
+            default="`--host`",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int | None,
+        Flag(
+            "--tier-peer-port",
+            count("PORT"),
+            "Its port; each further rank takes the next one.",
+            default="any free one",
+        ),
+    ] = None
+    keys_directory: Annotated[
+        str | None,
+        Flag(
+            "--tier-peer-keys",
+            DIRECTORY,
+            "Directory, writable by its owner only, with `peer.key`, `peer.key_secret` and the "
+            "`*.key` of those to serve (`python -m sglang_tiered keygen`). With it pages travel "
+            "encrypted.",
+            default="none",
+        ),
+    ] = None
 
     @property
     def shown_url(self) -> str:
@@ -198,21 +339,89 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV handoff between prefill and decode instances. ``window_bytes``: data under way to one
-    decode rank at most; ``peer_timeout_s``: silence after which a peer counts as dead;
-    ``allowed_networks``: from which decode takes KV, besides its own; none: all with keys."""
+    """The KV handoff between prefill and decode instances."""
 
-    keys_directory: str | None = None
-    encrypt_data: bool = False
-    same_host: bool = True
-    window_bytes: int = 64 * MiB
-    num_connections: int = 1
-    codec: str = "none"
-    peer_timeout_s: float = 4.0
-    allowed_networks: tuple[str, ...] = ()
+    keys_directory: Annotated[
+        str | None,
+        Flag(
+            "--transfer-keys",
+            DIRECTORY,
+            "Directory, writable by its owner only, with the keys of this role and its peers "
+            "(`python -m sglang_tiered keygen`). With it peers know each other and the control "
+            "channel is encrypted.",
+            default="none",
+        ),
+    ] = None
+    encrypt_data: Annotated[
+        bool,
+        Flag(
+            "--transfer-encrypt",
+            choice({"control": False, "all": True}),
+            "What the keys encrypt: the control channel, with headers of KV authenticated, or KV "
+            "too, at about half a gigabyte per second.",
+            default="`control`",
+        ),
+    ] = False
+    allowed_networks: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--transfer-allow",
+            text("ADDRESSES"),
+            "Prefill instances on other machines from which decode takes KV: addresses or networks "
+            "with commas, e.g. `192.0.2.0/24`.",
+            default="all with `--transfer-keys`, none without",
+        ),
+    ] = ()
+    same_host: Annotated[
+        bool,
+        Flag(
+            "transfer-same-host",
+            choice({"auto": True, "off": False}),
+            "Whether decode reads KV out of the memory of a prefill instance on its own machine, "
+            "where the system lets it.",
+            default="`auto`",
+        ),
+    ] = True
+    window_bytes: Annotated[
+        int,
+        Flag(
+            "transfer-window-bytes",
+            size("drop it for the default"),
+            "KV under way to one decode rank at most.",
+            default="64MiB",
+        ),
+    ] = 64 * MiB
+    num_connections: Annotated[
+        int,
+        Flag(
+            "--transfer-connections",
+            count("N"),
+            "TCP connections of KV per pair of ranks; 2 to 4 for links of 25 Gbit/s and more.",
+            default="1",
+        ),
+    ] = 1
+    codec: Annotated[
+        str,
+        Flag(
+            "--transfer-codec",
+            choice({name: name for name in TRANSFER_CODECS}),
+            "How KV travels, the same on both sides: as it is; in a byte per element, which "
+            "changes it a little; or compressed without loss. For links below 7 and 6 Gbit/s.",
+            default="`none`",
+        ),
+    ] = "none"
+    peer_timeout_s: Annotated[
+        float,
+        Flag(
+            "transfer-peer-timeout",
+            TIME,
+            "Silence after which a peer counts as dead. One that ends is noticed at once.",
+            default="4s",
+        ),
+    ] = 4.0
 
     def __post_init__(self) -> None:
-        _require_positive("--transfer-window-bytes", self.window_bytes)
+        _require_positive("transfer-window-bytes", self.window_bytes)
         if not 1 <= self.num_connections <= MAX_TRANSFER_CONNECTIONS:
             raise ConfigError(
                 f"--transfer-connections {self.num_connections} must be from 1 to "
@@ -220,7 +429,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not MIN_PEER_TIMEOUT_S <= self.peer_timeout_s <= 3600:
             raise ConfigError(
-                f"--transfer-peer-timeout {self.peer_timeout_s:g} must be from "
+                f"transfer-peer-timeout {self.peer_timeout_s:g} must be from "
                 f"{MIN_PEER_TIMEOUT_S:g} to 3600 seconds; peers greet each other every second."
             )
         if self.encrypt_data and self.keys_directory is None:
@@ -237,8 +446,25 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the tiers need to know that SGLang's own arguments do not say."""
 
-    mode: TierMode
-    host_bytes: int | None = None  # None: SGLang's --hicache-ratio or --hicache-size decides
+    mode: Annotated[
+        TierMode,
+        Flag(
+            "--tier-mode",
+            choice({mode.value: mode for mode in TierMode}),
+            "Tiers below device memory: none (stock SGLang), host memory, or host memory and NVMe.",
+            default="`nvme`",
+        ),
+    ]
+    host_bytes: Annotated[
+        int | None,
+        Flag(
+            "--tier-host-bytes",
+            size("use --tier-mode to go without"),
+            "Host memory tier of all ranks together, e.g. `64GiB`.",
+            default="twice the device pool, at most four fifths of the memory that can be had "
+            "(SGLang's `--hicache-host-memory-fraction`)",
+        ),
+    ] = None
     nvme: NvmeConfig | None = None
     num_ranks: int = 1  # scheduler processes of this server on this machine; they share the caps
     tp_size: int = 1  # ranks that share the heads of a page
@@ -267,21 +493,21 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"--tier-nvme-bytes {format_bytes(self.nvme.capacity_bytes)} is too small: it "
                     f"must hold {MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it, "
-                    "lower --tier-nvme-region-bytes, or pass --tier-mode host."
+                    "lower tier-nvme-region-bytes, or pass --tier-mode host."
                 )
             tenant = self.max_tenant_bytes_per_rank
             if tenant is not None and tenant < MIN_REGIONS * region:
                 raise ConfigError(
                     f"--tier-tenant-share {self.nvme.tenant_share:.4%} is too small: it must hold "
                     f"{MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it or "
-                    "--tier-nvme-bytes, lower --tier-nvme-region-bytes, or drop it to go without."
+                    "--tier-nvme-bytes, lower tier-nvme-region-bytes, or drop it to go without."
                 )
             writes = self.nvme_writes_per_day_per_rank
             if writes is not None and writes < MIN_REGIONS_PER_DAY * region:
                 raise ConfigError(
                     f"--tier-nvme-writes-per-day {format_bytes(self.nvme.writes_per_day or 0)} is "
                     f"too small: it must allow {MIN_REGIONS_PER_DAY} regions of "
-                    f"{format_bytes(region)}{ranks}; raise it, lower --tier-nvme-region-bytes, or "
+                    f"{format_bytes(region)}{ranks}; raise it, lower tier-nvme-region-bytes, or "
                     "drop it to write without a limit."
                 )
 
@@ -326,65 +552,11 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
             ) from None  # what is in it may be secret
 
 
-def parse_mode(text: str) -> TierMode:
-    """``off``, ``host`` or ``nvme``; anything else is a ``ConfigError``."""
-    try:
-        return TierMode(text)
-    except ValueError:
-        names = ", ".join(mode.value for mode in TierMode)
-        raise ConfigError(f"--tier-mode {text} is unknown; choose one of {names}.") from None
-
-
-def parse_bytes(flag: str, text: str, *, otherwise: str = "use --tier-mode to go without") -> int:
-    """``64GiB`` (1024-based), ``64GB`` (1000-based) or plain bytes, as a positive integer.
-
-    ``otherwise`` tells those who want none what to do instead.
-    """
-    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(
-            f"{flag} {text!r} is not a size; write a number with KiB, MiB, GiB, TiB (powers of "
-            "1024), KB, MB, GB, TB (powers of 1000), or plain bytes."
-        )
-    value = int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1])
-    if "." not in match[1]:
-        value *= _UNITS[match[2].lower()]
-    if value <= 0:
-        raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
-    return value
-
-
-def parse_duration(flag: str, text: str) -> float:
-    """``90s``, ``30m``, ``12h``, ``7d`` or plain seconds; anything else is a ``ConfigError``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{flag} {text} is not a time; write for example 90s, 30m, 12h or 7d.")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
-def parse_share(text: str) -> float:
-    """``25%`` as 0.25; anything but 1% to 100% is a ``ConfigError``."""
-    match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text.strip())
-    if match is None or not 1 <= float(match[1]) <= 100:
-        raise ConfigError(
-            f"--tier-tenant-share {text} is not a share; write a percentage from 1% to 100%, or "
-            "drop it to let one tenant take all."
-        )
-    return float(match[1]) / 100
-
-
-def parse_flush(text: str) -> bool:
-    """Whether ``all`` is flushed, and not ``memory``; anything else is a ``ConfigError``."""
-    if text not in ("memory", "all"):
-        raise ConfigError(f"--tier-flush {text} is unknown; choose one of memory, all.")
-    return text == "all"
-
-
 def format_bytes(num_bytes: int) -> str:
     """The shortest exact-looking form: ``64GiB``, ``1.5GiB``, ``512B``."""
-    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g}{unit}"
+    for unit, unit_bytes in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.4g}{unit}"
     return f"{num_bytes}B"
 
 

@@ -1,6 +1,6 @@
 """``python -m sglang_tiered.launch_server``: SGLang's server with the tiers below its radix cache.
 
-Takes every flag of ``sglang.launch_server`` and the tiering flags of ``integration.launch.flags``.
+Takes every flag of ``sglang.launch_server`` and the flags of ``config``.
 Whatever cannot work is refused here, with one sentence and exit code 2, before a model is loaded
 or a tier is touched.
 """
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.launch.resolve import Resolved
 
 __all__ = ["main"]
-
-_ON_OFF_FLAGS = ("--tier-mode", "--tier-warm-host", "--transfer-same-host")
 
 LOCK_TIMEOUT_S = 3.0
 """A server that was just killed may take a moment to let go of its directory."""
@@ -95,7 +93,9 @@ def _resolve(arguments: list[str]) -> Resolved:
     parser = _Parser(prog="python -m sglang_tiered.launch_server")
     ServerArgs.add_cli_args(parser)
     flags.add_tier_arguments(parser)
+    flags.refuse_settings(arguments)
     arguments = _with_configuration_file(parser, arguments)
+    flags.refuse_gone_flags(arguments)
     arguments = flags.join_tier_values(arguments)
     explicit = resolve.explicit_arguments(parser, arguments)
     if not explicit.get("node_rank"):  # only the first node of several listens
@@ -120,17 +120,14 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
         return arguments
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
+    from sglang_tiered.integration.launch import flags
+
     try:
         merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
-    # YAML reads on and off as booleans, which SGLang writes as true and false.
-    words = {"true": "on", "false": "off"}
-    return [
-        words.get(word, word) if flag in _ON_OFF_FLAGS else word
-        for flag, word in zip(["", *merged], merged, strict=False)
-    ]
+    return flags.as_words(merged)
 
 
 def _check_address(host: str, port: int) -> None:

@@ -19,6 +19,7 @@ import traceback
 from array import array
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 NUM_PROMPTS, LENGTH, NUM_NEW = 10, 330, 6
 ROUNDS = (4, 1, 4)
 """How many prompts are asked at a time."""
+SMALL_REGIONS = str(Path(__file__).parents[1] / "kit" / "small_regions.yaml")
 FLAGS = (
     *("--dtype", "float32", "--host", "127.0.0.1", "--port", "29917", "--log-level", "warning"),
     *("--max-total-tokens", "2048", "--tier-host-bytes", "8MiB", "--tier-load", "always"),
-    *("--chunked-prefill-size", "128", "--tier-nvme-region-bytes", "4MiB"),
+    *("--chunked-prefill-size", "128", "--config", SMALL_REGIONS),
 )
 DEADLINE_S = 240.0
 

@@ -1,5 +1,6 @@
-"""Encryption at rest as the flags ask for it: on everything that is written, or a bucket whose
-policy demands it would refuse some of it, and a bucket without one would keep it as it is."""
+"""Encryption at rest as the environment asks for it: on everything that is written, or a
+bucket whose policy demands it would refuse some of it, and a bucket without one would keep it as it
+is."""
 
 from __future__ import annotations
 
@@ -27,19 +28,28 @@ TENANT = b"t" * 16
 
 
 @pytest.mark.parametrize(
-    ("flags", "headers"),
+    ("environment", "headers"),
     [
-        ({"sse": "AES256"}, ("AES256", None)),
-        ({"sse": "aws:kms", "sse_kms_key": KEY_NAME}, ("aws:kms", KEY_NAME)),
+        ({"AWS_SERVER_SIDE_ENCRYPTION": "AES256"}, ("AES256", None)),
+        (
+            {"AWS_SERVER_SIDE_ENCRYPTION": "aws:kms", "AWS_SSE_KMS_KEY_ID": KEY_NAME},
+            ("aws:kms", KEY_NAME),
+        ),
         ({}, (None, None)),
     ],
     ids=["s3", "kms", "the bucket's"],
 )
 def test_everything_that_is_written_asks_for_it(
-    s3_url: str, proxy: FaultProxy, flags: dict[str, str], headers: tuple[str | None, str | None]
+    s3_url: str,
+    proxy: FaultProxy,
+    environment: dict[str, str],
+    headers: tuple[str | None, str | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Objects in one put and in parts, manifests, purges, and what the collector writes. A part
     carries none: its upload does, and S3 refuses them there."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     seen: list[Request] = []
 
     def note(exchange: Exchange) -> None:
@@ -50,11 +60,11 @@ def test_everything_that_is_written_asks_for_it(
         proxy.add(kind, "", note)
     large = run_of(1, num_pages=20, page_bytes=1 << 20)
     patient = {"object_bytes": 32 << 20, "staging_bytes": 64 << 20, "request_timeout_s": 20.0}
-    with opened(s3_url, **patient, **flags) as engine:
+    with opened(s3_url, **patient) as engine:
         assert store(engine, large, run_of(2, tenant=TENANT)) == {Reason.OK}
         assert load(engine, large) == {Reason.OK}
         assert engine.purge(TENANT, TIMEOUT_S)
-    client = open_client(ObjectSettings(url=s3_url, **flags))  # type: ignore[arg-type]
+    client = open_client(ObjectSettings(url=s3_url))
     Collector(client, NAMESPACE, CollectorSettings(capacity_bytes=1)).run_once()
     asking = [request for request in seen if request.kind in ("put", "begin multipart")]
     written = {request.target.split("?")[0].split("/")[-2] for request in asking}

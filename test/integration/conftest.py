@@ -26,6 +26,9 @@ PAGE = 64
 # on which is faster today.
 ALWAYS = ("--tier-load", "always")
 SMALL = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB", *ALWAYS)
+# Settings that are no flags.
+SMALL_REGIONS = ("--config", str(ROOT / "test" / "kit" / "small_regions.yaml"))
+SENT_ON_ONE_HOST = ("--config", str(ROOT / "test" / "kit" / "sent_on_one_host.yaml"))
 
 Launch = Callable[..., Server]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from instances import Instances, hands_over_what_one_server_computes
 
-from conftest import make_prompts
+from conftest import SENT_ON_ONE_HOST, make_prompts
 from kit.waiting import eventually
 from prefill_decode import post, transfer_state, wait_until_healthy
 from server_process import Server, free_port
@@ -46,14 +46,13 @@ class Kind:
 
 
 TWO_CONNECTIONS = ("--transfer-connections", "2")  # prefill opens them, where it sends
-SENT = ("--transfer-same-host", "off")
 RANKS = ("--tp", "2")
 STAGES = ("--pp-size", "2", "--disable-overlap-schedule")
 PAGE_16, PAGE_64 = ("--page-size", "16"), ("--page-size", "64")
-SECURE = (*SENT, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
+SECURE = (*SENT_ON_ONE_HOST, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
 # Neighbours share an instance, and so do the tests below. Without tiers a page is one token.
 KINDS = {
-    "sent_though_on_one_host": Kind(TWO_CONNECTIONS, SENT),
+    "sent_though_on_one_host": Kind(TWO_CONNECTIONS, SENT_ON_ONE_HOST),
     "page_size_1": Kind(TWO_CONNECTIONS),
     "decode_of_two_ranks": Kind(TWO_CONNECTIONS, RANKS),
     "two_ranks_each": Kind(RANKS, RANKS),
@@ -77,7 +76,7 @@ def test_tokens_equal_those_of_one_server(
     pair = instances.pair((*kind.prefill, *keys), (*kind.decode, *keys))
     before = transfer_state(pair.decode)
     hands_over_what_one_server_computes(pair, stock, 10_000 * (1 + list(KINDS).index(name)))
-    if kind.decode in (SENT, SECURE):
+    if kind.decode in (SENT_ON_ONE_HOST, SECURE):
         after = transfer_state(pair.decode)
         assert after["wire_bytes"] > before["wire_bytes"]
         assert after["same_host_bytes"] == before["same_host_bytes"], "read from prefill's memory"

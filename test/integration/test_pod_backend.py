@@ -50,12 +50,13 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
     """With tiers, since both want to be used together; and those of another backend."""
     # What NVMe holds would come back at once, and leave no chunks to mix with. A chunk is whole
     # pages of 64 after the decode rows are taken off it.
-    tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB", "--tier-flush=all")
+    tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB")
     server = launch(*MIXED, *tiers, "--chunked-prefill-size", "128")
     assert "attention backend pod: extends with decode rows" in server.log
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     assert alone == [stock.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
     assert served(server)["forwards"] == 0, "one request has no rows to mix"
+    assert server.request("/tier/purge", {"all": True})["durable"]
     server.flush()
     assert together(server) == alone
     state = served(server)
@@ -88,6 +89,7 @@ def test_sliding_windows_and_sinks_survive_mixed_batches(
     path = write(model, tmp_path / "model")
     server = launch(*UNTIERED, model_path=path)
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
+    assert server.request("/tier/purge", {"all": True})["durable"]
     server.flush()
     assert together(server) == alone
     assert served(server)["layers"] >= 12

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import SMALL, Launch, aligned, make_prompts
+from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 20, 700
-REGIONS = ("--tier-nvme-region-bytes", "4MiB")  # several files to damage
 PROMPTS = make_prompts(1, NUM_PROMPTS, LENGTH)
 PAGE_TOKENS = aligned(LENGTH) * NUM_PROMPTS
 
@@ -37,7 +36,7 @@ def tier_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_server(launch: Launch, tier_dir: Path) -> Server:
-    return launch(*SMALL, *REGIONS, "--tier-dir", str(tier_dir))
+    return launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ class TestAfterKill:
     ) -> Server:
         first_server.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
         first_server.kill()
-        return launch(*SMALL, *REGIONS, "--tier-dir", str(tier_dir))
+        return launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
 
     def test_restart_serves_what_was_durable(
         self, restarted: Server, expected: list[list[int]]
@@ -114,7 +113,7 @@ class TestAfterKill:
         self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
     ) -> None:
         restarted.kill()
-        other = launch(*SMALL, *REGIONS, "--tier-dir", str(tier_dir), "--page-size", "32")
+        other = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir), "--page-size", "32")
         answers = other.generate_all(PROMPTS[:4])
         other.kill()
         assert tokens_from(answers, "device", "host", "storage") == 0
@@ -132,7 +131,7 @@ class TestAfterKill:
             region.truncate(regions[-2].stat().st_size // 2 + 1000)
         for region_path in regions[:-2]:
             flip_bytes(region_path)
-        server = launch(*SMALL, *REGIONS, "--tier-dir", str(tier_dir))
+        server = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
         answers = server.generate_all(PROMPTS)
         assert [answer.output_ids for answer in answers] == expected
         state = server.tier_state()

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import ast
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric
 
 ROOT = Path(__file__).parents[2]
 MAX_FRONT_PAGE_BYTES = 8500
 
 
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+write_tables = _script("write_tables")
+
+
 def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
-
-
-def our_flags(table: str) -> list[str]:
-    """The keys of ``TIER_FLAGS`` or ``TRANSFER_FLAGS``, read as text: this needs no SGLang."""
-    source = (ROOT / "python/sglang_tiered/integration/launch/flags.py").read_text()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
-            assert isinstance(node.value, ast.Dict)
-            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    raise AssertionError(f"{table} is not assigned at the top of launch/flags.py")
 
 
 def table_rows(name: str, first_column: str) -> list[list[str]]:
@@ -43,33 +45,28 @@ def test_the_front_page_stays_short() -> None:
     assert len(page("README.md").encode()) < MAX_FRONT_PAGE_BYTES
 
 
-@pytest.mark.parametrize(
-    ("first_column", "table"),
-    [
-        ("flag", "TIER_FLAGS"),
-        ("object flag", "OBJECT_FLAGS"),
-        ("peer flag", "PEER_FLAGS"),
-        ("transfer flag", "TRANSFER_FLAGS"),
-    ],
-)
-def test_every_flag_is_documented_and_no_other(first_column: str, table: str) -> None:
-    rows = table_rows("docs/flags.md", first_column)
-    assert [row[0].strip("`") for row in rows] == our_flags(table)
+def test_tables_say_what_the_code_says() -> None:
+    """Run as a person does; ``scripts/write_tables.py`` mends them."""
+    script = ROOT / "scripts" / "write_tables.py"
+    ended = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "metrics"),
-    [
-        ("docs/metrics.md", METRICS),
-        ("python/sglang_tiered/transfer/README.md", TRANSFER_METRICS),
-    ],
-)
-def test_every_metric_is_documented_as_it_is(name: str, metrics: tuple[Metric, ...]) -> None:
-    rows = table_rows(name, "metric")
-    assert [tuple(cell.strip("`") for cell in row) for row in rows] == [
-        (metric.name, metric.kind.value, ", ".join(metric.labels), metric.help)
-        for metric in metrics
-    ]
+def test_a_stale_table_is_found_and_mended() -> None:
+    page = "# Page\n\n<!-- table: one -->\n| old |\n<!-- end of table -->\nText.\n"
+    mended = write_tables.rewritten(page, {"one": "| new |\n"})
+    assert mended == page.replace("old", "new")
+    assert write_tables.rewritten(mended, {"one": "| new |\n"}) == mended
+    with pytest.raises(KeyError):
+        write_tables.rewritten(page, {"other": ""})
+
+
+def test_every_flag_and_metric_is_in_one_table() -> None:
+    shown = "".join(page(name) for name in write_tables.PAGES)
+    for name, table in write_tables.tables().items():
+        assert shown.count(f"<!-- table: {name} -->\n{table}") == 1, name
 
 
 def test_code_map_names_places_that_exist() -> None:

@@ -228,7 +228,6 @@ SMALL = {
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
-    "metrics.transfer": "a table like its neighbours",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from pathlib import Path
 
 __all__ = ["TOPOLOGIES", "Setup", "draw"]
 
 TOPOLOGIES = ("one", "ranks", "pair")
 """One server, one of two ranks, a prefill and a decode server."""
+SMALL_REGIONS = ("--config", str(Path(__file__).parents[1] / "kit" / "small_regions.yaml"))
 TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # of the demo model, over all ranks
 MiB = 1 << 20
 
@@ -38,7 +39,7 @@ class Setup:
             *("--page-size", str(self.page), "--max-total-tokens", str(self.device_tokens)),
             *("--chunked-prefill-size", "512", "--enable-metrics"),
             *("--tier-host-bytes", str(self.host_bytes)),
-            *("--tier-nvme-bytes", str(self.nvme_bytes), "--tier-nvme-region-bytes", "4MiB"),
+            *("--tier-nvme-bytes", str(self.nvme_bytes), *SMALL_REGIONS),
             *("--tier-load", self.load, "--tier-warm-host", "on" if self.warms else "off"),
         ]
         if self.has_bucket:

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_tiered.codecs import CODEC_NAMES, NO_CODEC
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch.object_flags import resolve_object
+from sglang_tiered.integration.launch.resolve import resolve_object
 
 WITHOUT_THEM = """
 import contextlib, importlib, importlib.machinery, io, json, pkgutil, sys

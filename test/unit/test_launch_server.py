@@ -59,9 +59,19 @@ def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
         (["--port", "70000"], "--port 70000 is not a port"),
         (["--tp", "two"], "invalid int value: 'two'; --help lists"),
         (["--tier-nvme-bytes", "-1GiB"], "--tier-nvme-bytes -1GiB must be greater than zero"),
+        (["--tier-flush", "all"], "--tier-flush is gone; POST /tier/purge"),
+        (["--tier-object-sse=AES256"], "is gone; set AWS_SERVER_SIDE_ENCRYPTION"),
+        (["--tier-object-sse-kms-key", "k"], "is gone; set AWS_SERVER_SIDE_ENCRYPTION"),
+        (
+            ["--tier-nvme-region-bytes", "4MiB"],
+            "is gone; write tier-nvme-region-bytes: SIZE in the YAML file of --config.",
+        ),
+        (["--transfer-same-host=off"], "write transfer-same-host: {auto,off} in the YAML file"),
+        (["--transfer-window-bytes", "1"], "write transfer-window-bytes: SIZE in the YAML file"),
+        (["--transfer-peer-timeout", "9"], "write transfer-peer-timeout: TIME in the YAML file"),
     ],
 )
-def test_unusable_command_line_is_one_sentence_without_usage(
+def test_an_unusable_command_line_is_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch_server.main([*ANY, *arguments]) == 2
@@ -70,7 +80,7 @@ def test_unusable_command_line_is_one_sentence_without_usage(
     assert captured.out == ""
 
 
-def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it(
+def test_a_home_that_cannot_be_written_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -83,8 +93,14 @@ def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it
 
 
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("content", ["tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None])
-def test_a_configuration_file_is_read_and_judged_like_flags(
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None),
+        *("tier-flush: all", "tier-nvme-region-bytes: 5MB", "tier-trust-mm-hashes: on\ntp: two"),
+    ],
+)
+def test_a_configuration_file_is_judged_like_flags(
     joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "server.yaml"
@@ -95,12 +111,15 @@ def test_a_configuration_file_is_read_and_judged_like_flags(
     line = capsys.readouterr().err
     expected = {
         "tier-mode: blue": "--tier-mode blue is unknown",
+        "tier-flush: all": "--tier-flush is gone; POST",
+        "tier-nvme-region-bytes: 5MB": "tier-nvme-region-bytes 5000000 must be a multiple",
+        "tier-trust-mm-hashes: on\ntp: two": "invalid int value: 'two'",
         "tier-mode: off\ntier-dir: d": "--tier-dir d has no meaning with --tier-mode off",
     }.get(content or "", "--config cannot be used")
     assert expected in line and line.count("\n") == 1
 
 
-def test_port_in_use_is_refused_before_a_model_is_loaded(
+def test_a_port_in_use_is_refused_early(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as taken:
@@ -180,7 +199,7 @@ def test_store_of_a_newer_format_is_refused_untouched(
     assert fingerprint(tmp_path) == before
 
 
-def test_unsupported_sglang_is_refused_before_it_is_imported(
+def test_unsupported_sglang_is_refused_before_its_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_server.compat, "SUPPORTED_VERSIONS", ("0.0.1",))
@@ -188,7 +207,7 @@ def test_unsupported_sglang_is_refused_before_it_is_imported(
     assert "install sglang==0.0.1" in capsys.readouterr().err
 
 
-def test_shards_of_other_parallel_sizes_give_their_space_back(tmp_path: Path) -> None:
+def test_shards_of_other_sizes_give_space_back(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     directory.prepare(path)
     names = [
@@ -224,7 +243,7 @@ def shard_of_two_ranks(path: Path) -> Path:
     return shard
 
 
-def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
+def test_a_command_line_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
     """One mistyped model, and all that a larger server had stored was gone."""
     from sglang.srt.server_args import prepare_server_args
 
@@ -241,7 +260,7 @@ def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> 
     assert (shard / format.region_name(0)).read_bytes() == b"pages"
 
 
-def test_shards_of_other_parallel_sizes_are_gone_when_the_server_starts(
+def test_shards_of_other_sizes_go_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sglang.launch_server
@@ -291,7 +310,7 @@ def test_shards_are_those_of_a_servers_own_replicas(
     assert {place for place in places if is_kept(*place)} == kept
 
 
-def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_back(
+def test_a_gone_replica_brings_no_purged_pages_back(
     tmp_path: Path,
 ) -> None:
     tenant, namespace = b"t" * 16, b"n" * 32
@@ -375,3 +394,17 @@ def test_banner_quotes_a_request_that_parses() -> None:
     assert "object" not in text
     config = TieredConfig(mode=TierMode.NVME, nvme=nvme, object=ObjectConfig(url="s3://b/p"))
     assert "object  1TiB in s3://b/p, shared" in launch_server.banner(args, config, info)
+
+
+def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:
+    """On and off too, which YAML reads as booleans."""
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "tier-nvme-region-bytes: 4MiB\ntier-trust-mm-hashes: on\n"
+        "disaggregation-mode: decode\ntransfer-same-host: off\ntransfer-peer-timeout: 2.5\n"
+    )
+    line = [*ANY, "--config", str(file), "--tier-dir", str(tmp_path / "kv")]
+    config = launch_server._resolve([*line, "--tier-nvme-bytes", "64MiB"]).config
+    assert config.nvme is not None and config.transfer is not None
+    assert (config.nvme.region_bytes, config.nvme.trust_mm_hashes) == (4 * MiB, True)
+    assert (config.transfer.same_host, config.transfer.peer_timeout_s) == (False, 2.5)

@@ -17,7 +17,7 @@
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu.memory``) |
-| Scheduler.flush_cache | AFTER | ``--tier-flush all`` empties NVMe too; either ends the separation of purged tenants |
+| Scheduler.flush_cache | AFTER | it ends the separation of purged tenants |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
 | Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
@@ -340,12 +340,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         for metric in METRICS:
             for labels, value in samples(metric, stats):
                 state[":".join((metric.name, *labels))] = value
-        if stats.health_reason:
-            state["nvme_unhealthy_because"] = stats.health_reason
-        if stats.object is not None and stats.object.health_reason:
-            state["object_unhealthy_because"] = stats.object.health_reason
-        if stats.peer is not None and stats.peer.health_reason:
-            state["peer_unhealthy_because"] = stats.peer.health_reason
+        for name, reason in stats.health_reasons().items():
+            state[f"{name}_unhealthy_because"] = reason
     result.internal_state["sglang_tiered"] = state
     return result
 
@@ -426,7 +422,6 @@ def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration.admin import control as purging
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     cache = scheduler.tree_cache
@@ -434,7 +429,7 @@ def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
-    return ClearHiCacheReqOutput(success=purging.empty_memory(scheduler))
+    return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
 
 
 def _after_on_idle(_: Any, scheduler: Any) -> None:

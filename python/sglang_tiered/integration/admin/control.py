@@ -30,7 +30,6 @@ __all__ = [
     "PREFIX",
     "after_flush",
     "attach",
-    "empty_memory",
     "handle",
     "hide_memory",
     "key_of_new_request",
@@ -54,7 +53,6 @@ class _Desk:
         self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
         self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
         self.has_tiers = False  # of the scheduler of this process
-        self.resetting = False  # the flush that comes is ours; nobody asked for it
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], list[dict[str, Any]]]) -> Future[list[dict[str, Any]]]:
@@ -143,30 +141,14 @@ def on_idle(scheduler: Any) -> None:
     fence: a flush may be refused, and then the nodes are still there."""
     cache = scheduler.tree_cache
     if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
-        empty_memory(scheduler)
-
-
-def empty_memory(scheduler: Any) -> bool:
-    """Empty device and host memory and leave the tiers as they are, whatever ``--tier-flush``
-    says. Whether SGLang did: not while requests run."""
-    _desk.resetting = True
-    try:
-        return bool(scheduler.flush_cache())
-    finally:
-        _desk.resetting = False
+        scheduler.flush_cache()
 
 
 def after_flush(scheduler: Any, flushed: bool) -> None:
     """SGLang emptied device and host memory."""
     cache = scheduler.tree_cache
-    if not flushed or not isinstance(cache, TieredRadixCache):
-        return
-    cache.fence.lift()
-    config = TieredConfig.from_environment()
-    wanted = config is not None and config.nvme is not None and config.nvme.flush_purges
-    if wanted and cache.storage is not None and not _desk.resetting:
-        cache.storage.begin_purge(None)
-        cache.purge_warm_list(None)
+    if flushed and isinstance(cache, TieredRadixCache):
+        cache.fence.lift()
 
 
 def key_of_new_request(request: Any) -> None:

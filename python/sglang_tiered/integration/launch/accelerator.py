@@ -1,7 +1,7 @@
 """Whether this machine has a device that torch can use, and whether it has one that torch cannot.
 
 A GPU whose driver is too old for the installed torch looks to torch like no GPU at all. Serving on
-the CPU then would be thousands of times slower than asked for, and nobody would be told why.
+the CPU then would be thousands of times slower than asked for, without a word why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that the tiers cannot serve, refused once SGLang has read the model's configuration.
 
 Everything HiCache serves is served. What it does not serve would run silently without tiers, which
-nobody who asked for them would notice.
+the operator who asked for them would not notice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of sharing between servers as a configuration, and that as settings of the tier."""
+"""Judges the flags of sharing between servers: hosts, ports and keys of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from sglang_tiered.config import IndexConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.integration.launch.flags import PEER_FLAGS
+from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.storage.tiers import peer_settings
 from sglang_tiered.wire.keys import PEER, load_keys
 
@@ -35,15 +35,10 @@ def resolve_index(
 ) -> IndexConfig | None:
     """Judge the given flags; None without a URL. Raises ``ConfigError``, which never names a
     password; reads keys, and tries the ports, but keeps nothing."""
-    given = {
-        flag: value
-        for flag in PEER_FLAGS
-        if (value := explicit.get(flag.lstrip("-").replace("-", "_"))) is not None
-    }
-    url = given.pop("--tier-index", None) or environment.get(URL_VARIABLE)
+    url = explicit.get("tier_index") or environment.get(URL_VARIABLE)
     if not url:
-        for flag, value in given.items():
-            raise ConfigError(f"{flag} {value} needs --tier-index; pass it, or drop this.")
+        others = {**explicit, "tier_index": None}
+        refuse_given(others, flags_of(IndexConfig), "needs --tier-index; pass it, or drop this")
         return None
     require("--tier-index", "redis")
     pp_size = explicit.get("pp_size") or 1
@@ -52,15 +47,10 @@ def resolve_index(
             f"--tier-index cannot run with --pp-size {pp_size}, whose stages cannot purge what "
             "another server purged in the same step; drop one of them."
         )
-    keys = given.get("--tier-peer-keys")
-    host = _address(given.get("--tier-peer-host") or explicit.get("host") or DEFAULT_HOST)
-    port = _port(given.get("--tier-peer-port"), host, num_ranks)
-    config = IndexConfig(
-        url=url,
-        host=host,
-        port=port,
-        keys_directory=None if keys is None else str(Path(keys).expanduser().absolute()),
-    )
+    values = values_of(IndexConfig, explicit)
+    host = _address(values.get("host") or explicit.get("host") or DEFAULT_HOST)
+    _try_ports(values.get("port"), host, num_ranks)
+    config = IndexConfig(**{**values, "url": url, "host": host})
     peer_settings(config, 0)
     if config.keys_directory is not None:
         load_keys(Path(config.keys_directory), PEER)
@@ -74,9 +64,9 @@ def exposure(config: IndexConfig | None) -> str | None:
     if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):
         return None
     return (
-        f"--tier-index without --tier-peer-keys: whoever reaches {config.host} and knows a page's "
-        "key can read the page, and whoever writes to the Redis can make this server use pages of "
-        "his own making; pass --tier-peer-keys, or let only these servers reach both."
+        f"--tier-index without --tier-peer-keys: anyone who reaches {config.host} and knows a "
+        "page's key can read the page, and anyone who can write to the Redis can make this server "
+        "use forged pages; pass --tier-peer-keys, or let only these servers reach both."
     )
 
 
@@ -92,7 +82,7 @@ def _is_local(url: str) -> bool:
 
 
 def _address(host: str) -> str:
-    """A name as an address: ZeroMQ binds no names."""
+    """Resolve a name to an address, because ZeroMQ binds no names."""
     family = socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
     try:
         found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
@@ -104,20 +94,20 @@ def _address(host: str) -> str:
     return str(found[0][4][0])
 
 
-def _port(text: str | None, host: str, num_ranks: int) -> int | None:
-    if text is None:
+def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
+    """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
+    if first is None:
         _try(host, 0)
-        return None
+        return
     last = MAX_PORT - num_ranks + 1
-    if not text.isdecimal() or not 1 <= int(text) <= last:
-        raise ConfigError(f"--tier-peer-port {text} must be from 1 to {last}; drop it for any.")
-    for port in range(int(text), int(text) + num_ranks):
+    if not 1 <= first <= last:
+        raise ConfigError(f"--tier-peer-port {first} must be from 1 to {last}; drop it for any.")
+    for port in range(first, first + num_ranks):
         _try(host, port)
-    return int(text)
 
 
 def _try(host: str, port: int) -> None:
-    """Whether this machine can listen there."""
+    """Raise ``ConfigError`` where this machine cannot listen."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -14,34 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.codecs import NO_CODEC
 from sglang_tiered.config import (
     MIN_REGION_BYTES,
     MIN_REGIONS,
     GiB,
     NvmeConfig,
+    ObjectConfig,
     TieredConfig,
     TierMode,
     default_region_bytes,
     default_tier_directory,
     format_bytes,
-    parse_bytes,
-    parse_flush,
-    parse_mode,
-    parse_share,
 )
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
+from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch.flags import (
-    OBJECT_FLAGS,
-    PEER_FLAGS,
-    TIER_FLAGS,
-    without_our_flags,
-)
-from sglang_tiered.integration.launch.object_flags import resolve_object
+from sglang_tiered.integration.launch.flags import NVME_FLAGS, TIER_FLAGS, without_our_flags
 from sglang_tiered.integration.launch.peer_flags import exposure, resolve_index
 from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
 from sglang_tiered.integration.names import CACHE_BACKEND
+from sglang_tiered.integration.storage.tiers import rank_settings
 from sglang_tiered.storage.region.directory import max_regions
 
 if TYPE_CHECKING:
@@ -51,6 +46,7 @@ __all__ = [
     "Resolved",
     "explicit_arguments",
     "resolve",
+    "resolve_object",
     "resolve_without_nvme",
 ]
 
@@ -66,20 +62,6 @@ LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 # SGLang admits a request without its stored prefix once it has re-issued the load this often.
 # A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
 MAX_LOAD_REISSUES = 1_000_000
-
-_NVME_FLAGS = (
-    "--tier-dir",
-    "--tier-nvme-bytes",
-    "--tier-nvme-region-bytes",
-    "--tier-nvme-writes-per-day",
-    "--tier-load",
-    "--tier-warm-host",
-    "--tier-tenant-share",
-    "--tier-flush",
-    "--tier-trust-mm-hashes",
-    *OBJECT_FLAGS,
-    *PEER_FLAGS,
-)
 
 # SGLang flags that select another cache below, beside or instead of the radix cache, or that change
 # a request's key behind our back, where no purge would find it.
@@ -127,7 +109,8 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
     rest = without_our_flags(arguments)
-    mode = parse_mode(explicit.get("tier_mode") or TierMode.NVME.value)
+    values = values_of(TieredConfig, explicit)
+    mode = values.get("mode", TierMode.NVME)
     default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
     pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
     transfer = resolve_transfer(explicit)
@@ -142,8 +125,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
             "device and host memory come from one budget; --max-total-tokens sizes the device pool."
         )
     if mode is TierMode.OFF:
-        ours = (*TIER_FLAGS, *OBJECT_FLAGS, *PEER_FLAGS)
-        _refuse_given(explicit, ours, except_for="--tier-mode", reason="--tier-mode off")
+        others = {**explicit, "tier_mode": None}
+        refuse_given(others, TIER_FLAGS, "has no meaning with --tier-mode off; drop one of them")
         rest = _completed(rest, added, explicit)
         return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
 
@@ -166,7 +149,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     }
 
     num_ranks = _num_ranks(explicit)
-    host_bytes = _resolve_host(explicit)
+    host_bytes = _resolve_host(explicit, values.get("host_bytes"))
     if host_bytes is not None:
         # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
         added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
@@ -182,7 +165,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         nvme = _resolve_nvme(explicit, num_ranks, notes)
         added |= _storage_arguments(page_size)
     else:
-        _refuse_given(explicit, _NVME_FLAGS, reason="--tier-mode host")
+        refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
     index = resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None
     if (warning := exposure(index)) is not None:
         notes.append(warning)
@@ -205,7 +188,7 @@ def resolve_without_nvme(
     explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
 ) -> Resolved:
     """The same command line with host memory only, where pages cannot be named for storage."""
-    nvme_only = {_argument_name(flag) for flag in _NVME_FLAGS}
+    nvme_only = {flag.dest for flag in NVME_FLAGS}
     kept = {name: value for name, value in explicit.items() if name not in nvme_only}
     resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
     note = (
@@ -235,18 +218,17 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
     }
 
 
-def _resolve_host(explicit: Mapping[str, Any]) -> int | None:
-    text = explicit.get("tier_host_bytes")
+def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | None:
+    if host_bytes is None:
+        return None  # SGLang decides, once it knows the device pool
+    text = explicit["tier_host_bytes"]
     given = [
         flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
     ]
-    if text is None:
-        return None  # SGLang decides, once it knows the device pool
     if given:
         raise ConfigError(
             f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
         )
-    host_bytes = parse_bytes("--tier-host-bytes", text)
     available = allocatable_bytes()
     if host_bytes > available:
         raise ConfigError(
@@ -264,11 +246,12 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
                 f"{flag} names a storage backend of its own, but the NVMe tier is one already; "
                 "drop it, or pass --tier-mode off."
             )
-    directory = Path(explicit.get("tier_dir") or default_tier_directory()).expanduser().absolute()
+    values = values_of(NvmeConfig, explicit)
+    directory = Path(values.setdefault("directory", str(default_tier_directory().absolute())))
     disk = shutil.disk_usage(_existing_parent(directory))
     held = _held_bytes(directory)
-    text = explicit.get("tier_nvme_bytes")
-    if text is None:
+    capacity = values.get("capacity_bytes")
+    if capacity is None:
         quarter = int((disk.free + held) * DEFAULT_DISK_FRACTION)
         capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
         if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
@@ -276,70 +259,49 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
                 f"--tier-dir {directory} has only {format_bytes(disk.free)} of free disk space; "
                 "pass another --tier-dir, or --tier-mode host."
             )
-    else:
-        capacity = parse_bytes("--tier-nvme-bytes", text)
-        if capacity > disk.free + held:
-            notes.append(
-                f"--tier-nvme-bytes {text} is more than the {format_bytes(disk.free + held)} that "
-                f"{directory} can take now; the tier stops growing when the disk is full."
-            )
-    share_text = explicit.get("tier_tenant_share")
-    share = None if share_text is None else parse_share(share_text)
-    region_text = explicit.get("tier_nvme_region_bytes")
-    # A region must also fit a disk that is smaller than the cap.
-    room = min(capacity, disk.free + held) / num_ranks * (share or 1)
-    per_rank, most = capacity // num_ranks, max_regions()
-    if region_text is None:
-        region = default_region_bytes(int(room), capacity_bytes=per_rank, max_regions=most)
-    else:
-        region = parse_bytes("--tier-nvme-region-bytes", region_text)
-        if region >= MIN_REGION_BYTES and per_rank // region > most:
-            raise ConfigError(
-                f"--tier-nvme-region-bytes {region_text} makes {per_rank // region} files of each "
-                f"rank's {format_bytes(per_rank)}, all of them open, but the hard limit of open "
-                f"files (ulimit -Hn) leaves room for {max(most, 0)}; raise either, or lower "
-                "--tier-nvme-bytes."
-            )
-    writes_text = explicit.get("tier_nvme_writes_per_day")
-    writes = None
-    if writes_text is not None:
-        writes = parse_bytes(
-            "--tier-nvme-writes-per-day", writes_text, otherwise="drop it to write without a limit"
+        values["capacity_bytes"] = capacity
+    elif capacity > disk.free + held:
+        notes.append(
+            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
+            f"{format_bytes(disk.free + held)} that {directory} can take now; the tier stops "
+            "growing when the disk is full."
         )
-    return NvmeConfig(
-        directory=str(directory),
-        capacity_bytes=capacity,
-        region_bytes=region,
-        writes_per_day=writes,
-        warm_host=_resolve_warm_host(explicit, num_ranks),
-        always_load=_resolve_load(explicit),
-        tenant_share=share,
-        flush_purges=parse_flush(explicit.get("tier_flush") or "memory"),
-        trust_mm_hashes=_is_on(explicit, "--tier-trust-mm-hashes"),
-    )
-
-
-def _resolve_load(explicit: Mapping[str, Any]) -> bool:
-    value = explicit.get("tier_load")
-    if value not in (None, "measured", "always"):
-        raise ConfigError(f"--tier-load {value} must be measured or always.")
-    return value == "always"
-
-
-def _resolve_warm_host(explicit: Mapping[str, Any], num_ranks: int) -> bool:
-    is_on = _is_on(explicit, "--tier-warm-host")
-    if is_on and num_ranks > 1:
+    # A region must also fit a disk that is smaller than the cap.
+    room = min(capacity, disk.free + held) / num_ranks * values.get("tenant_share", 1)
+    per_rank, most = capacity // num_ranks, max_regions()
+    region = values.get("region_bytes")
+    if region is None:
+        values["region_bytes"] = default_region_bytes(
+            int(room), capacity_bytes=per_rank, max_regions=most
+        )
+    elif region >= MIN_REGION_BYTES and per_rank // region > most:
+        raise ConfigError(
+            f"tier-nvme-region-bytes {explicit['tier_nvme_region_bytes']} makes "
+            f"{per_rank // region} files of each rank's {format_bytes(per_rank)}, all of them "
+            "open, but the hard limit of open files (ulimit -Hn) leaves room for "
+            f"{max(most, 0)}; raise either, or lower --tier-nvme-bytes."
+        )
+    if values.get("warm_host") and num_ranks > 1:
         raise ConfigError(
             f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
         )
-    return is_on
+    return NvmeConfig(**values)
 
 
-def _is_on(explicit: Mapping[str, Any], flag: str) -> bool:
-    value = explicit.get(_argument_name(flag))
-    if value not in (None, "on", "off"):
-        raise ConfigError(f"{flag} {value} must be on or off.")
-    return value == "on"
+def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
+    """Judge the flags of the object tier; None without a URL. Raises ``ConfigError``; touches
+    nothing."""
+    if explicit.get("tier_object_url") is None:
+        refuse_given(
+            explicit, flags_of(ObjectConfig), "needs --tier-object-url; pass it, or drop this"
+        )
+        return None
+    require("--tier-object-url", "obstore")
+    config = ObjectConfig(**values_of(ObjectConfig, explicit))
+    if config.codec != NO_CODEC:  # the lossy ones compress too
+        require(f"--tier-object-codec {config.codec}", "zstandard")
+    rank_settings(config, num_ranks=1)
+    return config
 
 
 def _num_ranks(explicit: Mapping[str, Any]) -> int:
@@ -388,17 +350,3 @@ def _completed(
         if _argument_name(flag) not in explicit:
             arguments += [flag] if value is None else [flag, value]
     return arguments
-
-
-def _refuse_given(
-    explicit: Mapping[str, Any],
-    flags: Mapping[str, Any] | Sequence[str],
-    *,
-    reason: str,
-    except_for: str | None = None,
-) -> None:
-    for flag in flags:
-        value = explicit.get(_argument_name(flag))
-        if flag != except_for and value is not None:
-            value = "URL" if flag == "--tier-index" else value  # with a password, perhaps
-            raise ConfigError(f"{flag} {value} has no meaning with {reason}; drop one of them.")

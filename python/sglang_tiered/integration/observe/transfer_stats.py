@@ -14,7 +14,7 @@ __all__ = ["TransferStats", "manager_of", "stats_of_scheduler", "transfer_stats"
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Either role; counters since the start."""
+    """The endpoint of either role; counters since the start."""
 
     num_peers: int
     num_rooms: int
@@ -28,7 +28,7 @@ class TransferStats:
 
 
 def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> TransferStats:
-    """A snapshot. Memory only, any thread."""
+    """Take a snapshot. Memory only, any thread."""
     stats: Any = endpoint.stats
     sends = hasattr(stats, "sent_bytes")
     return TransferStats(
@@ -45,7 +45,8 @@ def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> TransferStats:
 
 
 def manager_of(scheduler: Any) -> Any:
-    """The KV manager of a scheduler process; None where it hands nothing over, or not by us."""
+    """Return the KV manager of a scheduler process; None where it hands nothing over, or hands it
+    over through another backend."""
     for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
         manager = getattr(getattr(scheduler, queue, None), "kv_manager", None)
         if getattr(manager, "endpoint", None) is not None:
@@ -54,6 +55,6 @@ def manager_of(scheduler: Any) -> Any:
 
 
 def stats_of_scheduler(scheduler: Any) -> TransferStats | None:
-    """Of the endpoint of a scheduler process; None where there is none of ours."""
+    """Return the statistics of a scheduler process's endpoint; None where it has none."""
     manager = manager_of(scheduler)
     return None if manager is None else transfer_stats(manager.endpoint)

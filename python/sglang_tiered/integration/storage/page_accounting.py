@@ -7,7 +7,7 @@ freed (scheduler thread), the storage class what is stored (backup thread).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.page_accounting import Fate, PageFates
@@ -78,14 +78,3 @@ class HostLedger:
         dropped_as = Fate.LOST_WEIGHTS if why is None else _FATES.get(why, Fate.LOST_FAILED)
         fates += [dropped_as] * (len(ok) - num_admitted)
         self.fates.stored(self._pages(host_indices), fates)
-
-    def stats(self) -> dict[str, Any]:
-        """The fields of ``TierStats`` that are kept here."""
-        return {
-            "host_pages_left": self.fates.left,
-            "num_dirty_host_pages": self.fates.num_dirty,
-            "spill_waiting_tokens": self.waiting_tokens,
-            "spill_flight_tokens": self.flight_tokens,
-            "num_backups_skipped": self.num_backups_skipped,
-            "num_backups_recovered": self.num_backups_recovered,
-        }

@@ -260,8 +260,6 @@ def rank_settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
         writes_per_day=share(config.writes_per_day),
         requests_per_day=share(config.requests_per_day),
         codec=config.codec,
-        sse=config.sse,
-        sse_kms_key=config.sse_kms_key,
     )
 
 

@@ -11,7 +11,6 @@ __all__ = ["MAX_CODEC_NAME_BYTES", "OBJECT_BYTES", "ObjectSettings"]
 
 OBJECT_BYTES = 32 << 20
 MAX_CODEC_NAME_BYTES = 16
-_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 
 class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +58,6 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = NO_CODEC
     """A name known to ``codecs``."""
 
-    sse: str | None = None
-    """Server-side encryption of S3: AES256, aws:kms or aws:kms:dsse."""
-
-    sse_kms_key: str | None = None
-
     staging_bytes: int = 256 << 20
     """Memory for objects that are being filled and uploaded; stores beyond it are rejected."""
 
@@ -110,7 +104,3 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"linger_s of the object tier is {self.linger_s}, below 0")
         if not self.codec.isascii() or not 0 < len(self.codec) <= MAX_CODEC_NAME_BYTES:
             raise ConfigError(f"{self.codec!r} cannot be the name of a codec")
-        if self.sse is not None and self.sse not in _ENCRYPTIONS:
-            raise ConfigError(f"sse is {self.sse!r}, must be one of {', '.join(_ENCRYPTIONS)}")
-        if self.sse_kms_key is not None and (self.sse is None or "kms" not in self.sse):
-            raise ConfigError("sse_kms_key needs sse aws:kms or aws:kms:dsse")

@@ -66,8 +66,6 @@ def find_store(settings: ObjectSettings) -> FoundStore:
             "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
             "credentials come from the environment"
         )
-    if settings.sse is not None and parts.scheme not in ("s3", "s3a"):
-        raise ConfigError(f"sse is of S3 only, and the object tier is at {parts.scheme}://")
     directory: Path | None = None
     make_store: Callable[[int], Any]
     if parts.scheme == "memory":
@@ -98,7 +96,6 @@ def _directory_store(directory: Path) -> Any:
 def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
     timeout = timedelta(seconds=settings.request_timeout_s)
     client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-    config: Any = {}
     scheme = urlsplit(settings.url).scheme
     owner = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
     # Options given here take the place of those that the library finds in the environment.
@@ -109,10 +106,6 @@ def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
         client["allow_http"] |= endpoint.lower().startswith("http://")
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
             client["root_certificate"] = _certificates(bundle)
-        if settings.sse is not None:
-            config["server_side_encryption"] = settings.sse
-        if settings.sse_kms_key is not None:
-            config["sse_kms_key_id"] = settings.sse_kms_key
     retry: dict[str, Any] = {
         "max_retries": max_retries,
         "retry_timeout": timeout,
@@ -124,7 +117,7 @@ def _remote_store(settings: ObjectSettings, max_retries: int) -> Any:
     }
     try:
         options: dict[str, Any] = {"client_options": client, "retry_config": retry}
-        return obstore_stores.from_url(settings.url, config=config or None, **options)
+        return obstore_stores.from_url(settings.url, **options)
     except Exception as error:
         # Its text may repeat what is in the environment.
         raise ConfigError(

@@ -278,7 +278,7 @@ def allow_regions(directory: Path, capacity_bytes: int, region_bytes: int) -> No
         raise StoreError(
             f"{directory} may come to hold {num_regions} region files, all of them open, but the "
             f"hard limit of open files (ulimit -Hn) is {hard}, {_RESERVED} of them for other use; "
-            "raise it, or pass a larger --tier-nvme-region-bytes, a smaller --tier-nvme-bytes or "
+            "raise it, or pass a smaller --tier-nvme-bytes or "
             "another --tier-dir"
         )
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -33,18 +33,15 @@ class BucketTarget:
     notes: list[str] = field(default_factory=list)
 
 
-def open_bucket(
-    url: str, *, sse: str | None = None, sse_kms_key: str | None = None
-) -> BucketTarget:
-    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory. The last
-    two are for what is written, as ``ObjectSettings`` has them."""
+def open_bucket(url: str) -> BucketTarget:
+    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory."""
     parts = urlsplit(url)
     directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
     if directory is not None and not directory.is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     if parts.scheme == "memory":
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
-    client = open_client(ObjectSettings(url=url, sse=sse, sse_kms_key=sse_kms_key))
+    client = open_client(ObjectSettings(url=url))
     namespaces, notes = [], []
     with requests_end(url):
         for folder in client.folders(ROOT):

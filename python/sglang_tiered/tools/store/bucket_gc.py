@@ -3,14 +3,13 @@ delete."""
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_tiered.config import format_bytes, parse_bytes
-from sglang_tiered.errors import ConfigError
+from sglang_tiered.config import format_bytes
+from sglang_tiered.flags import parse_bytes, parse_duration
 from sglang_tiered.storage.object.collector import Collector, CollectorSettings
 from sglang_tiered.tools.store.bucket import open_bucket, refuse_flags, requests_end
 from sglang_tiered.tools.store.report import MAX_LISTED, age_text
@@ -21,29 +20,20 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.object.collector import CollectorReport
 
-__all__ = ["parse_age", "run"]
+__all__ = ["run"]
 
 _BUDGET = 100_000
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def parse_age(flag: str, text: str) -> float:
-    """``7d``, ``12h``, ``30m``, ``90s`` or plain seconds."""
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([A-Za-z]?)\s*", text)
-    if match is None or match[2].lower() not in _UNITS or not float(match[1]):
-        raise ConfigError(f"{flag} {text!r} is not an age; write one as 7d, 12h, 30m or 90s.")
-    return float(match[1]) * _UNITS[match[2].lower()]
 
 
 def run(arguments: argparse.Namespace) -> int:
     refuse_flags(keep_namespace=arguments.keep_namespace)
     settings = CollectorSettings(
-        ttl_s=None if arguments.ttl is None else parse_age("--ttl", arguments.ttl),
+        ttl_s=None if arguments.ttl is None else parse_duration("--ttl", arguments.ttl),
         capacity_bytes=None
         if arguments.max_bytes is None
         else parse_bytes("--max-bytes", arguments.max_bytes, otherwise="leave it out for no cap"),
     )
-    target = open_bucket(arguments.place, sse=arguments.sse, sse_kms_key=arguments.sse_kms_key)
+    target = open_bucket(arguments.place)
     reports: dict[str, CollectorReport] = {}
     with requests_end(target.url):
         for name in target.namespaces:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
+_GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
 _PROGRAM = "python -m sglang_tiered store"
 _DESCRIPTION = """\
 Looks into the directory of the NVMe tier, or into the object tier, checks it, and
@@ -101,13 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    refuse_gone(sys.argv[1:] if arguments is None else arguments, _GONE)
     options = _parser().parse_args(arguments)
     if _URL.match(options.place):
         return _bucket_command(options.command)(options)
     if options.command == "gc" and (options.ttl or options.max_bytes):
         raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
-    if options.command == "gc" and (options.sse or options.sse_kms_key):
-        raise ConfigError("--sse and --sse-kms-key are for a URL, not for a directory.")
     options.directory = Path(options.place)
     return _command(options.command)(options)
 
@@ -211,10 +214,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of a URL: the oldest of a namespace beyond it go",
     )
-    gc.add_argument(
-        "--sse", help="of S3: encryption of the markers it writes, as --tier-object-sse"
-    )
-    gc.add_argument("--sse-kms-key", metavar="KEY", help="of S3: as --tier-object-sse-kms-key")
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
     return parser
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_tiered.config import parse_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import parse_bytes
 from sglang_tiered.trace.replay import POLICIES, ROUTES
 from sglang_tiered.trace.replay.timing import PROFILES, Hardware
 from sglang_tiered.trace.source import Format

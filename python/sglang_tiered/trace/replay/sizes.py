@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.config import default_region_bytes, parse_bytes
+from sglang_tiered.config import default_region_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import parse_bytes
 from sglang_tiered.storage.region.format import MIN_REGION_BYTES, max_page_bytes, min_region_bytes
 
 if TYPE_CHECKING:

@@ -199,11 +199,11 @@ def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
     assert scheduler.num_flushes == 1
 
 
-def test_a_purge_while_the_tier_is_detached_is_no_success(
+def test_a_purge_while_the_tier_is_detached_fails(
     monkeypatch: pytest.MonkeyPatch, fence: Fence
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
-    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=False))
+    config = SimpleNamespace(nvme=object())
     monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
     scheduler = Scheduler(idle=False)
     controller = scheduler.tree_cache.cache_controller
@@ -247,34 +247,21 @@ def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fe
     assert not fence
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_flush_empties_nvme_only_where_the_flag_says_so(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
-    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=wanted))
-    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_flush_never_empties_nvme(flushed: bool) -> None:
     scheduler = Scheduler(idle=True)
-    hooks._after_flush_cache(False, scheduler)
+    hooks._after_flush_cache(flushed, scheduler)
     assert not scheduler.purges
-    hooks._after_flush_cache(True, scheduler)
-    assert set(scheduler.purges) == ({None} if wanted else set())
 
 
-def test_a_reset_for_a_purge_does_not_empty_nvme(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=True))
-    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+def test_a_reset_for_a_purge_leaves_other_tenants() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "one tenant", extra_key="a")
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
 
 
-@pytest.mark.parametrize("flush_purges", [True, False])
-def test_sglangs_clear_empties_memory_and_never_what_is_stored(
-    monkeypatch: pytest.MonkeyPatch, flush_purges: bool
-) -> None:
+def test_sglangs_clear_empties_memory_and_never_what_is_stored() -> None:
     """It reached this server's NVMe, the bucket and every other server."""
-    config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=flush_purges))
-    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
 
     def original(*_: Any) -> None:
         raise AssertionError("SGLang's way clears the storage")

@@ -55,7 +55,7 @@ def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> 
     assert load(cache, TOKENS) == [True] * 4
     cache._planner.wants_probe()
     assert meter.num_loads > before
-    assert cache.tier_stats().num_loads == meter.num_loads
+    assert cache.tier_stats().reads.num_loads == meter.num_loads
 
 
 def test_metrics_and_events_are_those_of_the_storage_that_was_attached_again(cache: Any) -> None:
@@ -81,7 +81,7 @@ def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_
     attach_again(cache)
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
     settle(cache)
-    assert cache.tier_stats().num_pages_stored == 0
+    assert cache.tier_stats().nvme.num_pages_stored == 0
     flush(cache)
     store(cache, TOKENS)
 
@@ -144,7 +144,7 @@ def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache
     assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
     settle(cache)
-    assert cache.tier_stats().num_pages_stored == 4, "KV of half the weights is stored"
+    assert cache.tier_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
     hooks._after_session_update(done, updater, request)
     flush(cache)
     updater._session = None

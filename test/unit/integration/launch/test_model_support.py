@@ -61,7 +61,7 @@ def test_anything_runs_without_tiers() -> None:
     model_support.check_model(None, TieredConfig(mode=TierMode.OFF))
 
 
-def test_speculative_decoding_without_a_gpu_is_refused_before_the_first_request() -> None:
+def test_speculative_decoding_without_a_gpu_is_refused() -> None:
     """SGLang checks the platform for the EAGLE family only; n-grams would end the scheduler."""
     arguments = SimpleNamespace(speculative_algorithm="NGRAM")
     with pytest.raises(ConfigError, match="--speculative-algorithm NGRAM needs a GPU"):
@@ -69,7 +69,7 @@ def test_speculative_decoding_without_a_gpu_is_refused_before_the_first_request(
 
 
 @pytest.mark.parametrize("given", [{"lora_paths": ["a=b"]}, {"enable_lora": True}])
-def test_adapters_without_a_gpu_are_refused_before_a_model_is_loaded(given: dict[str, Any]) -> None:
+def test_adapters_without_a_gpu_are_refused_early(given: dict[str, Any]) -> None:
     settings = {"speculative_algorithm": None, "lora_paths": None, "enable_lora": None, **given}
     with pytest.raises(ConfigError, match="--enable-lora and --lora-paths need a GPU"):
         ReferenceCpuPlatform().apply_server_args_defaults(SimpleNamespace(**settings))
@@ -105,7 +105,7 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
     ],
     ids=["ours", "sglang's"],
 )
-def test_refused_launch_prints_one_sentence_and_ends_with_code_2(
+def test_a_refused_launch_prints_one_sentence(
     arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"

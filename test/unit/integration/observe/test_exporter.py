@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import prometheus_client
 
 from sglang_tiered.integration.observe.exporter import MetricsExporter, samples
-from sglang_tiered.integration.observe.stats import ObjectTierStats, PeerTierStats, TierStats
+from sglang_tiered.integration.observe.stats import (
+    ObjectTierStats,
+    PeerTierStats,
+    PlannerStats,
+    TierReads,
+    TierStats,
+)
+from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import LoadDecision
-from sglang_tiered.policy.page_accounting import Fate
-from sglang_tiered.storage.base import Health, JobKind, Reason
+from sglang_tiered.policy.page_accounting import PageFates
+from sglang_tiered.sharing.peer_tier import PeerStats
+from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+from sglang_tiered.storage.object.stats import ObjectStats
+from sglang_tiered.storage.stack.tiers import FarStats, LayeredStats
 
 if TYPE_CHECKING:
     import pytest
 
-STATS = TierStats(
+ENGINE = EngineStats(
     health=Health.RUNNING,
     health_reason="",
     num_pages=3,
@@ -39,103 +50,120 @@ STATS = TierStats(
     num_pages_purged=6,
     num_regions_stuck=0,
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
+)
+HOST = HostLedger(PageFates(4), 64, waiting_tokens=640, flight_tokens=64, num_backups_skipped=12)
+HOST.fates.written(np.array([0]))
+HOST.fates.freed(np.array([0]))  # before it was stored
+STATS = TierStats(
+    nvme=ENGINE,
+    host=HOST,
+    planner=PlannerStats({LoadDecision.LOAD: 128}, None, {}),
+    reads=TierReads(2, 0.5, 1e9),
     admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
     write_budget_bytes=None,
-    load_decisions={LoadDecision.LOAD: 128},
-    num_loads=2,
-    load_s=0.5,
-    prefill_tokens_per_s=None,
-    load_bytes_per_s=1e9,
-    host_pages_left={Fate.CLEAN: 8, Fate.LOST_WAITING: 3},
-    num_dirty_host_pages=11,
-    spill_waiting_tokens=640,
-    spill_flight_tokens=64,
-    num_backups_skipped=12,
-    num_backups_recovered=13,
     object=None,
     peer=None,
 )
 BELOW = ObjectTierStats(
-    num_promoted=1,
-    num_promotions_dropped=2,
-    num_demoted=3,
-    bytes_demoted=4,
-    num_demotions_dropped=5,
-    num_demotions_gone=6,
-    demote_backlog=7,
-    num_recovered=8,
-    health=Health.MISS_ONLY,
-    health_reason="the bucket answers 503",
-    num_pages=9,
-    physical_bytes=10,
-    num_pages_stored=11,
-    num_pages_loaded=12,
-    num_pages_evicted=13,
-    bytes_written=14,
-    bytes_loaded=15,
-    reasons={(JobKind.STORE, Reason.OK): 16},
-    num_loads=17,
-    load_s=18.0,
-    load_bytes_per_s=None,
-    requests={"get": 19},
-    num_retries=20,
+    engine=dataclasses.replace(
+        ENGINE,
+        health=Health.MISS_ONLY,
+        health_reason="the bucket answers 503",
+        reasons={(JobKind.STORE, Reason.OK): 16},
+    ),
+    bucket=ObjectStats(
+        requests={"get": 19},
+        num_retries=20,
+        bytes_in=0,
+        bytes_out=0,
+        breaker="running",
+        breaker_reason="",
+        num_breaker_opened=0,
+        num_objects=0,
+        num_objects_stored=0,
+        object_bytes=0,
+        staged_bytes=0,
+    ),
+    moved=LayeredStats(
+        num_promoted=1,
+        num_promotions_dropped=2,
+        num_recovered=8,
+        num_demoted=3,
+        bytes_demoted=4,
+        num_demotions_dropped=5,
+        num_demotions_gone=6,
+        demote_backlog=7,
+    ),
+    reads=TierReads(17, 18.0),
 )
 BESIDE = PeerTierStats(
-    num_promoted=1,
-    num_promotions_dropped=2,
-    num_recovered=3,
-    health=Health.RUNNING,
-    health_reason="",
-    is_connected=True,
-    num_peers=4,
-    num_pages_mirrored=5,
-    num_fetched=6,
-    bytes_fetched=7,
-    failures={"missed": 8, "late": 9},
-    num_loads=10,
-    load_s=11.0,
-    load_bytes_per_s=None,
-    num_served=12,
-    bytes_served=13,
-    num_refused=14,
-    num_breaches=15,
-    num_index_errors=16,
-    purges={"told": 17, "applied": 18},
+    tier=PeerStats(
+        health=Health.RUNNING,
+        health_reason="",
+        is_connected=True,
+        num_missed=8,
+        num_late=9,
+        num_purges_told=17,
+        num_purges_applied=18,
+    ),
+    moved=FarStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
+    reads=TierReads(10, 11.0),
 )
+FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE)
 
 
-def test_every_field_of_the_statistics_is_exported() -> None:
-    fields = {field.name for field in dataclasses.fields(TierStats)}
-    below = {f"object.{field.name}" for field in dataclasses.fields(ObjectTierStats)}
-    beside = {f"peer.{field.name}" for field in dataclasses.fields(PeerTierStats)}
-    left_out = {"object", "peer", "health_reason", "object.health_reason", "peer.health_reason"}
-    assert {metric.field for metric in METRICS} == (fields | below | beside) - left_out
+def fields(of: type[Any], prefix: str) -> set[str]:
+    left_out = {"health_reason", "reads"}  # told in words; exported by tier
+    return {
+        f"{prefix}.{field.name}" for field in dataclasses.fields(of) if field.name not in left_out
+    }
 
 
-def test_an_object_tier_is_exported_only_where_there_is_one() -> None:
+def test_no_count_of_a_tier_is_left_out() -> None:
+    exported = {metric.field for metric in METRICS}
+    counted = fields(EngineStats, "nvme") | fields(PlannerStats, "planner")
+    counted |= fields(LayeredStats, "object.moved") | fields(FarStats, "peer.moved")
+    for prefix in ("", "object.", "peer."):
+        counted |= fields(TierReads, f"{prefix}reads")
+    assert counted <= exported
+
+
+def test_every_metric_reads_a_field_that_exists() -> None:
+    """A tier that has no value for it yet gives none, but the path must be right."""
+    for metric in METRICS:
+        list(samples(metric, FULL))
+    without_a_value = {metric.name for metric in METRICS if not list(samples(metric, FULL))}
+    speeds = {"prefill_tokens_per_s", "object_load_bytes_per_s", "peer_load_bytes_per_s"}
+    assert without_a_value == {"nvme_write_budget_bytes", *speeds}
+
+
+def test_an_object_tier_is_exported_only_if_present() -> None:
     below = [metric for metric in METRICS if metric.field.startswith("object.")]
     assert [sample for metric in below for sample in samples(metric, STATS)] == []
-    stats = dataclasses.replace(STATS, object=BELOW)
-    found = {metric.name: list(samples(metric, stats)) for metric in below}
+    found = {metric.name: list(samples(metric, FULL)) for metric in below}
     assert found["object_healthy"] == [((), 0.0)]
     assert found["object_requests"] == [(("get",), 19.0)]
     assert found["object_page_outcomes"] == [(("store", "ok"), 16.0)]
+    assert found["object_pages_demoted"] == [((), 3.0)]
     assert found["object_load_bytes_per_s"] == []
-    assert all(found[name] for name in found.keys() - {"object_load_bytes_per_s"})
 
 
-def test_peers_are_exported_only_where_there_is_an_index() -> None:
+def test_peers_are_exported_only_with_an_index() -> None:
     beside = [metric for metric in METRICS if metric.field.startswith("peer.")]
     assert [sample for metric in beside for sample in samples(metric, STATS)] == []
-    stats = dataclasses.replace(STATS, peer=BESIDE)
-    found = {metric.name: list(samples(metric, stats)) for metric in beside}
+    found = {metric.name: list(samples(metric, FULL)) for metric in beside}
     assert found["peer_index_connected"] == [((), 1.0)]
-    assert found["peer_page_failures"] == [(("missed",), 8.0), (("late",), 9.0)]
+    failures = {"missed": 8.0, "damaged": 0.0, "late": 9.0, "busy": 0.0, "lost": 0.0}
+    assert {labels[0]: value for labels, value in found["peer_page_failures"]} == failures
     assert found["peer_purges"] == [(("told",), 17.0), (("applied",), 18.0)]
-    assert all(found[name] for name in found.keys() - {"peer_load_bytes_per_s"})
 
 
-def test_write_budget_is_exported_only_where_there_is_one() -> None:
+def test_only_a_sick_tier_says_why() -> None:
+    assert STATS.health_reasons() == {}
+    assert FULL.health_reasons() == {"object": "the bucket answers 503"}
+
+
+def test_no_write_budget_exports_none() -> None:
     metric = next(metric for metric in METRICS if metric.field == "write_budget_bytes")
     limited = dataclasses.replace(STATS, write_budget_bytes=1.5)
     assert list(samples(metric, STATS)) == []
@@ -143,10 +171,14 @@ def test_write_budget_is_exported_only_where_there_is_one() -> None:
 
 
 def test_health_is_one_only_while_running() -> None:
-    metric = next(metric for metric in METRICS if metric.field == "health")
-    sick = dataclasses.replace(STATS, health=Health.MISS_ONLY)
+    metric = next(metric for metric in METRICS if metric.field == "nvme.health")
+    sick = dataclasses.replace(ENGINE, health=Health.MISS_ONLY)
     assert list(samples(metric, STATS)) == [((), 1.0)]
-    assert list(samples(metric, sick)) == [((), 0.0)]
+    assert list(samples(metric, dataclasses.replace(STATS, nvme=sick))) == [((), 0.0)]
+
+
+def with_pages_stored(number: int) -> TierStats:
+    return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, num_pages_stored=number))
 
 
 def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +193,7 @@ def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyP
     now, current = [0.0], [STATS]
     exporter = MetricsExporter(lambda: current[0], clock=lambda: now[0])
     exporter.export()
-    current[0] = dataclasses.replace(STATS, num_pages_stored=9)
+    current[0] = with_pages_stored(9)
     exporter.export()  # too early: the old figure stays
     value = registry.get_sample_value
     assert value("sglang_tiered:nvme_pages_stored_total") == 5
@@ -171,8 +203,8 @@ def test_counters_follow_the_engine_and_never_double(monkeypatch: pytest.MonkeyP
     labels = {"operation": "load", "reason": "corrupt"}
     assert value("sglang_tiered:nvme_page_outcomes_total", labels) == 4
     assert value("sglang_tiered:nvme_admission_total", {"outcome": "dropped_budget"}) == 2
-    assert value("sglang_tiered:host_pages_left_total", {"outcome": "lost_waiting"}) == 3
-    opened_again = dataclasses.replace(STATS, num_pages_stored=1)
+    assert value("sglang_tiered:host_pages_left_total", {"outcome": "lost_waiting"}) == 1
+    opened_again = with_pages_stored(1)
     exporter.read_from(lambda: opened_again)
     exporter.export()
     assert value("sglang_tiered:nvme_pages_stored_total") == 10

@@ -205,7 +205,7 @@ def test_demotion_to_the_bucket_goes_unnoticed(made: Made) -> None:
     assert removed(events) == first.block_hashes and removed(events, EXTERNAL) == []
 
 
-def test_sick_tier_attracts_requests_and_a_healed_one_stays_silent(made: Made) -> None:
+def test_a_sick_tier_withdraws_what_it_announced(made: Made) -> None:
     node = made.core.add(0, range(8))
     made.disk.keys.update(made.core.keys(node))
     made.events.note(node)

@@ -248,10 +248,11 @@ def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) ->
         storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
         storage.batch_set_v1(keys, slots(*range(8)))
     stats = tier_stats(storage)
-    assert 8 <= stats.num_pages < 12
-    assert stats.bytes_written <= 4 * MiB
-    assert stats.admission[Outcome.ADMITTED] == stats.num_pages
-    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - stats.num_pages
+    num_pages = stats.nvme.num_pages
+    assert 8 <= num_pages < 12
+    assert stats.nvme.bytes_written <= 4 * MiB
+    assert stats.admission[Outcome.ADMITTED] == num_pages
+    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - num_pages
     assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
     assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
 

@@ -117,8 +117,9 @@ def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
             assert torch.equal(found[:, target], expected[:, source])
     until(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
     stats = tier_stats(b.storage).peer
-    assert (stats.num_fetched, stats.num_promoted, stats.num_peers) == (6, 6, 1)
-    assert tier_stats(a.storage).peer.num_served == 6
+    assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
+    assert stats.tier.num_peers == 1
+    assert tier_stats(a.storage).peer.tier.num_served == 6
 
 
 def test_what_the_other_holds_is_not_kept_here(

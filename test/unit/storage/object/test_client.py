@@ -82,11 +82,6 @@ def test_a_url_that_is_no_place_is_refused_before_anything_is_touched(url: str) 
     assert caught.value.__cause__ is None
 
 
-def test_encryption_is_of_s3_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sse is of S3 only"):
-        opened(tmp_path.as_uri(), sse="AES256")
-
-
 @pytest.mark.parametrize("kind", ["memory", "directory", "s3"])
 def test_the_same_requests_everywhere(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -135,13 +130,23 @@ def test_large_objects_go_up_in_parts_and_come_back_whole(bucket: Any) -> None:
     assert "-2" in bucket.Object("prefix/v1/x/objects/1").e_tag
 
 
-def test_encryption_reaches_the_bucket(bucket: Any) -> None:
-    opened("s3://tier-test", sse="AES256").put("v1/plain", b"1")
-    kms = opened("s3://tier-test", sse="aws:kms", sse_kms_key="key-1")
-    kms.put("v1/kms", b"1")
+def test_encryption_of_the_environment_reaches_the_bucket(
+    bucket: Any, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
+    opened("s3://tier-test").put("v1/plain", b"1")
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    environment.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    opened("s3://tier-test").put("v1/kms", b"1")
     assert bucket.Object("v1/plain").server_side_encryption == "AES256"
     assert bucket.Object("v1/kms").server_side_encryption == "aws:kms"
     assert bucket.Object("v1/kms").ssekms_key_id == "key-1"
+
+
+def test_unknown_encryption_is_refused_before_a_request(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "rot13")
+    with pytest.raises(ConfigError, match="variables in the environment"):
+        opened("s3://tier-test")
 
 
 def test_a_bucket_that_is_not_there_is_no_missing_object(bucket: Any) -> None:

@@ -1,0 +1,232 @@
+"""Command line flags, each declared once: ``Annotated[type, Flag(...)]`` on the field that it sets.
+
+The declarations of a configuration give argparse its arguments, the configuration its values, a
+refusal its sentence and ``docs/flags.md`` its rows. A name without dashes is a setting: it can
+stand in the YAML file that ``--config`` names, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = [
+    "DIRECTORY",
+    "ON_OFF",
+    "SHARE",
+    "TIME",
+    "Flag",
+    "Kind",
+    "add_arguments",
+    "choice",
+    "count",
+    "flags_of",
+    "parse_bytes",
+    "parse_duration",
+    "parse_share",
+    "refuse_given",
+    "refuse_gone",
+    "size",
+    "text",
+    "values_of",
+]
+
+_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a flag takes. ``parse`` gets the flag's name and its text, and raises ``ConfigError``.
+    ``words`` are all that it takes, where they can be listed."""
+
+    metavar: str
+    parse: Callable[[str, str], Any]
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. ``help`` and ``default`` are Markdown; ``--help`` shows them without backticks. The
+    value of a secret flag is in no message."""
+
+    name: str
+    kind: Kind
+    help: str
+    default: str
+    is_secret: bool = False
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether it can stand in the file of ``--config`` only."""
+        return not self.name.startswith("--")
+
+    @property
+    def option(self) -> str:
+        """How argparse knows it. SGLang turns the file of ``--config`` into options."""
+        return f"--{self.name}" if self.is_setting else self.name
+
+    @property
+    def dest(self) -> str:
+        """The attribute in which argparse leaves its text."""
+        return self.name.lstrip("-").replace("-", "_")
+
+
+def text(metavar: str) -> Kind:
+    """Any text, as it is."""
+    return Kind(metavar, lambda _, given: given)
+
+
+def count(metavar: str) -> Kind:
+    """A whole number. Its range is for the configuration to judge."""
+
+    def parse(flag: str, given: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", given):
+            raise ConfigError(f"{flag} {given} is not a whole number.")
+        return int(given)
+
+    return Kind(metavar, parse)
+
+
+def choice(values: Mapping[str, Any]) -> Kind:
+    """One of these words, with the value that each stands for."""
+
+    def parse(flag: str, given: str) -> Any:
+        if given not in values:
+            words = ", ".join(values)
+            raise ConfigError(f"{flag} {given} is unknown; choose one of {words}.")
+        return values[given]
+
+    return Kind("{" + ",".join(values) + "}", parse, tuple(values))
+
+
+def size(otherwise: str) -> Kind:
+    """A number of bytes. ``otherwise`` tells those who want zero of them what to do instead."""
+    return Kind("SIZE", partial(parse_bytes, otherwise=otherwise))
+
+
+def parse_bytes(flag: str, text: str, *, otherwise: str) -> int:
+    """``64GiB`` (1024-based), ``64GB`` (1000-based) or plain bytes, as a positive integer.
+
+    ``otherwise`` tells those who want none what to do instead.
+    """
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _BYTES:
+        raise ConfigError(
+            f"{flag} {text!r} is not a size; write a number with KiB, MiB, GiB, TiB (powers of "
+            "1024), KB, MB, GB, TB (powers of 1000), or plain bytes."
+        )
+    value = int(float(match[1]) * _BYTES[match[2].lower()]) if "." in match[1] else int(match[1])
+    if "." not in match[1]:
+        value *= _BYTES[match[2].lower()]
+    if value <= 0:
+        raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
+    return value
+
+
+def parse_duration(flag: str, text: str) -> float:
+    """Seconds of ``90s``, ``30m``, ``12h``, ``7d``, ``2w`` or a plain number of them; anything else
+    is a ``ConfigError``."""
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([smhdw]?)\s*", text.lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{flag} {text} is not a time; write for example 90s, 30m, 12h or 7d.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_share(flag: str, text: str) -> float:
+    """``25%`` as 0.25; anything but 1% to 100% is a ``ConfigError``."""
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text.strip())
+    if match is None or not 1 <= float(match[1]) <= 100:
+        raise ConfigError(
+            f"{flag} {text} is not a share; write a percentage from 1% to 100%, or drop it to go "
+            "without a limit."
+        )
+    return float(match[1]) / 100
+
+
+def _absolute(flag: str, given: str) -> str:
+    if not given.strip():
+        raise ConfigError(f"{flag} is empty; name a directory, or drop it.")
+    return str(Path(given).expanduser().absolute())
+
+
+DIRECTORY = Kind("DIR", _absolute)
+"""An absolute path, as a string."""
+ON_OFF = choice({"on": True, "off": False})
+SHARE, TIME = Kind("PERCENT", parse_share), Kind("TIME", parse_duration)
+
+
+@cache
+def _flags_by_field(config: type) -> dict[str, Flag]:
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        field: part
+        for field, hint in hints.items()
+        for part in getattr(hint, "__metadata__", ())
+        if isinstance(part, Flag)
+    }
+
+
+def flags_of(*configs: type) -> list[Flag]:
+    """The flags and settings of configurations, in the order of their fields."""
+    return [flag for config in configs for flag in _flags_by_field(config).values()]
+
+
+def values_of(config: type, explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that were given, parsed. ``explicit`` is what argparse found,
+    without defaults. Raises ``ConfigError``."""
+    return {
+        field: flag.kind.parse(flag.name, given)
+        for field, flag in _flags_by_field(config).items()
+        if (given := explicit.get(flag.dest)) is not None
+    }
+
+
+def add_arguments(group: argparse._ArgumentGroup, *configs: type) -> None:
+    """Add the flags of configurations to a group of a parser. The parser keeps text; it lists no
+    settings."""
+    for flag in flags_of(*configs):
+        shown = f"{flag.help} Default: {flag.default}.".replace("`", "").replace("%", "%%")
+        group.add_argument(
+            flag.option,
+            metavar=flag.kind.metavar,
+            help=argparse.SUPPRESS if flag.is_setting else shown,
+            default=None,
+        )
+
+
+def refuse_given(explicit: Mapping[str, Any], flags: Iterable[Flag], why: str) -> None:
+    """Raise ``ConfigError`` for the first of these flags that was given: name, value and why."""
+    for flag in flags:
+        given = explicit.get(flag.dest)
+        if given is not None:
+            shown = flag.kind.metavar if flag.is_secret else given
+            raise ConfigError(f"{flag.name} {shown} {why}.")
+
+
+def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` for flags that no longer exist; ``gone`` says what to do instead."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in gone:
+            raise ConfigError(f"{name} is gone; {gone[name]}.")

@@ -1,0 +1,108 @@
+"""Write the tables of the documents from what the code declares: write_tables.py [--check].
+
+Between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` of a page stands the table of that
+name. ``--check`` writes nothing and exits with 1 where a page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_tiered.config import (
+    IndexConfig,
+    NvmeConfig,
+    ObjectConfig,
+    TieredConfig,
+    TransferConfig,
+)
+from sglang_tiered.flags import Flag, flags_of
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("docs/flags.md", "docs/metrics.md", "python/sglang_tiered/transfer/README.md")
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
+    return lines[0] + "|---" * len(header) + "|\n" + "".join(lines[1:])
+
+
+def flag_table(flags: Iterable[Flag]) -> str:
+    """Flags, or settings, each with what it takes."""
+    return table(
+        ("name", "takes", "default", "meaning"),
+        ((f"`{f.name}`", f"`{f.kind.metavar}`", f.default, f.help) for f in flags),
+    )
+
+
+def metric_table(metrics: Iterable[Metric]) -> str:
+    """Metrics as they are exported, but for the prefix and ``_total``."""
+    return table(
+        ("metric", "kind", "labels", "meaning"),
+        (
+            (
+                f"`{metric.name}`",
+                metric.kind.value,
+                f"`{', '.join(metric.labels)}`" if metric.labels else "",
+                metric.help,
+            )
+            for metric in metrics
+        ),
+    )
+
+
+def tables() -> dict[str, str]:
+    """Every table, by its name."""
+    sections = {
+        "tiers": (TieredConfig, NvmeConfig),
+        "object": (ObjectConfig,),
+        "peers": (IndexConfig,),
+        "transfer": (TransferConfig,),
+    }
+    every = [flag for configs in sections.values() for flag in flags_of(*configs)]
+    return {
+        **{
+            name: flag_table(flag for flag in flags_of(*configs) if not flag.is_setting)
+            for name, configs in sections.items()
+        },
+        "settings": flag_table(flag for flag in every if flag.is_setting),
+        "metrics": metric_table(METRICS),
+        "transfer_metrics": metric_table(TRANSFER_METRICS),
+    }
+
+
+def rewritten(page: str, contents: dict[str, str]) -> str:
+    """A page with its tables as they should be. Raises ``KeyError`` for an unknown name."""
+    return _TABLE.sub(lambda found: found[1] + contents[found[2]] + found[3], page)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on a change")
+    is_check = parser.parse_args(arguments).check
+    contents, stale = tables(), []
+    for name in PAGES:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before, contents)
+        if after != before:
+            stale.append(name)
+            if not is_check:
+                path.write_text(after, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: {'stale; run scripts/write_tables.py' if is_check else 'written'}")
+    return 1 if is_check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
