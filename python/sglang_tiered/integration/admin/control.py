@@ -101,7 +101,7 @@ def begin(
     """Put the pages of a tenant, or all, out of reach in every tier; and tell other servers to do
     the same, unless one of them told us."""
     # Before the tree is reset, or it would be asked to store what is purged.
-    cache.fence.raise_against(tenant)
+    cache.fence.quarantine(tenant)
     warm_list = cache.purge_warm_list(tenant)
     purges = [] if warm_list is None else [warm_list]
     if cache.storage is not None:
@@ -120,7 +120,7 @@ def hide_memory(scheduler: Any) -> None:
     """Put what device and host memory hold out of reach until they are emptied, in the next idle
     moment; the tiers stay as they are. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
-    cache.fence.raise_against(None)
+    cache.fence.quarantine(None)
     _use_new_keys(scheduler, cache)
 
 
@@ -161,7 +161,7 @@ def after_flush(scheduler: Any, flushed: bool) -> None:
     cache = scheduler.tree_cache
     if not flushed or not isinstance(cache, TieredRadixCache):
         return
-    cache.fence.lift()
+    cache.fence.release_all()
     config = TieredConfig.from_environment()
     wanted = config is not None and config.nvme is not None and config.nvme.flush_purges
     if wanted and cache.storage is not None and not _desk.resetting:

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin import control as purging
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 
 A = tenant_digest("a", None)
 
@@ -69,8 +69,8 @@ def request(extra_key: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
-    fence = Fence()
+def fence(monkeypatch: pytest.MonkeyPatch) -> PurgedTenants:
+    fence = PurgedTenants()
     monkeypatch.setattr(TieredRadixCache, "fence", fence)
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
@@ -83,7 +83,7 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     return purging.handle(scheduler, purging.PREFIX + "purge", {"id": number, **body})
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
+def test_an_idle_scheduler_resets_its_tree_at_once(fence: PurgedTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1
@@ -92,7 +92,7 @@ def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
     assert scheduler.told == [A]
 
 
-def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> None:
+def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: PurgedTenants) -> None:
     scheduler = Scheduler(idle=False)
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
     waiting, other = scheduler.waiting_queue
@@ -114,7 +114,7 @@ def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> Non
 
 
 def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
-    fence: Fence,
+    fence: PurgedTenants,
 ) -> None:
     """As when a read that was given up begins to matter between our look and SGLang's."""
     scheduler = Scheduler(idle=True)
@@ -160,7 +160,7 @@ def test_no_key_of_a_user_names_the_pages_of_an_adapter() -> None:
     assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
 
 
-def test_a_tenants_adapters_are_purged_with_it(fence: Fence) -> None:
+def test_a_tenants_adapters_are_purged_with_it(fence: PurgedTenants) -> None:
     scheduler = Scheduler(idle=False)
     adapter = requests_of_adapters(("a", "0" * 32), ("b", "0" * 32))
     scheduler.waiting_queue = list(adapter)
@@ -200,7 +200,7 @@ def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
 
 
 def test_a_purge_while_the_tier_is_detached_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, fence: Fence
+    monkeypatch: pytest.MonkeyPatch, fence: PurgedTenants
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
     config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=False))
@@ -231,7 +231,9 @@ def test_everything_is_one_purge_of_all() -> None:
     assert set(scheduler.purges) == {None}
 
 
-def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fence) -> None:
+def test_what_another_server_purged_is_out_of_reach_and_not_told_again(
+    fence: PurgedTenants,
+) -> None:
     scheduler = Scheduler(idle=False)
     purging.attach(scheduler)
     assert scheduler.tree_cache.purge_as_told is not None
