@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
 
 from sglang_tiered.integration import hooks
-from sglang_tiered.integration.admin import control as purging
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
 from sglang_tiered.integration.identity.tenants import PurgedTenants
@@ -278,8 +278,9 @@ def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_we
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
     updater.scheduler.flush_cache = lambda: flush(cache) or True
-    purging.on_idle(updater.scheduler)
-    purging.after_flush(updater.scheduler, True)
+    control = Control()
+    control.after_idle(None, updater.scheduler)
+    control.after_flush(True, updater.scheduler)
     assert not cache.fence
     store(cache, prompt(4))
 

@@ -37,7 +37,7 @@ def test_without_a_purge_keys_stay_as_they_are() -> None:
     assert not purged.blocks(A)
 
 
-def test_a_purged_tenant_goes_by_another_key_and_stays_itself() -> None:
+def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
     purged = PurgedTenants()
     purged.quarantine(A)
     first = purged.key_of("a", "salt")
@@ -67,7 +67,7 @@ def test_a_purge_of_everything_concerns_all_and_none() -> None:
     assert purged.blocks(A) and purged.blocks(NO_TENANT)
 
 
-def test_what_sglang_appends_to_a_marked_key_still_counts() -> None:
+def test_sglangs_suffix_of_a_marked_key_counts() -> None:
     purged = PurgedTenants()
     purged.quarantine(A)
     assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
@@ -75,7 +75,7 @@ def test_what_sglang_appends_to_a_marked_key_still_counts() -> None:
     )
 
 
-def test_a_users_key_is_never_taken_for_a_mark() -> None:
+def test_user_key_is_never_read_as_mark() -> None:
     purged, other = PurgedTenants(), PurgedTenants()
     other.quarantine(A)
     forged = other.key_of("a", "salt")
@@ -87,7 +87,7 @@ def test_a_users_key_is_never_taken_for_a_mark() -> None:
     [None, [], "all", {}, {"all": False}, {"all": 1, "extra_key": "a"}, {"extra_key": 5},
      {"cache_salt": ""}, {"tenant": "a"}],
 )  # fmt: skip
-def test_a_purge_that_does_not_say_what_it_means_is_refused(body: object) -> None:
+def test_ambiguous_purge_is_refused(body: object) -> None:
     with pytest.raises(PurgeRequestError):
         parse_purge(body)
 
@@ -96,7 +96,7 @@ def test_a_purge_that_does_not_say_what_it_means_is_refused(body: object) -> Non
     "body",
     [{"all": True}, {"extra_key": "a"}, {"cache_salt": "s"}, {"extra_key": "a", "cache_salt": "s"}],
 )
-def test_a_clear_purge_is_taken_as_it_is(body: dict[str, object]) -> None:
+def test_unambiguous_purge_is_accepted_unchanged(body: dict[str, object]) -> None:
     assert parse_purge(body) == body
 
 
