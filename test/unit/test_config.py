@@ -82,14 +82,14 @@ def test_mangled_environment_names_the_variable(text: str) -> None:
         TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
 
 
-def test_cap_smaller_than_two_regions_per_rank_is_refused() -> None:
+def test_cap_below_two_regions_is_refused() -> None:
     nvme = NvmeConfig(directory="d", capacity_bytes=GiB, region_bytes=64 * MiB)
     make_config(nvme=nvme, num_ranks=8)
     with pytest.raises(ConfigError, match="--tier-nvme-bytes 1GiB is too small.*9 ranks"):
         make_config(nvme=nvme, num_ranks=9)
 
 
-def test_write_budget_is_shared_by_the_ranks_and_holds_a_burst_of_one_region() -> None:
+def test_ranks_share_the_write_budget() -> None:
     nvme = NvmeConfig(
         directory="d", capacity_bytes=GiB, region_bytes=64 * MiB, writes_per_day=1280 * MiB
     )
@@ -129,7 +129,7 @@ def test_small_caps_keep_several_regions_to_evict_by() -> None:
         (256 * MiB, 256 * MiB, -3, 128 * MiB),
     ],
 )
-def test_a_cap_makes_no_more_files_than_may_be_open(
+def test_cap_never_exceeds_the_open_file_limit(
     room: int, capacity: int, max_regions: int, region: int
 ) -> None:
     chosen = default_region_bytes(room, capacity_bytes=capacity, max_regions=max_regions)
@@ -148,12 +148,12 @@ def test_a_tenants_share_is_a_percentage(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["25", "0.25", "0%", "0.5%", "101%", "-5%", "", "1e1%", "inf%"])
-def test_another_form_of_a_share_is_refused_with_the_right_one(text: str) -> None:
+def test_malformed_share_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match="--tier-tenant-share .* percentage from 1% to 100%"):
         parse_share(text)
 
 
-def test_a_share_is_of_each_ranks_part_and_holds_two_regions() -> None:
+def test_share_applies_to_each_ranks_part() -> None:
     nvme = NvmeConfig(
         directory="d", capacity_bytes=GiB, region_bytes=64 * MiB, tenant_share=0.25
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_object_settings_survive_the_environment() -> None:
     assert read.object == below
 
 
-def test_index_settings_survive_the_environment_and_are_shown_without_the_password() -> None:
+def test_index_settings_survive_without_showing_the_password() -> None:
     index = IndexConfig(url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000)
     environment: dict[str, str] = {}
     config = make_config(index=index)
@@ -197,7 +197,7 @@ def test_index_settings_survive_the_environment_and_are_shown_without_the_passwo
     assert "word" not in f"{config!r} {config} {index!r} {[index]}"
 
 
-def test_a_mangled_configuration_is_not_shown_as_it_may_hold_a_password() -> None:
+def test_malformed_configuration_is_not_shown() -> None:
     text = '{"mode":"tape","index":{"url":"redis://:s3cret@192.0.2.1"}}'
     with pytest.raises(ConfigError) as caught:
         TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
@@ -211,13 +211,13 @@ def test_an_object_tier_needs_nvme_above_it() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "bucket", "s3://", "http://127.0.0.1/b", "s3:/b", "s4://b"])
-def test_what_is_no_place_for_objects_is_refused_with_examples(url: str) -> None:
+def test_invalid_object_url_is_refused_with_examples(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--tier-object-url .*gs://bucket/prefix"):
         ObjectConfig(url=url)
 
 
 @pytest.mark.parametrize("url", ["s3://me:hunter2@bucket/p", "s3://bucket/p?key=hunter2"])
-def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+def test_credentials_in_a_url_are_never_shown(url: str) -> None:
     with pytest.raises(ConfigError, match="environment") as refused:
         ObjectConfig(url=url)
     assert "hunter2" not in str(refused.value)

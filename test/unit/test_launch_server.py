@@ -70,7 +70,7 @@ def test_unusable_command_line_is_one_sentence_without_usage(
     assert captured.out == ""
 
 
-def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it(
+def test_unwritable_home_is_refused_before_sglang_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -84,7 +84,7 @@ def test_a_home_that_cannot_be_written_is_refused_before_sglang_compiles_into_it
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("content", ["tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None])
-def test_a_configuration_file_is_read_and_judged_like_flags(
+def test_configuration_file_is_checked_like_flags(
     joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "server.yaml"
@@ -100,7 +100,7 @@ def test_a_configuration_file_is_read_and_judged_like_flags(
     assert expected in line and line.count("\n") == 1
 
 
-def test_port_in_use_is_refused_before_a_model_is_loaded(
+def test_port_in_use_is_refused_before_loading(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as taken:
@@ -188,7 +188,7 @@ def test_unsupported_sglang_is_refused_before_it_is_imported(
     assert "install sglang==0.0.1" in capsys.readouterr().err
 
 
-def test_shards_of_other_parallel_sizes_give_their_space_back(tmp_path: Path) -> None:
+def test_shards_of_other_parallel_sizes_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     directory.prepare(path)
     names = [
@@ -224,7 +224,7 @@ def shard_of_two_ranks(path: Path) -> Path:
     return shard
 
 
-def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
+def test_refused_command_line_removes_no_shard(tmp_path: Path) -> None:
     """One mistyped model, and all that a larger server had stored was gone."""
     from sglang.srt.server_args import prepare_server_args
 
@@ -241,7 +241,7 @@ def test_a_command_line_that_sglang_refuses_removes_no_shard(tmp_path: Path) -> 
     assert (shard / format.region_name(0)).read_bytes() == b"pages"
 
 
-def test_shards_of_other_parallel_sizes_are_gone_when_the_server_starts(
+def test_start_removes_shards_of_other_parallel_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sglang.launch_server
@@ -291,7 +291,7 @@ def test_shards_are_those_of_a_servers_own_replicas(
     assert {place for place in places if is_kept(*place)} == kept
 
 
-def test_a_replica_that_is_gone_takes_no_space_and_never_brings_purged_pages_back(
+def test_removed_replica_never_brings_purged_pages_back(
     tmp_path: Path,
 ) -> None:
     tenant, namespace = b"t" * 16, b"n" * 32
