@@ -55,12 +55,12 @@ MAX_WAIT_S = 4.0
 made it durable by then."""
 
 MAX_PINNED_WAIT_S = 2.0
-"""How long a burst of waiting stores may fill the host tier: they keep their host pages from
-eviction."""
+"""The longest time for which a burst of waiting stores may fill the host tier, since they keep
+their host pages from eviction."""
 
 
 class Level(enum.Enum):
-    """What is admitted at the current pressure."""
+    """How much is admitted at the current pressure."""
 
     OPEN = "open"
     SELECTIVE = "selective"
@@ -68,7 +68,7 @@ class Level(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What became of an offered page."""
+    """The outcome of an offered page."""
 
     ADMITTED = "admitted"
     DROPPED_FIRST_TOUCH = "dropped_first_touch"  # SELECTIVE; neither seen before nor long
@@ -166,7 +166,7 @@ class Admission:
 
     @property
     def would_open(self) -> bool:
-        """Whether the level would be OPEN if no store waited."""
+        """True if the level would be OPEN without waiting stores."""
         return self._budget is None or self._budget.pressure < OPEN_BELOW
 
     @property

@@ -72,7 +72,7 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
 
     @property
     def serves(self) -> bool:
-        """Whether the kernels may take batches. Latent attention has kernels of its own; with
+        """True if the kernels may take batches. Latent attention has kernels of its own; with
         context parallelism of decode a rank holds only a share of the keys; deterministic inference
         forbids splits that depend on the batch."""
         return not (self.use_mla or self.dcp_size > 1 or self.enable_deterministic)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["NamespaceSearch", "recall_namespace", "remember_namespace"]
 
 PATIENCE_S = 2.0
-"""How long a start waits for the weights."""
+"""The longest wait of a start for the weights."""
 
 BACKGROUND_NICENESS = 10
 JOIN_S = 1.0
