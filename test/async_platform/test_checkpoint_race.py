@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
         pytest.param("it is split", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_a_prefix_whose_copy_is_queued_waits_for_the_copy(meanwhile: str) -> None:
+def test_checkpoint_waits_for_a_queued_host_copy(meanwhile: str) -> None:
     """SGLang calls a node backed up as soon as its copy is queued. What its host pages held before
     was stored under its keys, and the right store was dropped as a duplicate."""
     settings = environment(**WHEN_WAITED_FOR)

@@ -65,7 +65,7 @@ def recorded(stream: Stream) -> Event:
     return stream.record_event(Event(enable_timing=True))
 
 
-def test_a_copy_runs_late_by_itself_and_in_the_order_of_its_stream(make: Make) -> None:
+def test_copies_run_late_and_in_stream_order(make: Make) -> None:
     made = make(d2h=0.02)
     stream, log = made.stream("d2h"), []
     for number in range(6):
@@ -77,7 +77,7 @@ def test_a_copy_runs_late_by_itself_and_in_the_order_of_its_stream(make: Make) -
     assert made.device.counts == {"due": 6}
 
 
-def test_a_copy_reads_and_writes_when_it_runs_and_not_when_it_is_queued(make: Make) -> None:
+def test_copy_touches_memory_only_when_it_runs(make: Make) -> None:
     stream = make(d2h=LONG_S).stream("d2h")
     source, target = [1], [0]
     stream.copy(lambda: target.__setitem__(0, source[0]))
@@ -87,7 +87,7 @@ def test_a_copy_reads_and_writes_when_it_runs_and_not_when_it_is_queued(make: Ma
     assert target == [7]
 
 
-def test_an_event_never_recorded_is_done_and_nobody_waits_for_it(make: Make) -> None:
+def test_unrecorded_event_is_done_and_delays_no_wait(make: Make) -> None:
     made = make(d2h=LONG_S)
     event, stream = Event(), made.stream("d2h")
     assert event.query()
@@ -96,7 +96,7 @@ def test_an_event_never_recorded_is_done_and_nobody_waits_for_it(make: Make) -> 
     assert stream.query()
 
 
-def test_a_wait_is_for_the_event_as_it_was_recorded_and_not_as_it_is_recorded_later(
+def test_wait_ignores_a_later_recording_of_its_event(
     make: Make,
 ) -> None:
     made = make(first=0.0, second=0.0, slow=LONG_S)
@@ -111,7 +111,7 @@ def test_a_wait_is_for_the_event_as_it_was_recorded_and_not_as_it_is_recorded_la
     assert log == ["second"] and not event.query()
 
 
-def test_a_copy_comes_after_what_its_stream_waited_for_in_another(make: Make) -> None:
+def test_copy_follows_a_wait_for_another_stream(make: Make) -> None:
     made = make(before=0.05, after=0.0)
     before, after, log = made.stream("before"), made.stream("after"), []
     before.copy(lambda: log.append("before"))
@@ -134,7 +134,7 @@ def test_each_thread_has_a_stream_of_its_own(make: Make) -> None:
     assert seen == [made.device.default] and current_stream() is made.device.default
 
 
-def test_an_eager_stream_has_the_bytes_it_waits_for_moved_and_no_others(make: Make) -> None:
+def test_eager_stream_moves_only_the_awaited_bytes(make: Make) -> None:
     made = make(h2d=LONG_S, d2h=LONG_S)
     copies, log = made.stream("h2d"), []
     eager = made.stream("forward", lazy=False)
@@ -151,7 +151,7 @@ def test_an_eager_stream_has_the_bytes_it_waits_for_moved_and_no_others(make: Ma
     assert made.device.counts == {"demanded": 3}
 
 
-def test_an_eager_computation_is_done_only_after_the_loads_it_waited_for(make: Make) -> None:
+def test_eager_computation_follows_the_loads_it_awaited(make: Make) -> None:
     made = make(h2d=LONG_S, forward=0.0)
     copies, eager = made.stream("h2d"), made.stream("forward", lazy=False)
     copies.copy(lambda: None)
@@ -163,7 +163,7 @@ def test_an_eager_computation_is_done_only_after_the_loads_it_waited_for(make: M
     eventually(done.query)
 
 
-def test_bytes_of_a_computation_that_is_under_way_appear_once_somebody_waits_for_it(
+def test_computed_bytes_appear_once_they_are_awaited(
     make: Make,
 ) -> None:
     made = make(forward=LONG_S)
@@ -176,7 +176,7 @@ def test_bytes_of_a_computation_that_is_under_way_appear_once_somebody_waits_for
     assert log == ["appeared"] and not done.query()
 
 
-def test_a_host_that_waits_makes_everything_it_waits_for_due(make: Make) -> None:
+def test_waiting_host_makes_awaited_work_due(make: Make) -> None:
     made = make(h2d=LONG_S, d2h=LONG_S, forward=LONG_S)
     copies, fence = made.stream("h2d"), made.stream("d2h")
     log: list[str] = []
@@ -191,7 +191,7 @@ def test_a_host_that_waits_makes_everything_it_waits_for_due(make: Make) -> None
     assert log == ["fence", "copy"] and event.query()
 
 
-def test_time_between_two_events_is_that_of_the_device(make: Make) -> None:
+def test_elapsed_time_between_events_is_device_time(make: Make) -> None:
     made = make(d2h=0.02)
     stream = made.stream("d2h")
     first = recorded(stream)
@@ -205,7 +205,7 @@ def test_time_between_two_events_is_that_of_the_device(make: Make) -> None:
         first.elapsed_time(stream.record_event())
 
 
-def test_who_waited_knows_what_came_before_through_other_streams_too(make: Make) -> None:
+def test_wait_orders_work_through_other_streams_too(make: Make) -> None:
     made = make(d2h=LONG_S, forward=LONG_S, h2d=LONG_S)
     a, b, c = made.stream("h2d"), made.stream("forward", lazy=False), made.stream("d2h")
     index = a.copy(lambda: None)
@@ -215,7 +215,7 @@ def test_who_waited_knows_what_came_before_through_other_streams_too(make: Make)
     assert c.clock[a] == b.clock[a] and c.clock[b] == b.end
 
 
-def test_a_copy_that_fails_is_a_violation_and_its_stream_goes_on(make: Make) -> None:
+def test_failing_copy_is_reported_and_its_stream_continues(make: Make) -> None:
     made = make(d2h=0.0)
     stream, log = made.stream("d2h"), []
 
@@ -239,13 +239,13 @@ def test_synchronize_makes_all_streams_visible(make: Make) -> None:
     assert kept.query() and sorted(log) == ["d2h", "h2d", "kept"]
 
 
-def test_a_stream_that_nobody_holds_still_runs_its_copies(make: Make) -> None:
+def test_unreferenced_stream_still_runs_its_copies(make: Make) -> None:
     made, log = make(d2h=0.02), []
     made.stream("d2h").copy(lambda: log.append("ran"))
     eventually(lambda: log == ["ran"])
 
 
-def test_a_wait_that_cannot_end_raises_with_the_state_of_all_streams(make: Make) -> None:
+def test_endless_wait_raises_with_all_streams_states(make: Make) -> None:
     made = make()
     stream = made.stream("d2h")
     never = streams.Record(Stream(of=made.device, name="never"), 1, {})
@@ -257,7 +257,7 @@ def test_a_wait_that_cannot_end_raises_with_the_state_of_all_streams(make: Make)
     stuck.after = None
 
 
-def test_the_same_operations_get_the_same_delays_and_ranks_differ() -> None:
+def test_delays_are_repeatable_and_differ_by_rank() -> None:
     drawn = [Delays(seed=3).of(0, "d2h", number) for number in range(200)]
     assert drawn == [Delays(seed=3).of(0, "d2h", number) for number in range(200)]
     assert drawn != [Delays(seed=3).of(1, "d2h", number) for number in range(200)]
@@ -276,9 +276,7 @@ def test_modes_say_which_end_is_late() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order_of_operations_keeps_the_order_of_streams_and_never_blocks(
-    make: Make, seed: int
-) -> None:
+def test_any_operations_keep_stream_order_without_blocking(make: Make, seed: int) -> None:
     made = make(Delays(seed=seed, horizon_s=0.01, typical_s=0.002))
     source = random.Random(seed)
     all_streams = [made.stream(f"x{number}", lazy=number < 3) for number in range(5)]

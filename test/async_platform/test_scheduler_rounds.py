@@ -47,9 +47,7 @@ def rounds(model: str, mutation: str = "none", **settings: str) -> Any:
         pytest.param("late-forward", marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_those_of_a_cpu_without_delays_and_nothing_is_violated(
-    model: str, expected: Any, mode: str
-) -> None:
+def test_delays_change_no_answer_and_violate_nothing(model: str, expected: Any, mode: str) -> None:
     said = rounds(model, MODE=mode)
     assert "error" not in said, said["error"]
     assert said["violations"] == []
@@ -78,9 +76,7 @@ def test_a_mutation_is_noticed(model: str, mutation: str, mode: str, noticed: st
 
 
 @pytest.mark.slow
-def test_copies_that_begin_a_forward_earlier_are_no_violation_behind_their_fence(
-    model: str, expected: Any
-) -> None:
+def test_early_copies_behind_their_fence_violate_nothing(model: str, expected: Any) -> None:
     said = rounds(model, "copies_begin_at_once", MODE="late-forward")
     assert said["violations"] == []
     assert said["rounds"] == expected

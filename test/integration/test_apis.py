@@ -38,7 +38,7 @@ def chat(server: Server, **extra: object) -> dict[str, object]:
     }
 
 
-def test_banner_names_tiers_and_a_curl_line_that_works(server: Server) -> None:
+def test_banner_names_tiers_and_a_working_curl_line(server: Server) -> None:
     wait_for(re.compile(r"curl -s .* -d '.*'\n"), server)
     banner = server.log
     assert re.search(r"^  host    [\d,]+ tokens in 3[56]", banner, re.MULTILINE)  # of 36 MiB
@@ -111,7 +111,7 @@ def test_metrics_endpoint_carries_our_series(server: Server) -> None:
     assert re.search(r"^sglang_tiered:nvme_pages_stored_total", text, re.MULTILINE)
 
 
-def test_flush_cache_forgets_the_tree_and_keeps_the_store(server: Server) -> None:
+def test_flush_cache_empties_the_tree_not_the_store(server: Server) -> None:
     prompt = [ord("b")] * 40 + [ord("c")] * 400
     before = server.generate(prompt)
     server.wait_for_state("nvme_pages_stored", 6)

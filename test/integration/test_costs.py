@@ -64,7 +64,7 @@ def test_a_quick_disk_is_read(server: Server, expected: list[list[int]]) -> None
 
 
 @pytest.mark.slow
-def test_a_disk_slower_than_computing_is_given_up_then_declined_then_used_again(
+def test_slow_disk_is_abandoned_declined_then_used_again(
     server: Server, expected: list[list[int]], slowness: Path
 ) -> None:
     slowness.write_text("10")

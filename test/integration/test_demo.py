@@ -87,7 +87,7 @@ def share_from(row: dict[str, Any], tier: str) -> float:
     return float(row["tokens"][tier] / sum(row["tokens"].values()))
 
 
-def test_every_tier_is_reached_and_the_kill_loses_nothing(temporary: Path, tmp_path: Path) -> None:
+def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     demo = start(temporary, "--json", str(path))
     out, err = demo.communicate(timeout=800)
@@ -119,7 +119,7 @@ def test_every_tier_is_reached_and_the_kill_loses_nothing(temporary: Path, tmp_p
         ("Killing", signal.SIGINT, 130),
     ],
 )
-def test_a_demo_that_is_stopped_leaves_no_process_and_no_folder(
+def test_stopped_demo_leaves_no_process_and_no_folder(
     temporary: Path, phase: str, number: signal.Signals, code: int
 ) -> None:
     demo = start(temporary)
@@ -137,7 +137,7 @@ def test_a_demo_that_is_stopped_leaves_no_process_and_no_folder(
     expect_nothing_left(temporary)
 
 
-def test_a_server_that_is_up_is_asked_and_goes_on(
+def test_demo_uses_a_running_server_without_stopping_it(
     launch: Launch, temporary: Path, tmp_path: Path
 ) -> None:
     server = launch("--max-total-tokens", "8192", "--tier-dir", str(tmp_path / "kv"))

@@ -48,13 +48,13 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pref
         pair.kill()
 
 
-def test_prompts_of_every_length_continue_as_on_one_server(pair: Pair, stock: Server) -> None:
+def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server) -> None:
     prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
     for prompt in prompts:
         assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
 
 
-def test_what_decode_holds_already_is_not_sent_again(pair: Pair, stock: Server) -> None:
+def test_pages_that_decode_holds_are_not_sent(pair: Pair, stock: Server) -> None:
     prompt = make_prompts(77, 1, 2000)[0]
     first = pair.generate(prompt)
     before = transfer_state(pair.decode)
@@ -73,7 +73,7 @@ def _page_bytes(pair: Pair) -> int:
     return sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
 
 
-def test_many_at_once_with_shared_prefixes_do_not_mix(pair: Pair, stock: Server) -> None:
+def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: Server) -> None:
     source = random.Random(5)
     base = make_prompts(80, 1, 600)[0]
     prompts = [
@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_requests_that_ended(pair: Pair) -> None:
         _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
 
 
-def test_an_abort_on_prefill_ends_the_request_on_decode_at_once(pair: Pair) -> None:
+def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
     """Upstream, decode waits its full timeout of five minutes."""
     # Behind enough prompts that it still waits for its prefill when it is aborted.
     with ThreadPoolExecutor(12) as pool:
@@ -122,9 +122,7 @@ def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_killed_prefill_fails_what_was_in_flight_and_its_successor_serves(
-    pair: Pair, stock: Server
-) -> None:
+def test_killed_prefill_fails_requests_then_successor_serves(pair: Pair, stock: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.generate, prompt, 8) for prompt in make_prompts(85, 4, 3000)]
         _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)

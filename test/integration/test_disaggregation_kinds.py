@@ -82,7 +82,7 @@ def test_tokens_equal_those_of_one_server(
         assert after["same_host_bytes"] == before["same_host_bytes"], "read from prefill's memory"
 
 
-def test_other_page_size_fails_the_request_with_one_sentence_and_no_server(
+def test_other_page_size_fails_only_the_request(
     instances: Instances,
 ) -> None:
     """Upstream the decode server ends."""

@@ -116,7 +116,7 @@ def tiered(
 class TestDecode:
     """In this order, on one pair."""
 
-    def test_what_nvme_holds_is_not_sent_again(self, tiered: Tiered) -> None:
+    def test_pages_on_decodes_nvme_are_not_sent(self, tiered: Tiered) -> None:
         assert tiered.ask_again() < 0.1 * tiered.cold_bytes
         assert tiered.loaded() >= 0.9 * NUM_PROMPTS * aligned(LENGTH)
 
@@ -130,7 +130,7 @@ class TestDecode:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_a_disk_slower_than_prefill_holds_up_no_request(
+def test_disk_slower_than_prefill_delays_no_request(
     num_ranks: int, model: Path, tmp_path: Path
 ) -> None:
     with tiered_pair(model, tmp_path, num_ranks, "measured") as tiered:
@@ -171,7 +171,7 @@ def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_prefill_goes_on_with_what_decode_answered(
+def test_prefill_finds_the_answer_that_decode_computed(
     sharing: list[str], model: Path, tmp_path: Path
 ) -> None:
     opening = make_prompts(92, 1, 700)[0]

@@ -106,7 +106,7 @@ def make_durable(server: Server, rid: str, num_tokens: int) -> None:
 # ---- Orders of eviction ----
 
 
-def test_what_goes_by_priority_comes_back_by_whatever_tier_has_it(
+def test_prefixes_evicted_by_priority_return_from_any_tier(
     server: Server, expected: list[list[int]]
 ) -> None:
     tiers = {"device": 0, "host": 0, "storage": 0}
@@ -206,7 +206,7 @@ def converse(server: Server) -> Iterator[Callable[..., Conversation]]:
         conversation.close()
 
 
-def test_turns_branches_and_replacements_of_a_session_come_back_from_nvme(
+def test_session_turns_and_branches_return_from_nvme(
     server: Server, stock: Server, converse: Callable[..., Conversation]
 ) -> None:
     session = converse(streaming=False)
@@ -229,7 +229,7 @@ def test_turns_branches_and_replacements_of_a_session_come_back_from_nvme(
         assert turn.num_stored == before.num_durable
 
 
-def test_turns_of_a_streaming_session_are_durable_and_anyones_prefix(
+def test_streaming_session_turns_are_durable_and_shared_prefixes(
     server: Server, stock: Server, converse: Callable[..., Conversation]
 ) -> None:
     """SGLang by itself puts the first prompt of such a session into the tree and nothing after it:
@@ -275,7 +275,7 @@ def test_turns_of_a_streaming_session_are_durable_and_anyones_prefix(
         pytest.param(300, MAX_RUNNING - 1, True, id="retracted"),
     ],
 )
-def test_requests_that_lost_their_memory_answer_as_if_nothing_had_happened(
+def test_retracted_requests_give_the_same_answers(
     server: Server, stock: Server, num_new: int, num_running: int, memory_is_short: bool
 ) -> None:
     """In the second round their prompts come from NVMe, and come back meanwhile."""
@@ -307,7 +307,7 @@ def test_requests_that_lost_their_memory_answer_as_if_nothing_had_happened(
     assert (server.log.count("Retract requests") > num_told) == memory_is_short
 
 
-def test_what_a_lookup_found_in_memory_is_gone_when_its_request_runs(
+def test_lookup_hit_evicted_before_its_request_runs(
     server: Server, stock: Server, expected: list[list[int]]
 ) -> None:
     waiting = make_prompts(48, 3, LENGTH)
@@ -353,7 +353,7 @@ def ask_many(server: Server, pool: ThreadPoolExecutor) -> list[Any]:
     return asked
 
 
-def test_a_hundred_requests_wait_for_their_loads_at_once(
+def test_hundred_requests_wait_for_loads_at_once(
     server: Server, disk: Disk, many: list[list[int]], stock: Server
 ) -> None:
     with ThreadPoolExecutor(MANY) as pool:
@@ -366,7 +366,7 @@ def test_a_hundred_requests_wait_for_their_loads_at_once(
     assert sum(answer.cached["storage"] for answer in answers) >= 0.97 * 64 * MANY
 
 
-def test_requests_aborted_in_the_middle_of_their_loads_leave_nothing_taken(
+def test_requests_aborted_during_loads_leak_no_memory(
     server: Server, disk: Disk, many: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Three times what host memory gives to loads is aborted, and all of it is there again: what
@@ -398,9 +398,7 @@ def test_requests_aborted_in_the_middle_of_their_loads_leave_nothing_taken(
     assert server.tier_state()["host_backups_skipped"] == skipped
 
 
-def test_answers_from_eight_bit_pages_on_nvme_are_the_cold_ones(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_eight_bit_pages_from_nvme_keep_the_answer(launch: Launch, tmp_path: Path) -> None:
     """Such a server computes otherwise than the others, so it is compared with itself."""
     tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB", *ALWAYS)
     server = launch("--max-total-tokens", "4096", *tiers, "--kv-cache-dtype", "fp8_e4m3")

@@ -99,7 +99,7 @@ def pair(
     router.close()
 
 
-def test_router_hears_of_pages_on_disk_and_in_the_bucket_until_they_go(
+def test_events_follow_pages_on_disk_and_in_bucket(
     pair: tuple[Server, Router, FaultProxy],
 ) -> None:
     server, router, proxy = pair

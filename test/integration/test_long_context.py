@@ -25,7 +25,7 @@ LENGTH, TURN, NUM_NEW = 100_000, 500, 16
 POOL = ("--max-total-tokens", str(LENGTH + 4096))
 
 
-def test_the_next_turn_of_a_hundred_thousand_tokens_comes_from_nvme(
+def test_turn_of_a_hundred_thousand_tokens_returns(
     launch: Launch, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server_process.REQUEST_DEADLINE_S", 600.0)

@@ -46,7 +46,7 @@ def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_replaced_weights_never_read_pages_of_the_old_ones(
+def test_new_weights_never_read_pages_of_old_ones(
     launch: Launch, model: Path, tmp_path: Path
 ) -> None:
     retrained = tmp_path / "retrained"

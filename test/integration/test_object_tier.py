@@ -113,7 +113,7 @@ class TestLife:
             assert (code, list(answer)) == (400, ["error"]), body
         assert ask(a, "/tier/checkpoint", {"rid": "nobody"})[0] == 404
 
-    def test_a_checkpoint_answers_when_the_conversation_is_in_the_bucket(
+    def test_checkpoint_answers_once_the_bucket_has_the_conversation(
         self, pair: list[Server]
     ) -> None:
         a, _ = pair
@@ -137,13 +137,13 @@ class TestLife:
         assert state["object_pages_demoted"] >= (len(MOVED) + 6) * (LENGTH // PAGE)
         assert "not-a-secret" not in json.dumps(a.request("/server_info")) + a.log
 
-    def test_a_prefix_nobody_computed_is_missing_and_says_so(self, pair: list[Server]) -> None:
+    def test_checkpoint_reports_an_uncomputed_prefix_as_missing(self, pair: list[Server]) -> None:
         a, _ = pair
         code, report = ask(a, "/tier/checkpoint", {"input_ids": COLD[0]})
         assert (code, report["num_tokens"]) == (503, 0)
         assert report["num_missing"] == LENGTH // PAGE * PAGE
 
-    def test_a_resumed_conversation_goes_on_as_if_nothing_had_happened(
+    def test_conversation_resumed_elsewhere_gives_the_same_answers(
         self, pair: list[Server]
     ) -> None:
         """A is killed with -9; all that is asked of B it has never seen."""
@@ -163,9 +163,7 @@ class TestLife:
             resumed = b.generate(prompt + first, 2 * NUM_NEW)
             assert first + resumed.output_ids == whole
 
-    def test_a_checkpoint_on_disk_brings_up_what_only_the_bucket_holds(
-        self, pair: list[Server]
-    ) -> None:
+    def test_nvme_checkpoint_copies_pages_from_the_bucket(self, pair: list[Server]) -> None:
         _, b = pair
         (prompt,) = RAISED
         wait_for_residency(b, prompt, "object", LENGTH // PAGE * PAGE)
@@ -178,13 +176,13 @@ class TestLife:
         assert again.output_ids == self.opened["raised"][0]
         assert again.cached["storage"] == aligned(LENGTH)
 
-    def test_what_came_from_the_bucket_is_kept_on_disk(self, pair: list[Server]) -> None:
+    def test_pages_from_the_bucket_are_kept_on_disk(self, pair: list[Server]) -> None:
         _, b = pair
         for prompt in MOVED:
             wait_for_residency(b, prompt, "nvme", aligned(LENGTH))
         assert b.tier_state()["object_pages_promoted"] > 0
 
-    def test_a_bucket_that_answers_503_costs_hits_and_nothing_else(
+    def test_bucket_answering_503_costs_only_hits(
         self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
     ) -> None:
         _, b = pair
@@ -224,7 +222,7 @@ class TestLife:
 
 
 @pytest.mark.slow
-def test_a_shared_directory_serves_two_servers_and_two_ranks_each(
+def test_shared_directory_serves_two_servers_with_two_ranks(
     start: Callable[..., list[Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By way of a codec; without one is what ``TestLife`` does."""
@@ -260,7 +258,7 @@ def test_a_shared_directory_serves_two_servers_and_two_ranks_each(
 
 
 @pytest.mark.slow
-def test_measured_plans_use_a_bucket_that_is_quick_and_leave_one_that_is_not(
+def test_measured_plans_decline_only_a_slow_bucket(
     start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
 ) -> None:
     """Without ``--tier-load always``: outputs never change, and a server whose bucket hangs
@@ -297,7 +295,7 @@ def test_measured_plans_use_a_bucket_that_is_quick_and_leave_one_that_is_not(
 
 
 @pytest.mark.slow
-def test_lossy_pages_serve_their_own_and_are_never_taken_for_exact_ones(
+def test_lossy_pages_are_never_read_as_exact(
     start: Callable[..., list[Server]], tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     """One bucket: of each codec B resumes what A computed, by way of the codec; a server that is
@@ -344,7 +342,7 @@ def test_lossy_pages_serve_their_own_and_are_never_taken_for_exact_ones(
 
 
 @pytest.mark.slow
-def test_replicas_of_a_server_find_in_the_bucket_what_the_other_computed(
+def test_replicas_find_each_others_pages_in_the_bucket(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:
     """Data parallelism: each replica has its NVMe, both share the bucket."""

@@ -124,7 +124,7 @@ class TestLife:
 
     opened: dict[str, list[list[int]]] = {}
 
-    def test_what_one_computed_the_other_goes_on_with(self, pair: list[Server]) -> None:
+    def test_peer_serves_prefixes_computed_on_another_server(self, pair: list[Server]) -> None:
         a, b = pair
         for name, prompts in (("moved", MOVED), ("blind", BLIND), ("lost", LOST)):
             self.opened[name] = compute(a, prompts)
@@ -144,7 +144,7 @@ class TestLife:
             resumed = b.generate(prompt + first, 2 * NUM_NEW)
             assert first + resumed.output_ids == whole
 
-    def test_what_was_fetched_is_kept_and_served_in_turn(self, pair: list[Server]) -> None:
+    def test_fetched_pages_are_kept_and_served_again(self, pair: list[Server]) -> None:
         a, b = pair
         for prompt in MOVED:
             until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
@@ -157,7 +157,7 @@ class TestLife:
             assert PASSWORD not in shown
             assert "  peers   those in the index at redis://" in server.log
 
-    def test_a_tenant_purged_on_one_is_gone_on_the_other(self, pair: list[Server]) -> None:
+    def test_purge_on_one_server_reaches_the_other(self, pair: list[Server]) -> None:
         a, b = pair
 
         def held(server: Server, prompt: list[int]) -> bool:
@@ -206,7 +206,7 @@ class TestLife:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
 
-    def test_an_index_that_dies_costs_hits_and_comes_back(
+    def test_dead_index_costs_hits_and_reconnects(
         self, pair: list[Server], redis: RedisServer
     ) -> None:
         a, b = pair
@@ -225,9 +225,7 @@ class TestLife:
             )
         wait_for_peers(b, LOST)
 
-    def test_a_server_killed_meanwhile_costs_hits_and_nothing_else(
-        self, pair: list[Server]
-    ) -> None:
+    def test_killed_peer_costs_hits_and_nothing_else(self, pair: list[Server]) -> None:
         a, b = pair
         before = b.tier_state()["peer_pages_loaded"]
         with ThreadPoolExecutor(1) as pool:
@@ -245,7 +243,7 @@ def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def test_ranks_are_peers_of_their_own_and_purge_together(
+def test_each_rank_is_a_peer_and_all_purge(
     start: Callable[..., list[Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks each, with keys; SGLang's checker ends a server whose ranks decide differently."""
@@ -277,7 +275,7 @@ def test_ranks_are_peers_of_their_own_and_purge_together(
     b.kill()
 
 
-def test_peers_and_a_bucket_serve_together_and_measured_plans_use_them(
+def test_measured_plans_use_peers_and_bucket_together(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:
     """Without ``--tier-load always``. What A made durable comes from either once A is gone."""

@@ -44,7 +44,7 @@ def together(server: Server) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
+def test_mixed_batches_do_not_change_a_requests_tokens(
     launch: Launch, stock: Server, tmp_path: Path
 ) -> None:
     """With tiers, since both want to be used together; and those of another backend."""
@@ -69,9 +69,7 @@ def test_requests_in_mixed_batches_get_the_tokens_they_get_alone(
 
 
 @pytest.mark.slow
-def test_the_reference_backend_gives_the_tokens_of_sglangs_own(
-    launch: Launch, stock: Server
-) -> None:
+def test_reference_backend_gives_the_tokens_of_sglangs_own(launch: Launch, stock: Server) -> None:
     """What all others are held against is not held against itself alone."""
     server = launch(*UNTIERED, "--attention-backend", "torch_native")
     assert together(server) == [

@@ -166,7 +166,7 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("test", TESTS)
-def test_what_passes_on_stock_passes_with_tiers(
+def test_kits_that_pass_on_stock_pass_with_tiers(
     test: str, stock: Server, tiered: Server, model: Path
 ) -> None:
     on_stock = Kit(stock, model, test).run_kit()
@@ -178,7 +178,7 @@ def test_what_passes_on_stock_passes_with_tiers(
     assert with_tiers is None, with_tiers
 
 
-def test_a_prompt_of_before_a_flush_is_a_hit_in_all_but_its_last_page(
+def test_flushed_prompt_misses_only_its_last_page(
     stock: Server, tiered: Server, model: Path
 ) -> None:
     """What SGLang asks of a server with storage; stock, which has none, computes it again."""
@@ -187,7 +187,7 @@ def test_a_prompt_of_before_a_flush_is_a_hit_in_all_but_its_last_page(
     assert "cached_tokens=0 <" in (Kit(stock, model, OF_TIERS).run_kit() or "")
 
 
-def test_every_turn_of_a_conversation_hits_what_the_turns_before_left(
+def test_every_turn_hits_the_turns_before_it(
     stock: Server, tiered: Server, model: Path, tmp_path: Path
 ) -> None:
     source = random.Random(8)

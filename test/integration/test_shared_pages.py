@@ -65,7 +65,7 @@ def bucket_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def test_pages_are_kept_once_whatever_the_number_of_ranks(
+def test_ranks_keep_latent_attention_pages_only_once(
     launch: Launch, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")

@@ -71,7 +71,7 @@ def lost_for_lack_of_host_memory(server: Server) -> float:
     return server.tier_state()["host_pages_left:lost_host_short"]
 
 
-def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(small: Small) -> None:
+def test_small_host_tier_serves_prefixes_evicted_from_device(small: Small) -> None:
     server = small.server
     prompts = make_prompts(7, 5, small.prompt_tokens)
     expected = [server.generate(prompt).output_ids for prompt in prompts]
@@ -84,7 +84,7 @@ def test_a_host_tier_below_device_memory_serves_what_the_device_gave_up(small: S
     assert "Traceback" not in server.log
 
 
-def test_what_is_below_a_prefix_that_the_device_still_holds_comes_back(small: Small) -> None:
+def test_pages_behind_a_prefix_on_device_come_back(small: Small) -> None:
     """The prefix's host copy gave way long ago; its suffixes left the device."""
     server = small.server
     num_stem, num_tail = small.prompt_tokens // PAGE // 5, small.prompt_tokens // PAGE * 7 // 10

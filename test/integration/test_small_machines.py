@@ -79,7 +79,7 @@ def count(text: str, row: str) -> int:
 
 
 @pytest.mark.parametrize("machine", [6], indirect=True, ids="{}GiB".format)
-def test_without_a_flag_the_demo_serves_where_memory_is_limited(
+def test_demo_without_flags_serves_in_limited_memory(
     machine: Group, desk: Desk, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -102,9 +102,7 @@ def test_without_a_flag_the_demo_serves_where_memory_is_limited(
 
 
 @pytest.mark.parametrize("machine", [16], indirect=True, ids="{}GiB".format)
-def test_a_model_without_size_flags_gets_pools_that_fit_the_limit(
-    machine: Group, desk: Desk, tmp_path: Path
-) -> None:
+def test_default_pools_fit_the_memory_limit(machine: Group, desk: Desk, tmp_path: Path) -> None:
     port = free_port()
     line = machine.around(f"scripts/serve --model-path M --dtype float32 --port {port}")
     server = desk.start(line, port, tmp_path / "log")
@@ -120,9 +118,7 @@ def test_a_model_without_size_flags_gets_pools_that_fit_the_limit(
 
 
 @pytest.mark.parametrize("machine", [2], indirect=True, ids="{}GiB".format)
-def test_too_little_memory_is_one_sentence_before_the_model_is_loaded(
-    machine: Group, desk: Desk
-) -> None:
+def test_too_little_memory_is_refused_before_loading(machine: Group, desk: Desk) -> None:
     done = subprocess.run(
         ["bash", "-c", machine.around(f"scripts/serve --port {free_port()}")],
         cwd=desk.folder,

@@ -67,7 +67,7 @@ def server(launch: Launch, disk: Disk, tmp_path_factory: pytest.TempPathFactory)
     return launch(*SMALL, "--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv"))
 
 
-def test_pages_a_crawling_disk_could_not_take_are_counted(server: Server, disk: Disk) -> None:
+def test_pages_dropped_by_a_slow_disk_are_counted(server: Server, disk: Disk) -> None:
     prompts = make_prompts(2, 40, LENGTH)
     disk.set_speed(CRAWL)
     expected = [answer.output_ids for answer in server.generate_all(prompts)]
@@ -83,9 +83,7 @@ def test_pages_a_crawling_disk_could_not_take_are_counted(server: Server, disk: 
     assert missed <= lost, (missed, lost)
 
 
-def test_prompts_that_split_and_evict_waiting_nodes_break_nothing(
-    server: Server, disk: Disk
-) -> None:
+def test_splitting_and_evicting_waiting_nodes_breaks_nothing(server: Server, disk: Disk) -> None:
     """Random chains over few stems, on a disk that stutters, with flushes in between."""
     source = random.Random(5)
     stems = make_prompts(6, 3, 1200)
@@ -112,7 +110,7 @@ def test_prompts_that_split_and_evict_waiting_nodes_break_nothing(
     assert "Traceback" not in server.log
 
 
-def test_memory_is_released_and_weights_change_while_stores_wait_for_a_crawling_disk(
+def test_release_and_weight_update_with_stores_waiting(
     server: Server, disk: Disk, model: Path
 ) -> None:
     """SGLang ended its scheduler, or kept the KV of the weights before in memory."""

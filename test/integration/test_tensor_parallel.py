@@ -42,7 +42,7 @@ def pages_found(server: Server) -> dict[str, int]:
     return {rank: int(number) for rank, number in re.findall(pattern, server.log)}
 
 
-def test_rank_with_an_older_shard_costs_hits_and_nothing_else(
+def test_rank_with_older_shard_costs_only_hits(
     launch: Launch,
     expected: list[list[int]],
     tmp_path: Path,

@@ -65,7 +65,7 @@ def test_later_rounds_hit_everything(rounds: list[list[Answer]], number: int) ->
     assert tokens_from(answers, "storage") > 0
 
 
-def test_part_of_what_rotates_stays_in_host_memory(rounds: list[list[Answer]]) -> None:
+def test_part_of_a_rotation_stays_in_host_memory(rounds: list[list[Answer]]) -> None:
     """Not yet in the second round: the burst of the first took the residents' room."""
     assert tokens_from(rounds[2], "host") > 0
 
@@ -101,7 +101,7 @@ class TestAfterKill:
         first_server.kill()
         return launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
 
-    def test_restart_serves_what_was_durable(
+    def test_restart_serves_durable_pages(
         self, restarted: Server, expected: list[list[int]]
     ) -> None:
         answers = restarted.generate_all(PROMPTS, concurrency=2)

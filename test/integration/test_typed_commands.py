@@ -76,7 +76,7 @@ def at(port: int, line: str) -> str:
 
 
 @pytest.mark.parametrize("server_line", GROUPS)
-def test_documented_commands_run_as_they_stand_and_ctrl_c_leaves_nothing(
+def test_documented_commands_run_and_ctrl_c_leaves_nothing(
     server_line: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
     server = desk.start(at(port, server_line), port, tmp_path / "log")
@@ -91,7 +91,7 @@ def test_documented_commands_run_as_they_stand_and_ctrl_c_leaves_nothing(
 
 
 @pytest.mark.parametrize("command", ["scripts/serve", "scripts/serve-pd"])
-def test_ctrl_c_while_a_model_is_loaded_leaves_nothing(
+def test_ctrl_c_during_a_model_load_leaves_nothing(
     command: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
     server = desk.start(f"{command} --port {port}", port, tmp_path / "log")
@@ -118,7 +118,7 @@ tier-dir: kv-of-the-file
 
 
 @pytest.mark.parametrize("name", OWN_COMMANDS)
-def test_our_launcher_serves_a_model_and_a_configuration_file(
+def test_launcher_serves_a_model_and_a_configuration_file(
     name: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
     (desk.folder / "tiers.yaml").write_text(CONFIG)

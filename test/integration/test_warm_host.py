@@ -44,7 +44,7 @@ def wait_until_warm(server: Server, prompt: list[int], tenant: dict[str, str]) -
 
 
 @pytest.mark.slow
-def test_a_restarted_server_serves_hot_prefixes_from_host_memory(
+def test_restarted_server_serves_hot_prefixes_from_host(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tier_dir: Path = tmp_path_factory.mktemp("tier") / "kv"

@@ -21,7 +21,7 @@ NUM_PAGES = len(PROMPTS) * (LENGTH // 64)
 READING, KNOWN = "of weights in the background", "weights are known"
 
 
-def test_stores_wait_for_weights_that_take_long_to_read(launch: Launch, tmp_path: Path) -> None:
+def test_stores_wait_until_large_weights_are_read(launch: Launch, tmp_path: Path) -> None:
     tier = tmp_path / "kv"
     tier.mkdir(mode=0o700)
     held = os.open(tier, os.O_RDONLY)

@@ -16,7 +16,7 @@ from sglang_tiered.policy.cost_model import (
     CostModel,
     PrefillCost,
     TransferCost,
-    farthest_first,
+    remote_first,
 )
 from sglang_tiered.storage.stack.tiers import Tier
 
@@ -83,7 +83,7 @@ def test_a_plan_never_loads_what_costs_more(
 
     assert plan.num_tokens % PAGE == 0
     assert list(plan.parts or (0, 0, 0)) == parts(plan.num_tokens)
-    assert plan.num_far == plan.num_tokens - parts(plan.num_tokens)[DISK]
+    assert plan.num_remote == plan.num_tokens - parts(plan.num_tokens)[DISK]
     best = total_s(plan.num_tokens)
     assert best <= total_s(0) + 1e-12
     for end in itertools.accumulate(length for _, length in spans):  # each is a length it compared
@@ -117,10 +117,10 @@ def test_a_plan_stops_before_unprofitable_slow_tiers() -> None:
     above, below = 37 * PAGE, 11 * PAGE
     spans = [(DISK, above), (BUCKET, below)]
     plan = costs.plan(num_held=above + below, num_new=4000, num_before=0, spans=spans)
-    assert (plan.num_tokens, plan.num_far) == (above, 0)
+    assert (plan.num_tokens, plan.num_remote) == (above, 0)
     spans = [(DISK, above), (PEERS, below)]
     plan = costs.plan(num_held=above + below, num_new=4000, num_before=0, spans=spans)
-    assert (plan.num_tokens, plan.num_far) == (above + below, below)
+    assert (plan.num_tokens, plan.num_remote) == (above + below, below)
 
 
 def test_parts_of_a_load_are_read_together() -> None:
@@ -137,7 +137,7 @@ def test_parts_of_a_load_are_read_together() -> None:
 
 @given(st.integers(0, 500), st.lists(st.integers(0, 200), min_size=0, max_size=3))
 def test_what_is_missing_is_what_comes_from_farthest(num_tokens: int, parts: list[int]) -> None:
-    taken = farthest_first(num_tokens, parts)
+    taken = remote_first(num_tokens, parts)
     assert sum(taken) == num_tokens
     assert all(took <= part for took, part in zip(taken[1:], parts[1:], strict=True))
     for tier in range(1, len(parts)):

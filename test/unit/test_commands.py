@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_list_names_every_module_that_can_be_run_and_no_other() -> None:
+def test_list_names_exactly_the_runnable_modules() -> None:
     runnable = {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
         for path in PACKAGE.rglob("*.py")
@@ -43,7 +43,7 @@ def test_the_list_names_the_commands_of_a_command(name: str) -> None:
     assert COMMANDS[name].partition(": ")[2].split(", ") == list(below.choices)
 
 
-def test_the_list_loads_nothing_but_this_package_and_python() -> None:
+def test_list_imports_only_this_package_and_python() -> None:
     """It is instant, and works where an installation of SGLang does not."""
     code = (
         "import json, runpy, sys\nbefore = {*sys.modules}\nsys.argv = ['-m']\n"
@@ -64,7 +64,7 @@ def test_an_unknown_command_is_one_sentence() -> None:
     )
 
 
-def test_a_command_started_by_its_name_is_the_command(tmp_path: Path) -> None:
+def test_command_runs_alike_by_name_and_module(tmp_path: Path) -> None:
     arguments = ("stat", str(tmp_path / "absent"))
     by_name = run("-m", "sglang_tiered", "store", *arguments)
     directly = run("-m", "sglang_tiered.tools.store", *arguments)

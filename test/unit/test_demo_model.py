@@ -67,9 +67,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_bytes_depend_on_the_seed_alone(model_dir: Path, tmp_path: Path) -> None:
     assert make(tmp_path / "again").returncode == 0
     assert make(tmp_path / "other", "--seed", "1").returncode == 0
     names = sorted(path.name for path in model_dir.iterdir())
@@ -90,7 +88,7 @@ def test_processes_that_race_leave_one_whole_model(model_dir: Path, tmp_path: Pa
         assert path.read_bytes() == (out_dir / path.name).read_bytes(), path.name
 
 
-def test_what_is_in_the_way_is_refused_and_left_alone(model_dir: Path, tmp_path: Path) -> None:
+def test_existing_other_folder_is_refused_and_untouched(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
     result = make(tmp_path / "mine")
@@ -105,13 +103,13 @@ def test_what_is_in_the_way_is_refused_and_left_alone(model_dir: Path, tmp_path:
     assert (model_dir / "model.safetensors").stat() == before
 
 
-def test_the_demo_keeps_its_bytes_whatever_other_shapes_there_are(model_dir: Path) -> None:
+def test_demo_model_never_changes_its_bytes(model_dir: Path) -> None:
     digest = hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
     assert digest.startswith("480d0ec523d0b976")
 
 
 @pytest.mark.parametrize(("shape", "millions"), [("24m", 24), ("44m", 44), ("85m", 85)])
-def test_a_shape_has_the_parameters_it_is_named_after(shape: str, millions: int) -> None:
+def test_shape_has_the_parameters_of_its_name(shape: str, millions: int) -> None:
     maker = runpy.run_path(str(MAKER))
     size = maker["SHAPES"][shape]
     config = maker["model_config"](0, size)
@@ -122,7 +120,7 @@ def test_a_shape_has_the_parameters_it_is_named_after(shape: str, millions: int)
 
 
 @pytest.mark.parametrize(("shape", "kib"), [("kv256", 256), ("kv512", 512)])
-def test_a_shape_has_the_kv_it_is_named_after(shape: str, kib: int) -> None:
+def test_shape_has_the_kv_of_its_name(shape: str, kib: int) -> None:
     maker = runpy.run_path(str(MAKER))
     config = maker["model_config"](0, maker["SHAPES"][shape])
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
@@ -143,7 +141,7 @@ def test_tokens_are_bytes_and_text_survives(model_dir: Path) -> None:
     assert config["vocab_size"] % 64 == 0
 
 
-def test_greedy_text_depends_on_the_whole_prompt_and_not_on_rounding(model_dir: Path) -> None:
+def test_greedy_text_depends_on_the_whole_prompt(model_dir: Path) -> None:
     long = "The quick brown fox jumps over the lazy dog. " * 10
     prompts = ["Hello", "What is a prefix?", long, "J" + long[1:]]
     command = [sys.executable, "-c", GENERATE, str(model_dir), json.dumps(prompts)]

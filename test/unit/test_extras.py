@@ -76,7 +76,7 @@ def without_them() -> tuple[dict[str, str], list[tuple[int, str]]]:
     return failed, outcomes
 
 
-def test_only_the_rooms_that_speak_to_redis_need_an_extra_to_import(without_them: Any) -> None:
+def test_only_redis_rooms_need_an_extra(without_them: Any) -> None:
     failed, _ = without_them
     assert "sglang_tiered.sharing.locality.connection" in failed
     assert {name.split(".")[1] for name in failed} == {"sharing"}
@@ -84,9 +84,7 @@ def test_only_the_rooms_that_speak_to_redis_need_an_extra_to_import(without_them
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(case[3][-2:]) for case in CASES])
-def test_what_needs_an_extra_is_refused_in_one_sentence_before_anything_is_done(
-    without_them: Any, case: int
-) -> None:
+def test_missing_extra_is_refused_in_one_sentence(without_them: Any, case: int) -> None:
     feature, package, extra, _ = CASES[case]
     code, said = without_them[1][case]
     assert code == 2
@@ -97,7 +95,7 @@ def test_what_needs_an_extra_is_refused_in_one_sentence_before_anything_is_done(
 
 
 @pytest.mark.parametrize("codec", sorted({*CODEC_NAMES} - {NO_CODEC}))
-def test_every_codec_of_the_object_tier_needs_the_compressor(
+def test_every_object_tier_codec_needs_the_compressor(
     codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lossy ones compress what they quantized."""

@@ -1,4 +1,4 @@
-"""The SGLang versions and signatures our seams were checked against.
+"""The SGLang versions and signatures that this package was checked against.
 
 Upstream moves fast, so nothing here is assumed: the launcher calls ``check_version`` before it
 imports SGLang, and every process calls ``check_signatures`` before the ``tiered`` names are
@@ -30,7 +30,7 @@ _DECODE = "sglang.srt.disaggregation.decode:Decode"
 _SESSION = "sglang.srt.session.streaming_session"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
-# Every parameter we pass by name or rely on by position, per seam.
+# Every parameter that is passed by name or relied on by position, per seam.
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CACHE}.registry:register_radix_cache_backend": ("name", "factory"),
     f"{_CACHE}.registry:create_unified_radix_cache": ("ctx", "cache_class"),
@@ -264,10 +264,10 @@ def check_version() -> None:
 
 
 def check_signatures(signatures: Mapping[str, tuple[str, ...]] | None = None) -> None:
-    """Raise ``UnsupportedSGLangError`` naming the first seam that is not what we rely on.
+    """Raise ``UnsupportedSGLangError`` naming the first seam that differs.
 
     signatures: by default those that every process relies on. A part that only some servers load
-    brings its own, so that the others need not import what it extends.
+    passes its own, so that the others need not import what it extends.
     """
     for target, expected in (_SIGNATURES if signatures is None else signatures).items():
         try:

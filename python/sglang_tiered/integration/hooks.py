@@ -1,31 +1,33 @@
-"""Every hook into SGLang that has no seam, each with its reason. For SGLang 0.5.23.
+"""Every hook into SGLang where it has no seam, each with its reason. For SGLang 0.5.23.
 
 | target | kind | reason |
 |---|---|---|
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
-| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | stores under way would have SGLang refuse the flush, and old KV stay in memory under new weights |
-| SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored as theirs |
-| SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the scheduler when it is to resume what was not released, as a disk that hung may have had it |
-| Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang takes no note of stores that end, and a flush would be refused for ever |
-| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | nothing tells the cache how long a prefill took, and the cost model learns from that |
-| Scheduler.is_fully_idle | AFTER | a load that was given up may still be reading; SGLang takes itself for idle, and ``/flush_cache`` then ends the scheduler, as its storage threads do not stop (``quiescing``) |
-| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and what the ``pod`` attention backend has served |
-| Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; ours carry purges, all others are passed on |
-| Scheduler.__init__ | AROUND | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; what we refuse once pools are sized ends the process with one sentence and code 2, where SGLang's own way is a traceback |
-| entrypoints.engine._scheduler_died_error | AFTER | the launcher is told that the scheduler refused, and says nothing more |
-| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner tells the host tier's size, which only the scheduler knows |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | with stores under way SGLang refuses the flush, and old KV stays in memory under new weights |
+| SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored under their namespace |
+| SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the scheduler when asked to resume what was not released, as after a disk that hung |
+| Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang ignores stores that end, and would refuse a flush until it resumes |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache |
+| Scheduler.is_fully_idle | AFTER | an abandoned load may still be reading while SGLang counts itself idle; ``/flush_cache`` then ends the scheduler, because its storage threads do not stop (``quiescing``) |
+| Scheduler.get_internal_state | AFTER | ``/server_info`` shows the tiers without ``--enable-metrics``, and the counters of the ``pod`` attention backend |
+| Scheduler.handle_dumper_control | AROUND | SGLang's control message with free content reaches every rank; those of the tiers are answered, all others are passed on |
+| Scheduler.__init__ | AFTER | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant |
+| Scheduler.__init__ | AROUND | a configuration refused once pools are sized ends the process with one sentence and code 2; SGLang prints a traceback |
+| entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
+| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner shows the host tier's size, which only the scheduler knows |
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
-| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which is the host tier's too (``cpu.memory``) |
-| Scheduler.flush_cache | AFTER | it ends the separation of purged tenants |
-| Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` empties memory; what is stored, here, in the bucket and at other servers, goes with ``/tier/purge`` alone |
-| Scheduler.on_idle | AFTER | what a purge left in the tree goes when no request uses it; SGLang's tree cannot remove one tenant. On a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
-| Req.__init__ | AFTER | requests of a tenant that was purged must not match what is still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
-| TokenizerManager._tokenize_one_request | BEFORE | a client may say what its images hash to, and so store one image's pages under another's key (``media_hashes``) |
+| KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
+| Scheduler.flush_cache | AFTER | a flush releases purged tenants |
+| Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
+| Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
+| Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
+| Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
+| TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
-| DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look. So is which replica of ``--dp-size`` has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
-| DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it is loaded, and fails the request when less arrives; ``decode_loads`` loads first |
+| DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
+| DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -45,8 +47,8 @@ from sglang_tiered.integration.cache import host_size
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.identity.media_hashes import (
-    drop_clients_hashes,
-    refuse_clients_stand_ins,
+    drop_client_hashes,
+    refuse_placeholder_tokens,
 )
 from sglang_tiered.integration.names import TRANSFER_BACKEND
 from sglang_tiered.metrics import METRICS
@@ -67,9 +69,9 @@ _SESSION_UPDATES = (
     "end_weight_update",
 )
 REFUSED = 2
-"""Exit code of a scheduler that said what it refuses."""
+"""Exit code of a scheduler that has printed why it refuses to start."""
 HOST_INFO = "sglang_tiered_host"
-"""Key of the host tier's size in what a scheduler says at its start."""
+"""Key of the host tier's size in a scheduler's start message."""
 
 LOOKUP_LOOK_S = 0.01
 
@@ -80,7 +82,7 @@ REPEAT_INTERVAL_S = 60.0
 
 
 def register() -> None:
-    """Register the hooks; SGLang applies them after every plugin ran."""
+    """Register the hooks; SGLang applies them after all plugins have run."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method in _WEIGHT_UPDATES:
@@ -106,12 +108,8 @@ def register() -> None:
         _after_internal_state,
         HookType.AFTER,
     )
-    scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    HookRegistry.register(
-        f"{scheduler}.handle_dumper_control", _around_dumper_control, HookType.AROUND
-    )
-    HookRegistry.register(f"{scheduler}.__init__", _around_scheduler, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}.get_init_info", _after_init_info, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.__init__", _around_scheduler, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.get_init_info", _after_init_info, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
         _after_controller_info,
@@ -139,24 +137,35 @@ def register() -> None:
             memory.around_profile,
             HookType.AROUND,
         )
-    HookRegistry.register(f"{scheduler}.flush_cache", _after_flush_cache, HookType.AFTER)
-    HookRegistry.register(
-        f"{scheduler}.clear_hicache_storage_wrapped", _around_clear, HookType.AROUND
-    )
-    HookRegistry.register(f"{scheduler}.on_idle", _after_on_idle, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.managers.schedule_batch.Req.__init__", _after_request, HookType.AFTER
-    )
+        HookRegistry.register(f"{_SCHEDULER}.on_idle", _rest_on_idle, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         _before_tokenizing,
         HookType.BEFORE,
     )
+    _register_control()
     _register_transfer_backend()
     _register_decode_loads()
     target = logging.getLogger("sglang.srt.managers.cache_controller")
     if not any(isinstance(existing, RepeatFilter) for existing in target.filters):
         target.addFilter(RepeatFilter(_REPEATED_MESSAGES))
+
+
+def _register_control() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_tiered.integration.admin.control import Control
+
+    control, request = Control(), "sglang.srt.managers.schedule_batch.Req"
+    for target, hook, kind in (
+        (f"{_SCHEDULER}.__init__", control.after_scheduler, HookType.AFTER),
+        (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
+        (f"{_SCHEDULER}.flush_cache", control.after_flush, HookType.AFTER),
+        (f"{_SCHEDULER}.clear_hicache_storage_wrapped", control.around_clear, HookType.AROUND),
+        (f"{_SCHEDULER}.on_idle", control.after_idle, HookType.AFTER),
+        (f"{request}.__init__", control.after_request, HookType.AFTER),
+    ):
+        HookRegistry.register(target, hook, kind)
 
 
 def _register_transfer_backend() -> None:
@@ -234,17 +243,17 @@ def _before_weight_update(updater: Any, recv_req: Any) -> None:
 
 
 def _after_weight_update(_: Any, updater: Any, recv_req: Any) -> None:
-    """A failed update may have replaced some weights, so it counts as one too."""
+    """Treat a failed update as an update too: it may have replaced some weights."""
     _weights_changed(updater, wants_flush=bool(getattr(recv_req, "flush_cache", False)))
 
 
 def _after_session_update(result: Any, updater: Any, recv_req: Any) -> None:
     if result.success or updater._session is not None:  # noqa: SLF001
-        _after_weight_update(result, updater, recv_req)  # else it was refused: no session is open
+        _after_weight_update(result, updater, recv_req)  # else it was refused
 
 
 def _after_begin(result: Any, updater: Any, *_: Any) -> None:
-    """From now on weights may change without a call, as by RDMA."""
+    """Expect weights to change without a call from now on, for example by RDMA."""
     if result.success:
         _weights_changed(updater, are_final=False)
 
@@ -253,20 +262,20 @@ def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool
     cache, scheduler = _cache_of(updater), updater.scheduler
     if cache is None:
         return
-    from sglang_tiered.integration.admin import control as purging
+    from sglang_tiered.integration.admin.control import hide_memory
     from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 
-    # Not what the call asked for counts but what is left: the last call of a session flushes
-    # nothing, and a flush may have been refused, by one rank where it failed to load.
+    # What is left in memory counts, not what the call asked for: the last call of a session flushes
+    # nothing, and a flush may have been refused, by a single rank whose load failed.
     is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
     (is_empty,) = least_on_every_rank(cache, [int(is_idle and cache.is_empty)])
     cache.change_weights(tree_is_empty=are_final and bool(is_empty))
     if wants_flush and not is_empty:
         logger.warning(
-            "memory was not flushed after the change of weights, since requests run or a disk "
-            "hangs; nothing matches what it holds any more, and it is flushed once nothing runs"
+            "memory was not flushed after the change of weights (requests run or a disk hangs); "
+            "no request matches the old pages, and they are flushed once the server is idle"
         )
-        purging.hide_memory(scheduler)
+        hide_memory(scheduler)
 
 
 def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -277,8 +286,8 @@ def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -
     cache = _cache_of(updater)
     if cache is not None and not cache.quiesce():
         logger.error(
-            "no memory was released: the disk of the NVMe tier hangs, and it may still write to "
-            "host memory; release it again once the disk answers"
+            "no memory was released (the disk of the NVMe tier hangs and may still write to host "
+            "memory); release it again once the disk answers"
         )
         return ReleaseMemoryOccupationReqOutput()
     result = original(updater, recv_req)
@@ -302,7 +311,7 @@ def _around_resume(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
 
 def _after_pause(_: Any, scheduler: Any) -> None:
-    """In the place of the step that SGLang leaves out; all ranks are in the same one."""
+    """Do the cache's part of the step that SGLang skips; all ranks are in the same step."""
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
     if isinstance(scheduler.tree_cache, TieredRadixCache):
@@ -321,7 +330,7 @@ def _after_is_fully_idle(
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration.attention.pod import STATISTICS
+    from sglang_tiered.integration.attention.pod import PodAttention
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.observe.exporter import samples
     from sglang_tiered.integration.observe.transfer_stats import stats_of_scheduler
@@ -329,8 +338,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     transfer = stats_of_scheduler(scheduler)
     if transfer is not None:
         result.internal_state["sglang_tiered_transfer"] = dataclasses.asdict(transfer)
-    if STATISTICS.serving:
-        result.internal_state["sglang_tiered_pod"] = STATISTICS.state()
+    if PodAttention.statistics.serving:
+        result.internal_state["sglang_tiered_pod"] = PodAttention.statistics.state()
     cache = scheduler.tree_cache
     if not isinstance(cache, TieredRadixCache):
         return result
@@ -346,42 +355,22 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     return result
 
 
-def _around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration.admin import control as purging
-
-    if not recv_req.method.startswith(purging.PREFIX):
-        return original(scheduler, recv_req)
-    from sglang.srt.managers.io_struct import DumperControlReqOutput
-
-    try:
-        answer = purging.handle(scheduler, recv_req.method, recv_req.body)
-        reply = DumperControlReqOutput(success=True, response=[answer])
-    except Exception as error:
-        logger.exception("a control message of the tiers failed by our own fault")
-        reply = DumperControlReqOutput(success=False, response=[], error=str(error))
-    scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
-    return None
-
-
 def _around_scheduler(
     original: Callable[..., None], scheduler: Any, server_args: Any, *arguments: Any, **named: Any
 ) -> None:
-    from sglang_tiered.integration.admin import control as purging
-
     try:
         original(scheduler, server_args, *arguments, **named)
     except TieredError as error:
-        # A setting is refused by all ranks alike, a shard by the one that has it.
+        # All ranks refuse a setting alike; a shard is refused by its own rank.
         rank, num_ranks = _place_among_ranks()
         if not isinstance(error, ConfigError) or rank == 0:
             of_rank = f"rank {rank}: " if num_ranks > 1 else ""
             print(f"sglang-tiered: {of_rank}{error}", file=sys.stderr, flush=True)
         if server_args.dp_size > 1:
-            raise  # replicas have a controller above them, which hears of exceptions only
-        # SGLang would print a traceback and kill the launcher; and the storage's threads and the
-        # other ranks must not hold up the end.
+            raise  # the controller of the replicas sees exceptions only
+        # SGLang would print a traceback and kill the launcher, and the storage's threads and the
+        # other ranks must not delay the exit.
         os._exit(REFUSED)
-    purging.attach(scheduler)
 
 
 def _place_among_ranks() -> tuple[int, int]:
@@ -415,47 +404,21 @@ def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str,
     return result
 
 
-def _after_flush_cache(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    from sglang_tiered.integration.admin import control as purging
-
-    purging.after_flush(scheduler, bool(result))
-
-
-def _around_clear(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    cache = scheduler.tree_cache
-    if not isinstance(cache, TieredRadixCache) or cache.storage is None:  # another's storage
-        return original(scheduler, recv_req)
-    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
-
-    return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
-
-
-def _after_on_idle(_: Any, scheduler: Any) -> None:
-    from sglang_tiered.integration.admin import control as purging
+def _rest_on_idle(_: Any, scheduler: Any) -> None:
     from sglang_tiered.integration.observe.transfer_stats import manager_of
 
-    purging.on_idle(scheduler)
-    if not torch.accelerator.is_available():
-        handoff = manager_of(scheduler)
-        if handoff is not None:
-            handoff.rest()
-
-
-def _after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    from sglang_tiered.integration.admin import control as purging
-
-    purging.key_of_new_request(request)
+    handoff = manager_of(scheduler)
+    if handoff is not None:
+        handoff.rest()
 
 
 def _before_tokenizing(manager: Any, request: Any) -> None:
-    refuse_clients_stand_ins(request, manager.model_config.vocab_size)
-    drop_clients_hashes(request)
+    refuse_placeholder_tokens(request, manager.model_config.vocab_size)
+    drop_client_hashes(request)
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a message with one of the prefixes through once a minute, the rest always."""
+    """Passes a message with one of the prefixes once a minute, and every other message."""
 
     def __init__(
         self, prefixes: tuple[str, ...], clock: Callable[[], float] = time.monotonic

@@ -1,8 +1,8 @@
 """Entry points that SGLang runs in every process it starts.
 
 ``sglang.srt.platforms`` -> ``activate_platform``; ``sglang.srt.plugins`` -> ``register``. SGLang
-logs and swallows an error in either, so whatever must stop a launch is checked by the launcher
-first (``compat.check``) and again here, where a failure leaves the ``tiered`` names unregistered:
+logs and swallows an error in either, so the launcher checks first whatever must stop a launch
+(``compat``), and it is checked again here. A failure here leaves the ``tiered`` names unregistered:
 ``--radix-cache-backend tiered`` then fails at start instead of running unchecked.
 """
 
@@ -14,10 +14,11 @@ __all__ = ["activate_platform", "register"]
 
 
 def activate_platform() -> str | None:
-    """The platform class for this machine: ours without an accelerator, else SGLang's choice.
+    """Return the reference CPU platform on a machine without an accelerator, None (SGLang's choice)
+    on others.
 
-    Where there is a GPU that torch cannot use the process ends with one sentence: SGLang without a
-    platform ends too, somewhere else in each version.
+    A GPU that torch cannot use ends the process with one sentence: SGLang without a platform ends
+    too, at a place that differs by version.
     """
     from sglang_tiered.integration.cpu import torchvision_operators
     from sglang_tiered.integration.launch import accelerator
@@ -46,7 +47,7 @@ def register() -> None:
         from sglang_tiered.integration.cpu import malloc, short_conv
         from sglang_tiered.integration.cpu import platform as cpu_platform
 
-        # It asks torch for a CUDA event, and ends the scheduler where there is none.
+        # This feature asks torch for a CUDA event, and ends the scheduler where there is none.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
         malloc.keep_freed_memory()
         cpu_platform.patch_host_pools()

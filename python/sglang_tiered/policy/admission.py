@@ -1,13 +1,13 @@
-"""Which pages the NVMe tier takes: everything while the disk is idle, less and less under pressure.
+"""Admission to the NVMe tier: every page while the disk is idle, fewer and fewer under pressure.
 
-Pressure is one number, the larger of two: how much of the write budget is used up, and how long
-stores have been waiting. 0 is an idle disk and 1 is what must not be exceeded. Three levels follow
+Pressure is one number, the larger of two: the used share of the write budget, and how long stores
+have been waiting. 0 is an idle disk, and 1 must not be exceeded. Three levels follow
 from it, with hysteresis: OPEN takes everything, SELECTIVE takes second touches and the first
-touches of long prefixes, CLOSED takes nothing. What counts as long doubles as SELECTIVE pressure
-rises, so that the writes that are admitted fall until they fit.
+touches of long prefixes, CLOSED takes nothing. The length that counts as long doubles as pressure
+rises within SELECTIVE, so that the admitted writes fall until they fit.
 
 Second touch: a prefix that was computed once more after it had left every tier is known to be in
-use; most prefixes never are. CacheLib's flash admission calls this "reject first" (it also knows a
+use; most prefixes are not. CacheLib's flash admission calls this "reject first" (it also knows a
 daily write budget), Mooncake gates promotions on a count of two in a count-min sketch. Length: a
 lost page costs the prefill of its tokens, which grows with what is before them, while a page costs
 the same bytes at every depth.
@@ -35,12 +35,12 @@ MAX_WRITTEN_PER_PAYLOAD = 1.15
 """Device bytes expected per payload byte: the bound that write amplification is held to."""
 
 TOUCH_SLOTS = 1 << 20
-"""8 MiB. A page is still remembered with even odds after 700,000 others."""
+"""Slots of the table, 8 MiB. A page is still remembered with even odds after 700,000 others."""
 
 LONG_PREFIX_TOKENS = 4096
-"""A first touch of at least this many tokens is admitted as SELECTIVE begins, when little must be
-saved: on the Mooncake traces the shorter ones are 4% of what is written, the cheapest to compute
-again, and less than a point of the hit rate."""
+"""The first touch of a prefix of this many tokens is admitted as SELECTIVE begins, when few writes
+must be saved: on the Mooncake traces shorter ones are 4% of what is written, the cheapest to
+compute again, and less than a point of the hit rate."""
 
 LONG_PREFIX_DOUBLINGS = 6
 """Up to 262,144 tokens just below CLOSED, which leaves second touches. On the Mooncake traces, with
@@ -51,16 +51,16 @@ SELECTIVE_ABOVE, OPEN_BELOW = 0.5, 0.25
 CLOSED_ABOVE, SELECTIVE_BELOW = 1.0, 0.875
 
 MAX_WAIT_S = 4.0
-"""A store that waited this long is pressure 1. SELECTIVE thus begins at 2 s: on a disk that keeps
-up, what was inserted is durable by then."""
+"""The wait of a store that makes pressure 1. SELECTIVE thus begins at 2 s: a disk that keeps up has
+made it durable by then."""
 
 MAX_PINNED_WAIT_S = 2.0
-"""Waiting stores keep their host pages from eviction. A burst may fill the host tier for a moment;
-this is how long it may stay filled."""
+"""The longest time for which a burst of waiting stores may fill the host tier, since they keep
+their host pages from eviction."""
 
 
 class Level(enum.Enum):
-    """What is admitted now."""
+    """How much is admitted at the current pressure."""
 
     OPEN = "open"
     SELECTIVE = "selective"
@@ -68,29 +68,30 @@ class Level(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What became of an offered page."""
+    """The outcome of an offered page."""
 
     ADMITTED = "admitted"
-    DROPPED_FIRST_TOUCH = "dropped_first_touch"  # SELECTIVE, and nothing spoke for it
+    DROPPED_FIRST_TOUCH = "dropped_first_touch"  # SELECTIVE; neither seen before nor long
     DROPPED_BUDGET = "dropped_budget"
     DROPPED_BACKLOG = "dropped_backlog"
 
 
 def backlog_pressure(waited_s: float, pinned_share: float) -> float:
-    """Pressure of the queue: how long its head waited, what share of the host tier it pins."""
+    """Return the pressure of a queue whose head waited so long and that pins this share of the host
+    tier."""
     return max(waited_s / MAX_WAIT_S, min(pinned_share, waited_s / MAX_PINNED_WAIT_S))
 
 
 class WriteBudget:
     """A token bucket that keeps what is written in any 24 hours within ``bytes_per_day``.
 
-    A window sees at most what the bucket held at its start and what flowed in since, so the two
-    shares add up to one day: a tenth is the bucket (the largest burst), nine tenths flow in
-    evenly. The bucket starts full, so each restart may add a tenth.
+    A window can use what the bucket held at its start and what flowed in since, so the two shares
+    add up to one day: the bucket (the largest burst) is a tenth, and nine tenths flow in evenly.
+    The bucket starts full, so each restart may add a tenth.
 
-    ``spend`` takes what the device was really given, which may be more than what was admitted
-    (headers, padding, reinsertion). The bucket then goes below zero, and nothing is admitted until
-    the excess has flowed in again.
+    ``spend`` takes the bytes written to the device, which may exceed the admitted ones (headers,
+    padding, reinsertion). The bucket then goes below zero, and nothing is admitted until the excess
+    has flowed in again.
     """
 
     def __init__(self, bytes_per_day: int, clock: Callable[[], float]) -> None:
@@ -99,29 +100,29 @@ class WriteBudget:
         self._clock = clock
         self._burst = bytes_per_day * BURST_SHARE
         self._bytes_per_s = bytes_per_day * (1 - BURST_SHARE) / DAY_S
-        self._state = self._burst, clock()  # content, and when; one value for all threads
+        self._state = self._burst, clock()  # content, time; replaced as one value, for readers
 
     def spend(self, num_bytes: int) -> None:
-        """The device was given these bytes."""
+        """Charge bytes that were written to the device."""
         self._state = self.available - num_bytes, self._clock()
 
     @property
     def available(self) -> float:
-        """Bytes that may be written now; negative after more was written than admitted."""
+        """Bytes that may be written now; negative if more was written than admitted."""
         content, at = self._state
         return min(self._burst, content + (self._clock() - at) * self._bytes_per_s)
 
     @property
     def pressure(self) -> float:
-        """0 when nothing was written lately, 1 and more when nothing may be written."""
+        """Used share of the bucket: 0 while it is full; from 1 on nothing may be written."""
         return 1 - self.available / self._burst
 
 
 class TouchMemory:
     """The pages that were offered before: a table of 64-bit fingerprints, one slot per page.
 
-    A page overwrites whatever its slot held, which is how the table ages and stays bounded. It
-    never errs towards "seen" but with odds of 2**-63, and forgets a page with odds of
+    A page overwrites the content of its slot, which is how the table ages and stays bounded. False
+    positives have probability 2**-63. A page is forgotten with probability
     1 - exp(-offered / slots) after ``offered`` others: a forgotten second touch is a first one.
     """
 
@@ -131,15 +132,15 @@ class TouchMemory:
         self._table = np.zeros(num_slots, dtype="<u8")
 
     def num_seen(self, keys: Sequence[bytes]) -> int:
-        """Leading pages of a chain that were offered before; then all of them count as offered.
+        """Count the leading pages of a chain that were offered before, and mark all as offered.
 
-        A key names its whole chain, so a page that was seen vouches for every page before it,
-        and slots that were overwritten in between do no harm.
+        A key names its whole chain, so a seen page vouches for every page before it, and slots
+        overwritten in between do no harm.
         """
         if not keys:
             return 0
-        # On the scheduler's thread for every node: strides and methods cost half of what slices
-        # of two dimensions and functions of the module do.
+        # Runs on the scheduler thread for every node: strides and methods cost half as much as
+        # two-dimensional slices and module functions.
         words = np.frombuffer(b"".join(keys), dtype="<u8")
         stride = len(words) // len(keys)
         slots = words[::stride] % np.uint64(len(self._table))
@@ -150,7 +151,7 @@ class TouchMemory:
 
 
 class Admission:
-    """Decides for whole operations: a chain is useful only up to its first missing page."""
+    """Decides about whole operations: a chain is useful only up to its first missing page."""
 
     def __init__(
         self, *, budget: WriteBudget | None = None, memory: TouchMemory | None = None
@@ -165,26 +166,26 @@ class Admission:
 
     @property
     def would_open(self) -> bool:
-        """Whether the level would be OPEN if no store waited."""
+        """True if the level would be OPEN without waiting stores."""
         return self._budget is None or self._budget.pressure < OPEN_BELOW
 
     @property
     def outcomes(self) -> dict[Outcome, int]:
-        """Pages decided on so far, by what became of them."""
+        """Pages decided on so far, by outcome."""
         return dict(self._outcomes)
 
     @property
     def budget_bytes(self) -> float | None:
-        """What may be written now; None without a budget."""
+        """Bytes that may be written now; None without a budget."""
         return None if self._budget is None else self._budget.available
 
     def spend(self, num_bytes: int) -> None:
-        """The device was given these bytes since the last call."""
+        """Charge the bytes written to the device since the last call."""
         if self._budget is not None and num_bytes > 0:
             self._budget.spend(num_bytes)
 
     def is_long(self, prefix_tokens: int) -> bool:
-        """Whether the first touch of a prefix is admitted while SELECTIVE."""
+        """Return whether the first touch of such a prefix is admitted while SELECTIVE."""
         above = (self._pressure - SELECTIVE_ABOVE) / (CLOSED_ABOVE - SELECTIVE_ABOVE)
         doublings = min(LONG_PREFIX_DOUBLINGS, max(0, int(above * (LONG_PREFIX_DOUBLINGS + 1))))
         return prefix_tokens >= LONG_PREFIX_TOKENS << doublings
@@ -198,11 +199,11 @@ class Admission:
         num_held: Callable[[], int],
         backlog: float | None = None,
     ) -> int:
-        """How many leading pages of an operation to store.
+        """Return how many leading pages of an operation to store.
 
-        ``prefix_tokens`` is the length of the chain the pages belong to, ``num_held`` tells how
-        many leading pages are stored already and cost nothing, and ``backlog`` is None where it is
-        not known: then the last one stands.
+        ``prefix_tokens`` is the length of the pages' chain. ``num_held`` returns how many leading
+        pages are stored already and cost nothing. ``backlog`` is None where it is not known: then
+        the last one stands.
         """
         if backlog is not None:
             self._backlog = backlog
@@ -223,7 +224,7 @@ class Admission:
         return admitted
 
     def _num_wanted(self, keys: Sequence[bytes], prefix_tokens: int) -> tuple[int, Outcome]:
-        """Leading pages the level lets in, and why the rest is dropped."""
+        """Return how many leading pages the level admits, and the outcome of the rest."""
         num_seen = self._memory.num_seen(keys)
         if self.level is Level.CLOSED:
             is_backlog = self._budget is None or self._backlog >= self._budget.pressure

@@ -1,18 +1,17 @@
-"""What it costs to compute a prefix, and what it costs to load it: the basis of each decision.
+"""The cost of computing a prefix against the cost of loading it: the basis of each decision.
 
 Prefill of ``n`` tokens behind ``c`` others takes a fixed time, one per token (the matrix products)
 and one per pair of a new token and a token it attends to: ``n * (c + n / 2)``. A load takes a fixed
-time and one per byte. Both are learnt from the running server, so that a busy disk, a faster GPU
-or another model needs no tuning; ``LearntCost`` tells how. Fetching wherever it is cheaper than
-prefill follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025,
-arXiv 2410.03065); what this runtime cannot do of it, meeting in the middle, is told in the README
-of this package.
+time and one per byte. ``OnlineCost`` estimates both in the running server, so that a busy disk, a
+faster GPU or another model needs no tuning. Fetching wherever it is cheaper than prefill follows
+Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065); the
+README of this package explains why the two do not meet in the middle here.
 
 A prefix may lie in several tiers (this server's disk, other servers', an object store), each with
-a cost of its own. Tiers go by their number, nearest first. They are read at the same time, so a
-load takes as long as its slowest part.
+a cost of its own. Tiers are numbered, nearest first. They are read at the same time, so a load
+takes as long as its slowest part.
 
-Pure: seconds, tokens and bytes in, decisions out. Not thread-safe unless said.
+Pure: seconds, tokens and bytes in, decisions out. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.online_estimate import LearntCost
+from sglang_tiered.policy.online_estimate import OnlineCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +33,7 @@ __all__ = [
     "PrefillCost",
     "TYPICAL_TRANSFER_BYTES",
     "TransferCost",
-    "farthest_first",
+    "remote_first",
 ]
 
 PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
@@ -43,42 +42,42 @@ PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 TYPICAL_PREFILL_TOKENS = 2048
 
 MIN_OBSERVED_TOKENS = 64
-"""Smaller batches (warm-up, the last tokens of a hit) speak of the fixed part alone, and would move
+"""Smaller batches (warm-up, the last tokens of a hit) measure the fixed part alone, and would move
 all prices with it."""
 
 PRIOR_TRANSFER = (1e-3, 1e-9)
-"""Seconds per load and per byte, before any: 1 GB/s."""
+"""Seconds per load and per byte, before any load was seen: 1 GB/s."""
 
 PRIOR_PEERS = (5e-3, 1e-9)
-"""The same for other servers: 5 ms, and 1 GB/s."""
+"""The same for other servers: 5 ms and 1 GB/s."""
 
 PRIOR_OBJECT = (5e-2, 5e-9)
-"""The same for an object store: 50 ms, and 200 MB/s."""
+"""The same for an object store: 50 ms and 200 MB/s."""
 
 PRIORS = (PRIOR_TRANSFER, PRIOR_PEERS, PRIOR_OBJECT)
-"""By tier, nearest first."""
+"""The priors by tier, nearest first."""
 
 TYPICAL_TRANSFER_BYTES = 16 << 20
 
 PREFILL_LEVEL_HALF_LIFE, TRANSFER_LEVEL_HALF_LIFE, PRICE_HALF_LIFE = 8, 1, 48
-"""In observations. A processor's speed is a constant seen through noise; a disk's changes."""
+"""Half lives in observations. A processor's speed is constant beneath noise; a disk's changes."""
 
 NUM_CUTS = 16
 """Lengths between nothing and everything that a plan compares."""
 
 MAX_SPANS = 8
-"""Changes of tier that a plan looks at besides; a prefix rarely has more than one."""
+"""Changes of tier that a plan compares too; a prefix rarely has more than one."""
 
 MIN_GAIN = 0.02
-"""A load must save this share of the prefill it replaces, or it is not worth its reads."""
+"""The share of the replaced prefill that a load must save to be worth its reads."""
 
 
 class PrefillCost:
-    """Seconds of prefill, learnt from batches."""
+    """Seconds of prefill, estimated from batches."""
 
     def __init__(self, prior: Sequence[float] = PRIOR_PREFILL) -> None:
         n = TYPICAL_PREFILL_TOKENS
-        self._cost = LearntCost(
+        self._cost = OnlineCost(
             prior,
             (1.0, n, n * n / 2),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
@@ -95,7 +94,8 @@ class PrefillCost:
         return self._cost.num_observed
 
     def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A batch of ``(new tokens, tokens before them)`` per request took so long."""
+        """Learn that a batch of ``(new tokens, tokens before them)`` per request took
+        ``seconds``."""
         num_tokens = sum(new for new, _ in spans)
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
@@ -103,24 +103,24 @@ class PrefillCost:
         self._cost.observe((1.0, num_tokens, num_pairs), seconds)
 
     def seconds(self, new: int, before: int) -> float:
-        """Of ``new`` tokens behind ``before`` others, the batch's fixed time left out: a request
-        prefills at least its last token, so no load saves that."""
+        """Return the prefill time of ``new`` tokens behind ``before`` others, without the batch's
+        fixed time: a request prefills at least its last token, so no load saves that."""
         _, per_token, per_pair = self._cost.prices
         return per_token * new + per_pair * _pairs(new, before)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of a cold prompt of typical length; ``None`` while all seems to be fixed cost, as one
-        short and late batch makes it look."""
+        """Rate of a cold prompt of typical length; ``None`` while all cost appears fixed, as after
+        one short and late batch."""
         seconds = self.seconds(TYPICAL_PREFILL_TOKENS, 0)
         return TYPICAL_PREFILL_TOKENS / seconds if seconds > 0 else None
 
 
 class TransferCost:
-    """Seconds of loads from one tier, learnt from finished ones."""
+    """Seconds of loads from one tier, estimated from finished ones."""
 
     def __init__(self, prior: Sequence[float] = PRIOR_TRANSFER) -> None:
-        self._cost = LearntCost(
+        self._cost = OnlineCost(
             prior,
             (1.0, TYPICAL_TRANSFER_BYTES),
             level_half_life=TRANSFER_LEVEL_HALF_LIFE,
@@ -137,7 +137,7 @@ class TransferCost:
         return self._cost.num_observed
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """A load of so many bytes took so long, from its turn to its end."""
+        """Learn that a load took ``seconds`` from its turn to its end."""
         self._cost.observe((1.0, num_bytes), seconds)
 
     def seconds(self, num_bytes: int, num_loads: int = 1) -> float:
@@ -145,15 +145,15 @@ class TransferCost:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of a load of typical size; ``None`` while loads seem to take no time."""
+        """Rate of a load of typical size; ``None`` while loads appear to take no time."""
         seconds = self.seconds(TYPICAL_TRANSFER_BYTES)
         return TYPICAL_TRANSFER_BYTES / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is
-    until it has arrived, its queue included; ``saved_s`` the prefill it replaces."""
+    """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is the
+    time until all has arrived, queue included; ``saved_s`` the prefill that it replaces."""
 
     parts: tuple[int, ...]
     load_s: float
@@ -164,8 +164,8 @@ class LoadPlan:
         return sum(self.parts)
 
     @property
-    def num_far(self) -> int:
-        """Tokens that do not come from the nearest tier."""
+    def num_remote(self) -> int:
+        """Tokens that come from another tier than the nearest."""
         return sum(self.parts[1:])
 
 
@@ -192,12 +192,12 @@ class CostModel:
 
     @property
     def transfer(self) -> TransferCost:
-        """Of the nearest tier."""
+        """The cost of loads from the nearest tier."""
         return self.transfers[0]
 
     def load_seconds(self, parts: Sequence[int], ahead: Sequence[int] = ()) -> float:
-        """Until so many tokens of each tier have arrived, behind the tokens of other loads. Loads
-        follow each other; the parts of one run side by side."""
+        """Return the time until ``parts`` (tokens by tier) have arrived, behind the tokens of other
+        loads. Loads follow each other; the parts of one load run side by side."""
         own_s = max(self._part_seconds(parts), default=self.transfer.seconds(0))
         return own_s + sum(self._part_seconds(ahead))
 
@@ -216,15 +216,15 @@ class CostModel:
         spans: Sequence[tuple[int, int]] = (),
         ends: Sequence[int] | None = None,
     ) -> LoadPlan:
-        """The length to load of a prefix that the tiers hold ``num_held`` tokens of.
+        """Choose how much to load of a prefix of which the tiers hold ``num_held`` tokens.
 
         ``num_new`` tokens, the held ones first among them, follow ``num_before`` that need no
         prefill. ``spans`` are pairs of a tier and how many of the held tokens it holds, in order;
-        without them the nearest holds all. ``ends`` are the lengths that can be used, shortest
-        first, of models whose states lie at some places only. ``ahead`` are the tokens of other
-        loads, by tier. Whatever arrives while the request has to wait anyway (``queue_wait_s``)
-        costs nothing. Of lengths that are about as good the longest is taken: it leaves more of the
-        processor to others. Whole pages; 0 means compute everything.
+        without them the nearest holds all. ``ends`` are the usable lengths, shortest first, of
+        models whose states lie at some places only. ``ahead`` are the tokens of other loads, by
+        tier. Tokens that arrive while the request waits anyway (``queue_wait_s``) cost nothing. Of
+        lengths that are about equal the longest is taken: it leaves more of the processor to
+        others. Lengths are whole pages; 0 means that everything is computed.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         if num_held <= 0:
@@ -242,15 +242,15 @@ class CostModel:
         return best
 
     def should_wait(self, *, num_saved: int, num_before: int, left_s: float) -> bool:
-        """Whether a request that could start now waits on for a load, expected in ``left_s``, that
-        saves it the prefill of ``num_saved`` tokens behind ``num_before`` others."""
+        """Return whether a request that could start now should wait ``left_s`` for a load that
+        saves the prefill of ``num_saved`` tokens behind ``num_before`` others."""
         return left_s < self.prefill.seconds(num_saved, num_before)
 
     def _cuts(
         self, num_held: int, spans: Sequence[tuple[int, int]], ends: Sequence[int] | None
     ) -> list[int]:
-        """Lengths to compare: even parts, and where the tier changes; of a load that may end at
-        some places only, the last such place in each."""
+        """Return the lengths to compare: even parts, and the places where the tier changes. Of a
+        load that may end at some places only, the last such place in each."""
         num_pages = num_held // self._page_tokens
         cuts = min(NUM_CUTS, num_pages)
         lengths = {num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)}
@@ -264,7 +264,7 @@ class CostModel:
         return sorted(lengths - {0})
 
     def _parts(self, num_tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """How many of the first tokens lie in which tier."""
+        """Return how many of the first tokens lie in each tier."""
         parts = [0] * len(self.transfers)
         for tier, length in spans:
             taken = min(length, num_tokens)
@@ -276,9 +276,9 @@ class CostModel:
         return tuple(parts)
 
 
-def farthest_first(num_tokens: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """``num_tokens`` of loads that come to ``parts`` by tier, when it is not known which: the far
-    ones, as they arrive last. What is beyond all of them is the nearest tier's."""
+def remote_first(num_tokens: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Attribute ``num_tokens`` of loads of ``parts`` (tokens by tier) to tiers, when it is not
+    known which are missing: the remote ones first, since they arrive last, then the nearest."""
     taken = [0] * max(1, len(parts))
     for tier in range(len(parts) - 1, 0, -1):
         taken[tier] = min(num_tokens, parts[tier])
@@ -288,14 +288,14 @@ def farthest_first(num_tokens: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pairs(new: int, before: int) -> float:
-    """Pairs of a new token and one it attends to."""
+    """Return the number of pairs of a new token and one that it attends to."""
     return new * (before + new / 2)
 
 
 class LoadDecision(enum.Enum):
-    """What became of a prompt's tokens that neither device nor host held, as the request came."""
+    """The outcome of a prompt's tokens that neither device nor host held on arrival."""
 
     ABSENT = "absent"  # the tier does not hold them
     LOAD = "load"
     DECLINED = "declined"  # computing them was expected to be cheaper
-    GAVE_UP = "gave_up"  # begun, but waiting on would have cost more than computing
+    GAVE_UP = "gave_up"  # begun, but waiting longer would have cost more than computing

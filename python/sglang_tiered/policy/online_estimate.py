@@ -1,13 +1,13 @@
-"""``LearntCost``: seconds as a sum of priced parts, learnt from what things really took.
+"""``OnlineCost``: seconds as a sum of priced parts, estimated online from measured durations.
 
 A cost is ``level * (price_1 * feature_1 + price_2 * feature_2 + ...)``. The level follows the last
-few observations, in logarithms, so that a disk that becomes a hundred times slower is believed
-after two or three, and one that recovers as soon. The prices say how the parts compare (the fixed
-part with the part per byte) and move slowly, by least squares with exponential forgetting (Haykin,
-Adaptive Filter Theory) on relative errors and with no price below zero. Both start from a prior,
-which keeps deciding about parts that no observation speaks of.
+few observations, in logarithms: a disk that becomes a hundred times slower is believed after two or
+three, and a recovery as soon. The prices say how the parts compare (the fixed part with the part
+per byte) and move slowly, by least squares with exponential forgetting (Haykin, Adaptive Filter
+Theory) on relative errors and with no price below zero. Both start from a prior, which keeps
+deciding about parts that no observation contains.
 
-Pure arithmetic on a few numbers, some 50 microseconds an observation. Not thread-safe.
+Pure arithmetic on a few numbers; an observation takes about 50 microseconds. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LearntCost"]
+__all__ = ["OnlineCost"]
 
 PRIOR_WEIGHT = 0.05
-"""Of each prior price, in observations of that price alone."""
+"""The weight of each prior price, in observations of that price alone."""
 
 MAX_SURPRISE = 2.0
-"""How far from its expectation an observation can be for the prices; what is beyond is a change
-of level."""
+"""The largest quotient of observed and expected seconds that moves the prices; the rest of it
+counts as a change of level."""
 
 MAX_LEVEL_STEP = math.log(1000)
-"""One observation's largest claim about the level: a clock that jumped must not decide alone."""
+"""The largest change of the log level by one observation: a clock that jumped must not decide
+alone."""
 
 SWEEPS = 12
-"""Of coordinate descent, from the last solution on."""
+"""Sweeps of coordinate descent an observation, from the last solution on."""
 
 TINY_S = 1e-9
 
 
-class LearntCost:
-    """``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary
-    case: together they say what share a price has. An observation counts half for the level after
-    ``level_half_life`` others, for the prices after ``price_half_life``."""
+class OnlineCost:
+    """Predicts seconds from features and learns from what they took.
+
+    ``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary case:
+    together they give the share of each price. An observation counts half for the level after
+    ``level_half_life`` others, and for the prices after ``price_half_life``.
+    """
 
     def __init__(
         self,
@@ -67,16 +71,16 @@ class LearntCost:
 
     @property
     def prices(self) -> tuple[float, ...]:
-        """Seconds per unit of each feature, as believed now."""
+        """Current estimates, in seconds per unit of each feature."""
         level = math.exp(self._log_level)
         return tuple(level * price for price in self._prices)
 
     def predict(self, features: Sequence[float]) -> float:
-        """Expected seconds."""
+        """Return the expected seconds."""
         return math.exp(self._log_level) * self._shape(features)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Something with these features took so long. Nonsense (no time, no work) is ignored."""
+        """Learn that these features took ``seconds``. No time or no work is ignored."""
         if not 0 < seconds < math.inf or not any(features):
             return
         expected = max(TINY_S, self._shape(features))

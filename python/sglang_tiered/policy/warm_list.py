@@ -1,11 +1,11 @@
 """``WarmList``: the prefixes worth having in host memory right after a restart.
 
-The tree and its recency die with the process; NVMe keeps pages by their hashes, from which no
-prompt can be told. So the prompts that came back lately are remembered, most recent first, as far
-as half the host tier reaches, and written beside the pages. What is written is as private as the
-pages are: tokens, and digests in the place of keys. It is read back only if every byte verifies.
+The tree and its recency die with the process; NVMe keeps pages by their hashes, from which prompts
+cannot be told. So the prompts that came back lately are remembered, most recent first, up to half
+of the host tier, and written beside the pages. The file is as private as the pages are: it holds
+tokens, and digests in place of keys. It is read back only if every byte verifies.
 
-Not thread-safe but for ``encode``, which works on a snapshot that ``snapshot`` returned.
+Not thread-safe, except for ``encode``, which works on what ``snapshot`` returned.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VERSION = 2
 
 
 class WarmChain(msgspec.Struct, frozen=True):
-    """One prefix: its tokens as int64 in native order, the tenant it belongs to, and a digest of
-    the keys that its requests go by, of which a tenant has one more for each adapter."""
+    """One prefix: its tokens as int64 in native order, its tenant, and a digest of the keys of its
+    requests, of which a tenant has one more for each adapter."""
 
     tokens: bytes
     tenant: bytes
@@ -48,7 +48,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class WarmList:
-    """At most ``capacity`` tokens of chains, the least recently used forgotten first."""
+    """Keeps at most ``capacity`` tokens of chains and drops the least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         if capacity <= 0:
@@ -62,7 +62,7 @@ class WarmList:
         return len(self._chains)
 
     def used(self, chain: str, content: WarmChain, *, prefixes: Iterable[str] = ()) -> None:
-        """A chain was used. The chains in ``prefixes`` are its own beginnings: it replaces them."""
+        """Note the use of a chain. It replaces the chains in ``prefixes``, its own beginnings."""
         for shorter in (*prefixes, chain):
             gone = self._chains.pop(shorter, None)
             if gone is not None:
@@ -77,24 +77,24 @@ class WarmList:
             self.num_tokens -= oldest.num_tokens
 
     def forget(self, belongs: Callable[[WarmChain], bool]) -> None:
-        """Chains of a tenant that was purged shall not be written again."""
+        """Remove the chains of a purged tenant, so that they are never written again."""
         for chain, content in list(self._chains.items()):
             if belongs(content):
                 self.num_tokens -= self._chains.pop(chain).num_tokens
         self.num_changes += 1
 
     def snapshot(self) -> list[WarmChain]:
-        """Most recently used first."""
+        """Return the chains, the most recently used first."""
         return list(reversed(self._chains.values()))
 
 
 def encode(chains: Sequence[WarmChain]) -> bytes:
-    """A checksum, then MessagePack."""
+    """Return a checksum, then MessagePack."""
     return seal(_File(VERSION, list(chains)))
 
 
 def decode(data: bytes) -> list[WarmChain]:
-    """What was encoded; nothing if a byte of it is not what was written."""
+    """Return the encoded chains; none if a byte differs from what was written."""
     file = unseal(data, _File)
     if file is None or file.version != VERSION:
         return []

@@ -119,9 +119,9 @@ def test_server_info_shows_what_the_pod_backend_served_only_where_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = SimpleNamespace(tree_cache=object())
-    monkeypatch.setattr(pod.STATISTICS, "serving", False)
+    monkeypatch.setattr(pod.PodAttention.statistics, "serving", False)
     result = SimpleNamespace(internal_state={})
     assert hooks._after_internal_state(result, scheduler, None).internal_state == {}
-    monkeypatch.setattr(pod.STATISTICS, "serving", True)
+    monkeypatch.setattr(pod.PodAttention.statistics, "serving", True)
     shown = hooks._after_internal_state(result, scheduler, None).internal_state
     assert shown["sglang_tiered_pod"]["forwards"] == 0

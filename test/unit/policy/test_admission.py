@@ -90,7 +90,7 @@ def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -
     assert total >= 0.9 * DAY_BYTES - size
 
 
-def test_what_was_written_beyond_the_budget_is_paid_back_first() -> None:
+def test_writes_beyond_the_budget_are_paid_back() -> None:
     clock = Clock()
     budget = WriteBudget(DAY_BYTES, clock)
     budget.spend(DAY_BYTES // 10 + 9000)
@@ -100,7 +100,7 @@ def test_what_was_written_beyond_the_budget_is_paid_back_first() -> None:
     assert budget.available == pytest.approx(0)
 
 
-def test_idle_time_does_not_pile_up_beyond_the_burst() -> None:
+def test_idle_budget_never_exceeds_the_burst() -> None:
     clock = Clock()
     budget = WriteBudget(DAY_BYTES, clock)
     clock.now = 30 * DAY_S
@@ -124,7 +124,7 @@ def test_page_is_seen_the_second_time() -> None:
     assert memory.num_seen([]) == 0
 
 
-def test_late_page_vouches_for_the_forgotten_ones_before_it() -> None:
+def test_seen_page_vouches_for_forgotten_pages_before_it() -> None:
     memory = TouchMemory(1 << 12)
     memory.num_seen(keys("c"))
     assert memory.num_seen(keys(*"abcd")) == 3
@@ -132,9 +132,7 @@ def test_late_page_vouches_for_the_forgotten_ones_before_it() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.lists(st.lists(st.integers(0, 200), max_size=20, unique=True)))
-def test_memory_never_takes_a_new_page_for_a_known_one(
-    num_slots: int, runs: list[list[int]]
-) -> None:
+def test_new_page_is_never_taken_for_seen(num_slots: int, runs: list[list[int]]) -> None:
     """Overwritten slots forget; they must not lie, however full the table is."""
     memory = TouchMemory(num_slots)
     offered: set[int] = set()
@@ -180,21 +178,21 @@ def test_touches_before_the_pressure_count() -> None:
     assert offer(gate, keys("a", "b"), backlog=BUSY) == 1
 
 
-def test_only_the_suffix_behind_the_last_known_page_is_dropped() -> None:
+def test_only_pages_behind_the_last_seen_are_dropped() -> None:
     gate = Admission()
     offer(gate, keys(*"ab"), backlog=BUSY)
     assert offer(gate, keys(*"abcd")) == 2
     assert gate.outcomes[Outcome.DROPPED_FIRST_TOUCH] == 2 + 2
 
 
-def test_busy_disk_takes_first_touches_of_long_prefixes_whole() -> None:
+def test_busy_disk_admits_whole_long_first_touches() -> None:
     gate = Admission()
     short, long = LONG_PREFIX_TOKENS - 1, LONG_PREFIX_TOKENS
     assert offer(gate, keys(*"ab"), prefix_tokens=short, backlog=BUSY) == 0
     assert offer(gate, keys(*"cd"), prefix_tokens=long) == 2
 
 
-def test_what_is_long_grows_with_the_pressure() -> None:
+def test_length_of_a_long_prefix_grows_with_pressure() -> None:
     gate = Admission()
     thresholds = []
     for step in range(10):
@@ -248,7 +246,7 @@ def test_unknown_backlog_leaves_the_last_one() -> None:
         (4.0, 0.0, Level.CLOSED),
     ],
 )
-def test_backlog_counts_by_how_long_it_stands(
+def test_backlog_counts_by_its_waiting_time(
     waited_s: float, pinned_share: float, level: Level
 ) -> None:
     gate = Admission()
@@ -303,7 +301,7 @@ def test_used_up_budget_opens_again_by_waiting_only() -> None:
         max_size=80,
     )
 )
-def test_admitted_bytes_stay_within_the_budget_whatever_is_offered(
+def test_admitted_bytes_never_exceed_the_budget(
     steps: list[tuple[float, int, float, int]],
 ) -> None:
     gate, clock = budgeted()

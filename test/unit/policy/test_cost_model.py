@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
-from sglang_tiered.policy.online_estimate import LearntCost
+from sglang_tiered.policy.online_estimate import OnlineCost
 
 BATCH_S, TOKEN_S, PAIR_S = 4e-3, 4.5e-4, 1.5e-8  # two CPU cores
 LOAD_S, BYTE_S = 3e-3, 1 / 0.8e9
@@ -53,14 +53,12 @@ def model(slowdown: float = 1.0) -> CostModel:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("new", "before"), [(256, 0), (4000, 0), (512, 8000), (16000, 0)])
-def test_prefill_is_predicted_within_a_third_of_what_noisy_batches_took(
-    seed: int, new: int, before: int
-) -> None:
+def test_noisy_batches_predict_prefill_within_a_third(seed: int, new: int, before: int) -> None:
     expected = prefill_seconds(new, before) - BATCH_S
     assert learnt_prefill(seed).seconds(new, before) == pytest.approx(expected, rel=0.33)
 
 
-def test_a_warm_up_of_a_few_tokens_says_nothing_about_long_prompts() -> None:
+def test_short_warm_up_does_not_price_long_prompts() -> None:
     cost = PrefillCost()
     before = cost.prices
     cost.observe([(8, 0), (29, 0)], 1e-5)
@@ -68,7 +66,7 @@ def test_a_warm_up_of_a_few_tokens_says_nothing_about_long_prompts() -> None:
     assert cost.num_observed == 0
 
 
-def test_a_batch_of_several_requests_counts_each_behind_its_own_prefix() -> None:
+def test_batch_counts_each_request_behind_its_prefix() -> None:
     together, apart = PrefillCost(), PrefillCost()
     for _ in range(50):
         together.observe([(500, 0), (500, 4000)], 0.5)
@@ -78,12 +76,12 @@ def test_a_batch_of_several_requests_counts_each_behind_its_own_prefix() -> None
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 18, 1 << 22, 1 << 26])
-def test_a_load_is_predicted_within_a_third_of_what_noisy_loads_took(num_bytes: int) -> None:
+def test_noisy_loads_predict_a_load_within_a_third(num_bytes: int) -> None:
     expected = load_seconds(num_bytes)
     assert learnt_transfer().seconds(num_bytes) == pytest.approx(expected, rel=0.33)
 
 
-def test_a_disk_that_became_300_times_slower_is_declined_after_five_loads() -> None:
+def test_suddenly_slow_disk_is_declined_after_five_loads() -> None:
     costs = model()
     assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
     for _ in range(5):
@@ -94,7 +92,7 @@ def test_a_disk_that_became_300_times_slower_is_declined_after_five_loads() -> N
     assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
 
 
-def test_a_load_ends_where_a_model_with_states_can_go_on() -> None:
+def test_load_ends_at_a_usable_state() -> None:
     costs = model()
     asked = {"num_held": 4000, "num_new": 4032, "num_before": 0}
     assert costs.plan(**asked, ends=[128, 2496, 3776]).num_tokens == 3776
@@ -109,13 +107,13 @@ def test_one_stall_does_not_decide_alone() -> None:
     assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == 3968
 
 
-def test_before_anything_was_learnt_an_ordinary_disk_is_used() -> None:
+def test_priors_use_an_ordinary_disk() -> None:
     fresh = CostModel(page_tokens=64, bytes_per_token=BYTES_PER_TOKEN)
     assert fresh.plan(num_held=2048, num_new=2100, num_before=0).num_tokens == 2048
     assert fresh.plan(num_held=64, num_new=2100, num_before=0).num_tokens == 64
 
 
-def test_a_single_page_that_costs_more_than_its_prefill_is_computed() -> None:
+def test_page_costlier_than_its_prefill_is_computed() -> None:
     costs = model(slowdown=20)
     assert costs.plan(num_held=64, num_new=100, num_before=0).num_tokens == 0
 
@@ -159,7 +157,7 @@ def test_no_plan_is_dearer_than_computing_everything(
     assert plan.saved_s == pytest.approx(everything - rest if plan.num_tokens else 0.0)
 
 
-def test_a_slow_load_is_taken_as_far_as_it_hides_behind_the_queue() -> None:
+def test_slow_load_is_bounded_by_the_queue_wait() -> None:
     costs = CostModel(
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
@@ -174,7 +172,7 @@ def test_a_slow_load_is_taken_as_far_as_it_hides_behind_the_queue() -> None:
     assert costs.plan(**held, queue_wait_s=6400 * 2 * TOKEN_S).num_tokens == 6400
 
 
-def test_loads_ahead_can_make_a_load_not_worth_its_wait() -> None:
+def test_loads_ahead_make_a_load_too_late() -> None:
     costs = model()
     held = {"num_held": 4000, "num_new": 4032, "num_before": 0}
     assert costs.plan(**held, ahead=(10_000,)).num_tokens == 3968
@@ -191,7 +189,7 @@ def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
-    cost = LearntCost((1.0, 1.0), (1.0, 1.0), level_half_life=1, price_half_life=10)
+    cost = OnlineCost((1.0, 1.0), (1.0, 1.0), level_half_life=1, price_half_life=10)
     cost.observe((1.0, 1.0), seconds)
     assert cost.num_observed == 0
     assert cost.predict((1.0, 1.0)) == 2.0
@@ -201,7 +199,7 @@ def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
 def test_whatever_was_observed_costs_stay_finite_and_positive(
     observations: list[tuple[float, float, float]],
 ) -> None:
-    cost = LearntCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1, price_half_life=48)
+    cost = OnlineCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1, price_half_life=48)
     for fixed, size, seconds in observations:
         cost.observe((fixed, size), seconds)
     assert all(0 <= price < math.inf for price in cost.prices)
@@ -210,14 +208,14 @@ def test_whatever_was_observed_costs_stay_finite_and_positive(
 
 def test_senseless_prices_are_refused() -> None:
     with pytest.raises(ValueError, match="2 prices do not fit 1 features"):
-        LearntCost((1.0, 1.0), (1.0,), level_half_life=1, price_half_life=1)
+        OnlineCost((1.0, 1.0), (1.0,), level_half_life=1, price_half_life=1)
     with pytest.raises(ValueError, match="not be negative"):
-        LearntCost((-1.0,), (1.0,), level_half_life=1, price_half_life=1)
+        OnlineCost((-1.0,), (1.0,), level_half_life=1, price_half_life=1)
     with pytest.raises(ValueError, match="page of 0 tokens"):
         CostModel(page_tokens=0, bytes_per_token=1)
 
 
-def test_a_prefill_that_looks_like_fixed_cost_alone_ends_no_report() -> None:
+def test_all_fixed_prefill_cost_reports_no_rate() -> None:
     prefill = PrefillCost((1.0, 0.0, 0.0))
     assert prefill.seconds(2048, 0) == 0
     assert prefill.tokens_per_s is None

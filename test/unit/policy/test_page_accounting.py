@@ -18,7 +18,7 @@ def left(fates: PageFates) -> dict[Fate, int]:
     return {fate: count for fate, count in fates.left.items() if count}
 
 
-def test_page_is_dirty_from_its_writing_to_its_store() -> None:
+def test_page_is_dirty_until_it_is_stored() -> None:
     fates = PageFates(8)
     fates.written(pages(1, 2, 3))
     assert fates.num_dirty == 3
@@ -29,7 +29,7 @@ def test_page_is_dirty_from_its_writing_to_its_store() -> None:
     assert fates.num_dirty == 0
 
 
-def test_page_that_was_dropped_and_stored_later_leaves_clean() -> None:
+def test_dropped_page_stored_later_leaves_clean() -> None:
     fates = PageFates(8)
     fates.written(pages(0))
     fates.stored(pages(0), [Fate.LOST_FIRST_TOUCH])
@@ -38,7 +38,7 @@ def test_page_that_was_dropped_and_stored_later_leaves_clean() -> None:
     assert left(fates) == {Fate.CLEAN: 1}
 
 
-def test_loaded_page_leaves_clean_and_its_slot_begins_anew() -> None:
+def test_loaded_page_leaves_clean_and_frees_its_slot() -> None:
     fates = PageFates(8)
     fates.loaded(pages(5))
     assert fates.num_dirty == 0
@@ -48,7 +48,7 @@ def test_loaded_page_leaves_clean_and_its_slot_begins_anew() -> None:
     fates.check_integrity()
 
 
-def test_store_of_a_page_nobody_told_of_does_not_upset_the_count() -> None:
+def test_store_of_an_unknown_page_keeps_the_count() -> None:
     fates = PageFates(8)
     fates.stored(pages(1, 2), [Fate.CLEAN, Fate.LOST_FAILED])
     assert fates.num_dirty == 0
@@ -56,7 +56,7 @@ def test_store_of_a_page_nobody_told_of_does_not_upset_the_count() -> None:
     assert left(fates) == {Fate.CLEAN: 1, Fate.LOST_UNOFFERED: 1}
 
 
-def test_flush_takes_everything_and_says_what_was_dirty() -> None:
+def test_flush_counts_dirty_pages() -> None:
     fates = PageFates(8)
     fates.written(pages(0, 1, 2))
     fates.stored(pages(1), [Fate.CLEAN])
@@ -68,14 +68,14 @@ def test_flush_takes_everything_and_says_what_was_dirty() -> None:
     assert fates.num_dirty == 1
 
 
-def test_kv_that_never_got_a_page_is_counted_beside() -> None:
+def test_kv_without_a_page_is_counted_apart() -> None:
     fates = PageFates(1)
     fates.never_written(7)
     assert left(fates) == {Fate.LOST_HOST_SHORT: 7} and fates.num_dirty == 0
 
 
 @pytest.mark.parametrize("fate", [fate for fate in Fate if fate is not Fate.CLEAN])
-def test_every_reason_is_told_apart(fate: Fate) -> None:
+def test_every_reason_is_counted_apart(fate: Fate) -> None:
     fates = PageFates(4)
     fates.written(pages(2))
     fates.stored(pages(2), [fate])
@@ -93,7 +93,7 @@ def test_every_reason_is_told_apart(fate: Fate) -> None:
         max_size=60,
     )
 )
-def test_what_entered_left_or_is_still_there(
+def test_every_entered_page_left_or_remains(
     operations: list[tuple[str, set[int], Fate]],
 ) -> None:
     fates = PageFates(8)

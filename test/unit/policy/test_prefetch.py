@@ -7,7 +7,7 @@ import pytest
 from sglang_tiered.policy.prefetch import MAX_IGNORED_ASKS, PrefetchWindow
 
 
-def test_loads_beyond_the_window_are_put_off_and_come_back() -> None:
+def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(600, num_taken=400)
     assert not window.has_room(601, num_taken=400)
@@ -20,7 +20,7 @@ def test_loads_beyond_the_window_are_put_off_and_come_back() -> None:
     assert not window.is_put_off("a")
 
 
-def test_prompt_larger_than_the_window_does_not_wait_forever() -> None:
+def test_prompt_larger_than_the_window_still_loads() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(5000, num_taken=0)
     assert not window.has_room(5000, num_taken=1)
@@ -48,7 +48,7 @@ def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
     assert not window.is_put_off("a")
 
 
-def test_a_request_that_loads_nothing_waits_for_no_load() -> None:
+def test_request_without_a_load_waits_for_none() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(0, num_taken=5000)
     window.put_off("cold", 0)

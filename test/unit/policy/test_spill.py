@@ -38,13 +38,13 @@ def take_all(queue: SpillQueue[str]) -> list[str]:
     return nodes
 
 
-def test_idle_disk_takes_a_node_at_once_however_large(queue: SpillQueue[str]) -> None:
+def test_idle_disk_takes_any_node_at_once(queue: SpillQueue[str]) -> None:
     queue.add("huge", HOST, returned=False)
     assert queue.take(loads_wait=False) == "huge"
     assert len(queue) == 0 and queue.take(loads_wait=False) is None
 
 
-def test_what_came_back_goes_first_and_then_what_waited_longest(queue: SpillQueue[str]) -> None:
+def test_returned_nodes_go_first_then_the_oldest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
         queue.add(node, 10, returned=node == "c")
     queue.promote("b")
@@ -53,7 +53,7 @@ def test_what_came_back_goes_first_and_then_what_waited_longest(queue: SpillQueu
     queue.check_integrity()
 
 
-def test_node_added_again_keeps_its_place_or_gets_a_better_one(queue: SpillQueue[str]) -> None:
+def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
         queue.add(node, 10, returned=False)
     assert queue.waiting_tokens == 20
@@ -74,7 +74,7 @@ def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
     assert queue.flight_tokens == FLOOR // 3 * 2
 
 
-def test_slow_disk_always_has_a_store_to_follow_the_one_it_writes(queue: SpillQueue[str]) -> None:
+def test_slow_disk_always_has_a_next_store(queue: SpillQueue[str]) -> None:
     for node in "abc":
         queue.add(node, HOST // 2, returned=False)
     for number, node in enumerate("ab"):
@@ -83,9 +83,7 @@ def test_slow_disk_always_has_a_store_to_follow_the_one_it_writes(queue: SpillQu
     assert queue.take(loads_wait=False) is None
 
 
-def test_limit_doubles_while_the_disk_runs_dry_and_halves_when_stores_wait(
-    queue: SpillQueue[str], clock: Clock
-) -> None:
+def test_limit_doubles_on_idle_and_halves_on_waits(queue: SpillQueue[str], clock: Clock) -> None:
     queue.add("waits", 10, returned=False)
     for _ in range(20):
         queue.adapt(0.0)
@@ -99,7 +97,7 @@ def test_limit_doubles_while_the_disk_runs_dry_and_halves_when_stores_wait(
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
-def test_limit_stays_while_it_does_not_bind(queue: SpillQueue[str]) -> None:
+def test_unused_limit_does_not_change(queue: SpillQueue[str]) -> None:
     queue.adapt(0.0)  # nothing waits
     queue.add("waits", 10, returned=False)
     queue.began(1, 10)
@@ -107,9 +105,7 @@ def test_limit_stays_while_it_does_not_bind(queue: SpillQueue[str]) -> None:
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
-def test_few_waiting_tokens_hold_while_loads_wait_but_not_for_ever(
-    queue: SpillQueue[str], clock: Clock
-) -> None:
+def test_loads_delay_few_waiting_tokens_briefly(queue: SpillQueue[str], clock: Clock) -> None:
     queue.add("a", 10, returned=False)
     queue.add("b", 10, returned=True)
     clock.now = MAX_HOLD_S * 0.99
@@ -136,7 +132,7 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
     assert taken == num_taken
 
 
-def test_crowd_gives_up_the_oldest_that_never_came_back(
+def test_full_queue_drops_the_oldest_unreturned_node(
     queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill, "MAX_WAITING", 2)
@@ -148,7 +144,7 @@ def test_crowd_gives_up_the_oldest_that_never_came_back(
     queue.check_integrity()
 
 
-def test_pins_are_lost_in_order_of_value_and_with_their_node(queue: SpillQueue[str]) -> None:
+def test_pins_are_released_in_order_of_value(queue: SpillQueue[str]) -> None:
     for node in "abcd":
         queue.add(node, 10, returned=node == "a")
         queue.pin(node, 10)

@@ -16,7 +16,7 @@ def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k")
     return WarmChain(array("q", range(first, first + length)).tobytes(), tenant, keys)
 
 
-def test_a_longer_turn_takes_the_place_of_the_conversation_s_earlier_ones() -> None:
+def test_longer_turn_replaces_the_conversations_earlier_ones() -> None:
     warm = WarmList(1000)
     warm.used("turn 1", chain(100))
     warm.used("turn 2", chain(200), prefixes=["turn 1"])
@@ -33,7 +33,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     assert warm.snapshot() == [chain(100, 3), chain(100, 1)]
 
 
-def test_a_chain_larger_than_the_list_pushes_nothing_out() -> None:
+def test_chain_larger_than_the_list_evicts_nothing() -> None:
     warm = WarmList(250)
     warm.used("a", chain(100))
     warm.used("b", chain(251))
@@ -61,14 +61,14 @@ def test_the_bound_holds_whatever_is_used(events: list[tuple[str, int, str]]) ->
         assert len(kept) == len(warm)
 
 
-def test_what_was_written_is_read_back() -> None:
+def test_written_list_is_read_back() -> None:
     chains = [chain(100, tenant=b"tenant"), chain(3, keys=b"keys"), chain(0)]
     assert decode(encode(chains)) == chains
     assert list(chains[0].token_ids()) == list(range(100))
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_noticed_wherever_it_is(position: int, bit: int) -> None:
+def test_any_flipped_bit_is_noticed(position: int, bit: int) -> None:
     data = bytearray(encode([chain(50, tenant=b"tenant")]))
     data[position % len(data)] ^= 1 << bit
     assert decode(bytes(data)) == []

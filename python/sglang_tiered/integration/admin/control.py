@@ -1,21 +1,21 @@
-"""Purges in a scheduler process, and the desk for all that ``http_api`` asks for, on the
-scheduler thread.
+"""``Control``: the scheduler's side of ``http_api``, and purges. All of it runs on the scheduler
+thread.
 
-SGLang's control channel carries a method name and a JSON body to the schedulers of every rank; it
-serves its own debugger under other names. A purge begins at once and in memory only. Whether it is
-durable on every rank is asked for afterwards, so the scheduler never waits for a disk.
+SGLang's control channel carries a method name and a JSON body to the schedulers of every rank;
+SGLang's own debugger uses other names. A purge begins at once and in memory only. Whether it is
+durable on every rank is asked afterwards, so the scheduler never waits for a disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.admin.conversations import checkpoint, residency
+from sglang_tiered.integration.admin.conversations import Checkpoints, residency
+from sglang_tiered.integration.admin.pending_requests import PendingRequests
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
@@ -26,155 +26,171 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.stack.tiers import Unfinished
 
-__all__ = [
-    "PREFIX",
-    "after_flush",
-    "attach",
-    "handle",
-    "hide_memory",
-    "key_of_new_request",
-    "on_idle",
-]
+__all__ = ["PREFIX", "Control", "hide_memory"]
 
 PREFIX = "sglang_tiered."
 DETACHED = (
     "the NVMe tier is detached: what it holds was not purged, only memory was; attach it and purge "
     "again"
 )
-_MAX_ANSWERS = 256
 
 logger = logging.getLogger(__name__)
 
 
-class _Desk:
-    """What was begun in this process, by the id its asker gave."""
+class Control:
+    """Answers the tiers' control messages in one scheduler process and purges tenants.
+
+    ``hooks`` registers its methods ``after_*`` and ``around_*``, with the signatures that SGLang's
+    hooks have.
+    """
 
     def __init__(self) -> None:
-        self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
-        self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
-        self.has_tiers = False  # of the scheduler of this process
-        self._pool: ThreadPoolExecutor | None = None
+        self._purges: PendingRequests[list[Unfinished]] = PendingRequests()
+        self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
+        self._checkpoints = Checkpoints()
+        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
+        self._has_tiers = False  # the scheduler of this process has some
 
-    def submit(self, work: Callable[[], list[dict[str, Any]]]) -> Future[list[dict[str, Any]]]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
-        return self._pool.submit(work)
+    def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        """Apply the purges of other servers from now on, and give requests keys that tell adapters
+        from users."""
+        cache = scheduler.tree_cache
+        self._has_tiers = isinstance(cache, TieredRadixCache)
+        if isinstance(cache, TieredRadixCache):
+            cache.purge_as_told = partial(self._purge, scheduler, cache, is_remote=True)
 
+    def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+        """Answer a control message of the tiers; pass on the others."""
+        if not recv_req.method.startswith(PREFIX):
+            return original(scheduler, recv_req)
+        from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-_desk = _Desk()
+        try:
+            answer = self._answer(scheduler, recv_req.method, recv_req.body)
+            reply = DumperControlReqOutput(success=True, response=[answer])
+        except Exception as error:
+            logger.exception(
+                "internal error while answering %s; the caller gets its text", recv_req.method
+            )
+            reply = DumperControlReqOutput(success=False, response=[], error=str(error))
+        scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
+        return None
 
+    def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+        """Release purged tenants once SGLang has emptied device and host memory."""
+        cache = scheduler.tree_cache
+        if not flushed or not isinstance(cache, TieredRadixCache):
+            return
+        cache.fence.release_all()
 
-def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer one message. Every rank gets the same ones in the same order."""
-    cache = scheduler.tree_cache
-    if not isinstance(cache, TieredRadixCache):
-        return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
-    number = str(body.get("id"))
-    if method == PREFIX + "residency":
-        return residency(cache, body)
-    if method == PREFIX + "checkpoint":
-        return checkpoint(cache, number, body)
-    if method == PREFIX + "tenants":
-        return _report(cache, number, int(body["limit"]))
-    if number not in _desk.purges:
-        tenant = None
-        if not body.get("all"):
-            tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
-        _remember(_desk.purges, number, begin(scheduler, cache, tenant))
-        on_idle(scheduler)
-    purges = _desk.purges[number]
-    done = all(purge.done for purge in purges)
-    durable = done and all(purge.wait(0.0) for purge in purges)
-    done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
-    config = TieredConfig.from_environment()
-    if cache.storage is None and config is not None and config.nvme is not None:
-        del _desk.purges[number]  # whoever asks again begins anew
-        return {"error": DETACHED}
-    return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
+    def around_clear(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+        """Empty memory where SGLang would clear the storage; leave another's storage to SGLang."""
+        cache = scheduler.tree_cache
+        if not isinstance(cache, TieredRadixCache) or cache.storage is None:
+            return original(scheduler, recv_req)
+        from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
+        return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
 
-def begin(
-    scheduler: Any, cache: TieredRadixCache, tenant: bytes | None, *, was_told: bool = False
-) -> list[Unfinished]:
-    """Put the pages of a tenant, or all, out of reach in every tier; and tell other servers to do
-    the same, unless one of them told us."""
-    # Before the tree is reset, or it would be asked to store what is purged.
-    cache.fence.raise_against(tenant)
-    warm_list = cache.purge_warm_list(tenant)
-    purges = [] if warm_list is None else [warm_list]
-    if cache.storage is not None:
-        purges += [
-            # Who is told of the one thinks of the other too.
-            cache.storage.begin_purge(each, was_told=was_told, tells_peers=each == tenant)
-            for each in with_unknown(tenant)
-        ]
-    _use_new_keys(scheduler, cache)
-    what = "everything" if tenant is None else f"tenant {tenant.hex()}"
-    logger.info("purged %s%s", what, ", as another server did" if was_told else "")
-    return purges
+    def after_idle(self, _: Any, scheduler: Any) -> None:
+        """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` releases
+        the tenants: a flush may be refused, and then the nodes are still there."""
+        cache = scheduler.tree_cache
+        if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
+            scheduler.flush_cache()
+
+    def after_request(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
+        """Give a new request the key that it uses here."""
+        if self._has_tiers:
+            request.extra_key = key_of_request(request.extra_key, request.lora_id)
+        purged = TieredRadixCache.fence
+        if purged:
+            request.extra_key = purged.key_of(request.extra_key, request.cache_salt)
+
+    def _answer(self, scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer one message. Every rank gets the same ones in the same order."""
+        cache = scheduler.tree_cache
+        if not isinstance(cache, TieredRadixCache):
+            return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
+        number = str(body.get("id"))
+        if method == PREFIX + "residency":
+            return residency(cache, body)
+        if method == PREFIX + "checkpoint":
+            return self._checkpoints.answer(cache, number, body)
+        if method == PREFIX + "tenants":
+            return self._report(cache, number, int(body["limit"]))
+        return self._purge_request(scheduler, cache, number, body)
+
+    def _purge_request(
+        self, scheduler: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Begin a purge, or report how far it is."""
+        if number not in self._purges:
+            tenant = None
+            if not body.get("all"):
+                tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
+            self._purges[number] = self._purge(scheduler, cache, tenant)
+            self.after_idle(None, scheduler)
+        purges = self._purges[number]
+        done = all(purge.done for purge in purges)
+        durable = done and all(purge.wait(0.0) for purge in purges)
+        done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+        config = TieredConfig.from_environment()
+        if cache.storage is None and config is not None and config.nvme is not None:
+            del self._purges[number]  # the next request begins the purge again
+            return {"error": DETACHED}
+        return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
+
+    def _purge(
+        self,
+        scheduler: Any,
+        cache: TieredRadixCache,
+        tenant: bytes | None,
+        *,
+        is_remote: bool = False,
+    ) -> list[Unfinished]:
+        """Hide the pages of a tenant, or all, in every tier, and propagate the purge to other
+        servers unless it came from one of them."""
+        # Before the tree is reset, or it would be asked to store what is purged.
+        cache.fence.quarantine(tenant)
+        warm_list = cache.purge_warm_list(tenant)
+        purges = [] if warm_list is None else [warm_list]
+        if cache.storage is not None:
+            purges += [
+                # A server that hears of the one tenant purges the unknown one too.
+                cache.storage.begin_purge(each, was_told=is_remote, tells_peers=each == tenant)
+                for each in with_unknown(tenant)
+            ]
+        _use_new_keys(scheduler, cache)
+        what = "everything" if tenant is None else f"tenant {tenant.hex()}"
+        logger.info("purged %s%s", what, " (requested by another server)" if is_remote else "")
+        return purges
+
+    def _report(self, cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
+        """Report the tenants with most on NVMe; they are counted on a thread, as there may be
+        many."""
+        storage = cache.storage
+        if storage is None:
+            return {"done": True, "tenants": []}
+        if number not in self._reports:
+
+            def work() -> list[dict[str, Any]]:
+                found = storage.region_engine.tenants(limit)
+                return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
+
+            self._reports[number] = self._reporter.submit(work)
+        report = self._reports[number]
+        return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
 
 def hide_memory(scheduler: Any) -> None:
-    """Put what device and host memory hold out of reach until they are emptied, in the next idle
-    moment; the tiers stay as they are. Every rank calls it in the same step."""
+    """Hide what device and host memory hold until they are emptied, in the next idle moment; the
+    tiers keep their pages. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
-    cache.fence.raise_against(None)
+    cache.fence.quarantine(None)
     _use_new_keys(scheduler, cache)
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
         request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
-
-
-def attach(scheduler: Any) -> None:
-    """From now on, what other servers purge is put out of reach here too, and requests go by keys
-    that tell adapters from users."""
-    cache = scheduler.tree_cache
-    _desk.has_tiers = isinstance(cache, TieredRadixCache)
-    if isinstance(cache, TieredRadixCache):
-        cache.purge_as_told = partial(begin, scheduler, cache, was_told=True)
-
-
-def on_idle(scheduler: Any) -> None:
-    """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` lifts the
-    fence: a flush may be refused, and then the nodes are still there."""
-    cache = scheduler.tree_cache
-    if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
-        scheduler.flush_cache()
-
-
-def after_flush(scheduler: Any, flushed: bool) -> None:
-    """SGLang emptied device and host memory."""
-    cache = scheduler.tree_cache
-    if flushed and isinstance(cache, TieredRadixCache):
-        cache.fence.lift()
-
-
-def key_of_new_request(request: Any) -> None:
-    if _desk.has_tiers:
-        request.extra_key = key_of_request(request.extra_key, request.lora_id)
-    if TieredRadixCache.fence:
-        request.extra_key = TieredRadixCache.fence.key_of(request.extra_key, request.cache_salt)
-
-
-def _report(cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
-    """The tenants with most on NVMe; found on another thread, as there may be many."""
-    storage = cache.storage
-    if storage is None:
-        return {"done": True, "tenants": []}
-    if number not in _desk.reports:
-
-        def work() -> list[dict[str, Any]]:
-            found = storage.region_engine.tenants(limit)
-            return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
-
-        _remember(_desk.reports, number, _desk.submit(work))
-    report = _desk.reports[number]
-    return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
-
-
-def _remember(answers: OrderedDict[str, Any], number: str, answer: Any) -> None:
-    answers[number] = answer
-    if len(answers) > _MAX_ANSWERS:
-        answers.popitem(last=False)

@@ -1,15 +1,14 @@
-"""Where a conversation lives, and making it durable, in a scheduler process, for ``http_api``.
+"""Residency and checkpoints of conversations in a scheduler process, for ``http_api``.
 
 Every rank gets the same messages in the same order and answers for its own part of each page; the
-least of all ranks counts. The scheduler thread looks at memory and queues stores; whatever waits
-for a disk or a network runs on threads of this module, and is asked for again until it is done.
+least of all ranks counts. The scheduler thread reads memory and queues stores. Work that waits for
+a disk or a network runs on the threads of ``Checkpoints``, and the caller polls until it is done.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.admin.pending_requests import PendingRequests
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.cache.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["checkpoint", "residency"]
+__all__ = ["Checkpoints", "residency"]
 
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
-_MAX_CHECKPOINTS = 256
 
 
 class _Located(NamedTuple):
@@ -56,19 +55,8 @@ class _Checkpoint:
     offered_at: float
 
 
-class _Desk:
-    """Checkpoints of this process, by the id their asker gave."""
-
-    def __init__(self) -> None:
-        self.begun: OrderedDict[str, _Checkpoint] = OrderedDict()
-        self.pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
-
-
-_desk: list[_Desk] = []
-
-
 def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
-    """How many leading tokens each tier holds, each by itself. Memory only."""
+    """Return how many leading tokens each tier holds by itself. Reads memory only."""
     selector = _selector(cache, body)
     if selector is None:
         return {"done": True, "unknown": True}
@@ -83,64 +71,66 @@ def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
     return {"done": True, "num_tokens": len(selector.tokens), **answer}
 
 
-def checkpoint(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Begin to make a conversation durable, or say how far it is."""
-    storage = cache.storage
-    if storage is None:
-        return {"error": "this server has no tier that outlives it; start it with --tier-mode nvme"}
-    if not _desk:
-        _desk.append(_Desk())
-    begun = _desk[0].begun
-    if number not in begun:
-        if not body.keys() & {"rid", "input_ids"}:
-            return {"error": "too many checkpoints at once; ask again"}  # it was forgotten
-        has_bucket = storage.has_object_tier
-        tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
-        if tier is Tier.OBJECT and not has_bucket:
-            return {"error": "this server has no object tier; start it with --tier-object-url"}
-        selector = _selector(cache, body)
-        if selector is None:
-            return {"done": True, "unknown": True}
-        begun[number] = _begin(cache, storage, selector, tier)
-        if len(begun) > _MAX_CHECKPOINTS:
-            begun.popitem(last=False)
-    entry = begun[number]
-    _offer_again(cache, entry)
-    is_done = entry.work.done()
-    num_pages = entry.work.result() if is_done else 0
-    done, num_durable = least_on_every_rank(cache, [int(is_done), num_pages])
-    page_size = int(cache.page_size)
-    return {
-        "done": bool(done),
-        "tier": entry.tier.value,
-        "num_tokens": num_durable * page_size,
-        "num_missing": (len(entry.hashes) - num_durable) * page_size,
-    }
+class Checkpoints:
+    """The checkpoints of one scheduler process. Scheduler thread only."""
 
+    def __init__(self) -> None:
+        self._begun: PendingRequests[_Checkpoint] = PendingRequests()
+        self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
 
-def _begin(
-    cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
-) -> _Checkpoint:
-    located = _locate(cache, selector)
-    cache.store_soon(located.path)
-    num_known = _num_known(cache, storage, located)
-    tenant = cache.fence.tenant_of(selector.extra_key, selector.cache_salt)
-    hashes = located.hashes[:num_known]
-    work = _desk[0].pool.submit(make_durable, storage, hashes, tier, tenant)
-    last = located.path[-1].node_id if located.path else None
-    return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
+    def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Begin to make a conversation durable, or report how far that is."""
+        storage = cache.storage
+        if storage is None:
+            sentence = "this server has no tier that outlives it; start it with --tier-mode nvme"
+            return {"error": sentence}
+        if number not in self._begun:
+            if not body.keys() & {"rid", "input_ids"}:  # a later question, and it was dropped
+                return {"error": "too many checkpoints at once; ask again"}
+            has_bucket = storage.has_object_tier
+            tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
+            if tier is Tier.OBJECT and not has_bucket:
+                return {"error": "this server has no object tier; start it with --tier-object-url"}
+            selector = _selector(cache, body)
+            if selector is None:
+                return {"done": True, "unknown": True}
+            self._begun[number] = self._begin(cache, storage, selector, tier)
+        entry = self._begun[number]
+        _offer_again(cache, entry)
+        is_done = entry.work.done()
+        num_pages = entry.work.result() if is_done else 0
+        done, num_durable = least_on_every_rank(cache, [int(is_done), num_pages])
+        page_size = int(cache.page_size)
+        return {
+            "done": bool(done),
+            "tier": entry.tier.value,
+            "num_tokens": num_durable * page_size,
+            "num_missing": (len(entry.hashes) - num_durable) * page_size,
+        }
+
+    def _begin(
+        self, cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
+    ) -> _Checkpoint:
+        located = _locate(cache, selector)
+        cache.store_soon(located.path)
+        num_known = _num_known(cache, storage, located)
+        tenant = cache.fence.tenant_of(selector.extra_key, selector.cache_salt)
+        hashes = located.hashes[:num_known]
+        work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
+        last = located.path[-1].node_id if located.path else None
+        return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
 
 
 def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: _Located) -> int:
-    """Leading pages that are somewhere: the others nobody has computed, and nothing brings them."""
+    """Count the leading pages that memory or a tier holds; the others were never computed."""
     in_tree = located.path[-1].path_end // int(cache.page_size) if located.path else 0
     rest = sum(span.num_pages for span in storage.lookup_spans(located.hashes[in_tree:]))
     return min(len(located.hashes), in_tree + rest)
 
 
 def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
-    """Stores that admission dropped are offered again; only where no other rank must do the same,
-    as they differ in what was dropped."""
+    """Offer stores again that admission dropped. Only where no other rank must do the same, since
+    ranks differ in what was dropped."""
     now = time.monotonic()
     late = now - entry.offered_at >= _OFFER_AGAIN_S
     if late and not entry.work.done() and entry.last_node is not None and cache.decides_alone:
@@ -170,7 +160,7 @@ def _locate(cache: TieredRadixCache, selector: Selector) -> _Located:
     if len(key) == 0:
         return _Located([], (), 0)
     hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
-    # As ``touch_prefix`` does, but for what it returns.
+    # ``touch_prefix`` does the same, but does not return the match.
     match = cache.tree_core.match_prefix(MatchPrefixParams(key=key))
     cache._apply_cache_actions(match.cache_actions)  # noqa: SLF001
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]

@@ -1,5 +1,5 @@
-"""Making a conversation durable in a tier: what threads of ``conversations`` do for a checkpoint,
-away from the scheduler."""
+"""Makes a conversation durable in a tier. Runs on the checkpoint threads, never on the
+scheduler's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["WORK_S", "make_durable"]
 
 WORK_S = 25.0
-"""How long a checkpoint may take before it answers what is missing; less than its asker waits."""
+"""Time after which a checkpoint reports what is missing; shorter than the wait of the HTTP client's
+request (``http_api.TIMEOUT_S``)."""
 
 _LOOK_S = 0.02
 _AGAIN_S = 1.0
@@ -32,15 +33,14 @@ _BATCH_BYTES = 8 << 20
 def make_durable(
     storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, work_s: float = WORK_S
 ) -> int:
-    """How many leading pages are durable in a tier in the end. Pages are waited for until they are
-    stored; for NVMe those that only the bucket or other servers hold are loaded and kept, under
-    their tenant. Never on the scheduler thread."""
+    """Wait until pages are durable in a tier, and return how many leading ones are. For NVMe, pages
+    that only the bucket or other servers hold are loaded and stored under their tenant."""
     if storage.borrows:
-        return len(hashes)  # the rank that keeps the pages knows
+        return len(hashes)  # decided by the rank that keeps the pages
     deadline = time.monotonic() + work_s
     shard, layered = storage.region_engine, storage.layered_engine
     keys = storage.keys_of_pools(hashes)
-    wanted = keys[: len(hashes)]  # of KV; the other pools hold some of the pages only
+    wanted = keys[: len(hashes)]  # KV pages; the other pools hold only some
     is_below = tier is Tier.OBJECT and layered is not None
     brings_up_at = 0.0
     while (now := time.monotonic()) < deadline:
@@ -59,10 +59,10 @@ def make_durable(
     if is_below:
         assert layered is not None
         return _leading(layered.flush(keys, left_s)[: len(hashes)])
-    before = shard.view.contains(wanted)  # what comes later the barrier may not cover
+    before = shard.view.contains(wanted)  # the barrier may miss later ones
     is_synced = shard.sync(left_s)
     after = shard.view.contains(wanted)
-    shard.view.use(keys)  # kept longer than what nobody asked for
+    shard.view.use(keys)  # counts as use: reclaim keeps them longer
     held = [was and is_held for was, is_held in zip(before, after, strict=True)]
     return _leading(held) if is_synced else 0
 
@@ -74,8 +74,8 @@ def _bring_up(
     tenant: bytes,
     deadline: float,
 ) -> None:
-    """Load what NVMe lacks and others hold into memory of our own, so that it is kept on NVMe. Ends
-    early where NVMe does not take it, or nobody serves it."""
+    """Load pages that NVMe lacks and remote tiers hold into private memory, which stores them on
+    NVMe as well. Ends early where NVMe does not take them or no tier serves them."""
     above = layered.upper.view
     keys, number = storage.keys_of_pools(hashes), len(hashes)
     for at, page_bytes in enumerate(_page_bytes(storage)):
@@ -109,7 +109,7 @@ def _wait_until_kept(layered: LayeredEngine, keys: Sequence[bytes], deadline: fl
 
 
 def _page_bytes(storage: TieredStorage) -> list[int]:
-    """Payload of a page in each pool, in the order of ``keys_of_pools``."""
+    """Return the bytes of a page in each pool, in the order of ``keys_of_pools``."""
     pools = {PoolName.KV: storage.mem_pool_host, **getattr(storage, "registered_pools", {})}
     sizes = []
     for pool in pools.values():

@@ -1,14 +1,15 @@
-"""Our endpoints in SGLang's HTTP server, under the rules of its ``/flush_cache`` for keys.
+"""The endpoints of the tiers in SGLang's HTTP server. Their API keys are those of
+``/flush_cache``.
 
 ``POST /tier/purge``   ``{"extra_key": ..., "cache_salt": ...}`` (either may be left out), or
-                       ``{"all": true}``. Answers once nothing of it is a hit, now and after a crash
-                       (200), or says what is missing (503: ask again).
-``GET /tier/tenants``  ``?limit=N``: the tenants with most on NVMe, one list per scheduler.
+                       ``{"all": true}``. Answers 200 once none of its pages is a hit, now and after
+                       a crash, or 503 with what is missing (ask again).
+``GET /tier/tenants``  ``?limit=N``: the tenants with the most bytes on NVMe, a list per scheduler.
 ``POST /tier/checkpoint``  ``{"rid": ...}``, ``{"text": ...}`` or ``{"input_ids": [...]}``, with
                        ``extra_key``, ``cache_salt`` and ``tier`` (``nvme``, or ``object`` where
-                       there is one, which is then the default). Answers once all whole pages of
-                       that prefix are durable there (200), or says how many are not (503). What
-                       only the bucket holds is brought up to NVMe for ``nvme``.
+                       there is one, which is then the default). Answers 200 once all whole pages
+                       of that prefix are durable there, or 503 with the number of tokens that are
+                       not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
 """
 
@@ -30,22 +31,22 @@ TIMEOUT_S = 30.0
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
 _MAX_LIMIT = 1000
 _MAX_TOKENS = 1 << 22
-_MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is made tokens of
+_MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is tokenized
 _MAX_SHOWN = 40
 _SOURCES = ("rid", "text", "input_ids")
 _TIERS = ("nvme", "object")
 
 
 class PurgeRequestError(ValueError):
-    """A body that names nothing, or too much; one sentence."""
+    """Raised for a purge whose body names nothing or too much. Its text is one sentence."""
 
 
 class SelectorError(ValueError):
-    """A body that does not name one prefix; one sentence."""
+    """Raised for a body that does not name one prefix. Its text is one sentence."""
 
 
 def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
-    """Which prefix is meant."""
+    """Return the fields that select one prefix. Raises ``SelectorError``."""
     if not isinstance(body, dict):
         raise SelectorError("the body must be a JSON object")
     known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
@@ -80,7 +81,7 @@ def _check_length(length: int, name: str, unit: str, limit: int) -> None:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with a value that must be a text."""
+    """Return what is wrong with a value that must be a text, or None."""
     if not isinstance(value, str) or not value:
         return f"{name} must be a text that is not empty"
     try:
@@ -101,7 +102,8 @@ def _are_tokens(value: Any) -> bool:
 
 
 def parse_purge(body: Any) -> dict[str, Any]:
-    """What is to be purged. An empty body is refused: it must not purge everything."""
+    """Return what to purge. Raises ``PurgeRequestError``, also for an empty body: it must not purge
+    everything."""
     if not isinstance(body, dict):
         raise PurgeRequestError("the body must be a JSON object")
     unknown = sorted(body.keys() - {"extra_key", "cache_salt", "all"})
@@ -121,7 +123,7 @@ def parse_purge(body: Any) -> dict[str, Any]:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Once, before the server listens."""
+    """Add the endpoints. Call it once, before the server listens."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -166,9 +168,9 @@ def add_routes(app: FastAPI) -> None:
         if failed:
             return JSONResponse({"error": failed[0]}, status_code=400)
         if not known:
-            sentence = "no request with this rid ended lately; pass its text or input_ids"
+            sentence = "no request with this rid ended recently; pass its text or input_ids"
             return JSONResponse({"error": sentence}, status_code=404)
-        # With data parallelism a conversation lives in one scheduler.
+        # With data parallelism a conversation lives in one scheduler: report the best answer.
         best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
         if any(_is_durable(answer) for answer in known):
             best = next(answer for answer in known if _is_durable(answer))
@@ -191,7 +193,7 @@ def add_routes(app: FastAPI) -> None:
 
 
 async def _json(request: Request) -> Any:
-    """The body. Raises ``ValueError``, one sentence."""
+    """Return the parsed body. Raises ``ValueError`` with one sentence."""
     try:
         return await request.json()
     except RecursionError:
@@ -199,7 +201,7 @@ async def _json(request: Request) -> Any:
             "the body is nested too deeply; pass a JSON object of texts and token numbers"
         ) from None
     except ValueError as error:
-        raise ValueError(f"the body is no JSON ({error}); pass a JSON object") from None
+        raise ValueError(f"the body is not JSON ({error}); pass a JSON object") from None
 
 
 def _is_durable(answer: dict[str, Any]) -> bool:
@@ -207,7 +209,7 @@ def _is_durable(answer: dict[str, Any]) -> bool:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Query parameters as a body; ``input_ids`` with commas between."""
+    """Return query parameters as a body; ``input_ids`` are separated by commas."""
     body: dict[str, Any] = dict(request.query_params)
     if "input_ids" in body:
         words = body["input_ids"].split(",")
@@ -216,7 +218,7 @@ def _query(request: Request) -> dict[str, Any]:
 
 
 async def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with ``input_ids`` in the place of ``text``. Raises ``SelectorError``."""
+    """Return the body with ``input_ids`` in place of ``text``. Raises ``SelectorError``."""
     text = body.pop("text", None)
     if text is None:
         return body
@@ -225,7 +227,7 @@ async def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
     tokenizer = get_global_state().tokenizer_manager.tokenizer
     if tokenizer is None:
         raise SelectorError("this server has no tokenizer; pass input_ids")
-    # A long one takes a second, in which the streams of others would stand still.
+    # A long text takes a second, for which it must not block the streams of other requests.
     tokens = await asyncio.to_thread(tokenizer.encode, text)
     _check_length(len(tokens), "text", "tokens", _MAX_TOKENS)
     return {**body, "input_ids": [int(token) for token in tokens]}
@@ -234,7 +236,7 @@ async def _with_tokens(body: dict[str, Any]) -> dict[str, Any]:
 async def _ask(
     method: str, body: dict[str, Any], *, repeats_body: bool = True
 ) -> list[dict[str, Any]]:
-    """One answer per scheduler that SGLang hears, when all are done or the time is up."""
+    """Poll until all schedulers are done or the time is up; return one answer of each."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -257,7 +259,7 @@ async def _ask(
         done = all(answer.get("done", True) for answer in answers)
         if done or time.monotonic() >= deadline:
             return answers
-        if not repeats_body:  # a long prompt
+        if not repeats_body:  # the prompt may be long
             message = {"id": number}
         await asyncio.sleep(pause_s)
         pause_s = min(1.2 * pause_s, _MAX_POLL_S)

@@ -8,9 +8,9 @@ decode wants the memory bus. The kernels, the tables they read and the gate that
 fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
 
 ``PodAttention`` is a mixin before a backend that does everything else: SGLang's Triton backend on
-CUDA (``pod_triton``), our ``reference`` on a CPU (``pod_reference``). It takes a forward only
-if there are decode rows in an extend, and a layer only if the kernels compute it; whatever it
-does not take, the parent computes, so every model that the parent serves runs.
+CUDA (``pod_triton``), this package's ``reference`` on a CPU (``pod_reference``). It takes a forward
+only if there are decode rows in an extend, and a layer only if the kernels compute it; the parent
+computes the rest, so every model that the parent serves runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-__all__ = ["NAME", "STATISTICS", "PodAttention", "PodStatistics"]
+__all__ = ["NAME", "PodAttention", "PodStatistics"]
 
 NAME = "pod"
 _MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PodStatistics:
-    """What the backend of this process has served. Counted on the scheduler thread.
+    """Counters of the backend of this process, written by the scheduler thread.
 
     serving: a backend was made. forwards: extends with decode rows; decode_rows: in them. layers:
     attention calls in them that went through the POD kernels; fused: those in one launch, the rest
@@ -63,7 +63,7 @@ class PodStatistics:
     left: Counter[str] = field(default_factory=Counter)
 
     def state(self) -> dict[str, Any]:
-        """As ``/server_info`` shows it."""
+        """Return the counters as ``/server_info`` shows them."""
         return {
             "forwards": self.forwards,
             "decode_rows": self.decode_rows,
@@ -73,13 +73,9 @@ class PodStatistics:
         }
 
 
-STATISTICS = PodStatistics()
-"""Of this process: SGLang has no way from its scheduler to a backend behind its wrappers."""
-
-
 @dataclass
 class PodForward:
-    """What the layers of one extend with decode rows share.
+    """Tensors and plans that the layers of one extend with decode rows share.
 
     indptr: [rows + 1] int32. slots: where layers without a sliding window read, [sum of lengths],
     every row's keys from its first token to its last new one; sliding: the same where the layers
@@ -100,16 +96,16 @@ class PodForward:
 
 
 def has_decode_rows(extend_lens: Sequence[int] | None, prefix_lens: Sequence[int] | None) -> bool:
-    """Whether an extend has rows that are better run as decodes. None (SGLang kept the lengths on
-    the device only): no, since asking the device would stall it."""
+    """Return whether an extend has rows that are better run as decodes. False for lengths that
+    SGLang keeps on the device only (None), since asking the device would stall it."""
     if extend_lens is None or prefix_lens is None:
         return False
     return any(map(is_decode_row, extend_lens, prefix_lens))
 
 
 def why_not(layer: RadixAttention, extras: dict[str, Any]) -> str | None:
-    """Why the parent must compute ``layer``, None if it need not. extras: keyword arguments of the
-    model beside the sinks; any that is given changes the scores or the result."""
+    """Return why the parent must compute ``layer``, or None. extras: keyword arguments of the model
+    beside the sinks; each changes the scores or the result."""
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type != AttentionType.DECODER:
@@ -135,7 +131,8 @@ class PodAttention:
     token_to_kv_pool: Any
     page_size: int
     device: Any
-    statistics = STATISTICS
+    # One per process: SGLang has no way from its scheduler to a backend behind its wrappers.
+    statistics: ClassVar[PodStatistics] = PodStatistics()
     _forward: PodForward | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -153,7 +150,7 @@ class PodAttention:
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """For captured forwards, whose layers are the parent's throughout."""
+        """Prepare a captured forward, all layers of which the parent computes."""
         self._forward = None
         super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
 
@@ -168,8 +165,9 @@ class PodAttention:
         sinks: torch.Tensor | None = None,
         **extras: Any,
     ) -> torch.Tensor:
-        """q: [tokens, heads * dim]; k, v: [tokens, kv_heads, dim], copied into the pool.
-        sinks: [heads] or None. Returns [tokens, heads * dim] in the query's dtype."""
+        """Attend, here or in the parent. q: [tokens, heads * dim]; k, v: [tokens, kv_heads, dim],
+        copied into the pool. sinks: [heads] or None. Returns [tokens, heads * dim] in the query's
+        dtype."""
         forward = self._forward
         if forward is not None:
             plan = self._plan(forward, q, k, layer, extras)
@@ -183,16 +181,16 @@ class PodAttention:
         )
 
     def refuses(self, layer: RadixAttention) -> bool:
-        """Whether ``layer`` is the parent's in every forward."""
+        """Return whether the parent computes ``layer`` in every forward."""
         return why_not(layer, {}) is not None
 
     def window_of(self, layer: RadixAttention) -> int:
-        """Keys before the query's own that it sees, -1 for all. SGLang writes none as -1, None."""
+        """Return how many earlier keys a query sees, -1 for all (SGLang: -1 or None)."""
         window = layer.sliding_window_size
         return -1 if window is None or window < 0 else int(window)
 
     def shape_of(self, layer: RadixAttention, q_dtype: torch.dtype) -> PodShape:
-        # In a pool of their own windows' slots follow no pages: what no query sees is given back.
+        # In a separate window pool slots follow no pages: those that no query sees are freed.
         by_page = self.window_of(layer) < 0 or not self._has_window_pool()
         return PodShape(
             num_q_heads=layer.tp_q_head_num,
@@ -220,7 +218,7 @@ class PodAttention:
         layer: RadixAttention,
         extras: dict[str, Any],
     ) -> PodPlan | str:
-        """The layer's plan, made for the first one of its shape, or why there is none."""
+        """Return the layer's plan, made for the first layer of its shape, or why there is none."""
         reason = why_not(layer, extras)
         if reason is not None:
             return reason
@@ -290,13 +288,13 @@ class PodAttention:
         raise NotImplementedError
 
     def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
-        """What stored keys and values are multiplied by, as the parent reads them."""
+        """Return the factors by which the parent multiplies stored keys and values."""
         raise NotImplementedError
 
     def _has_window_pool(self) -> bool:
-        """Whether layers with a window read a pool of their own."""
+        """Return whether layers with a window read a separate pool."""
         raise NotImplementedError
 
     def _num_sms(self) -> int:
-        """Multiprocessors of the device."""
+        """Return the number of multiprocessors of the device."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What ``--attention-backend pod`` cannot go with, and what the operator is told at start."""
+"""Checks what ``--attention-backend pod`` is combined with, and words its startup line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ HINT = (
 
 
 def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
-    """Raise ``ConfigError`` with one sentence where the pod backend is asked for beside something
-    that would make the request void or fail later. explicit: what the user gave, by name.
-    page_size: the server's."""
+    """Raise ``ConfigError`` with one sentence where the pod backend is combined with flags that
+    make it useless or fail later. explicit: the user's flags by name. page_size: the server's."""
     named = [flag for name, flag in _BACKEND_FLAGS.items() if explicit.get(name) == "pod"]
     if not named:
         return
@@ -54,7 +53,7 @@ def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
         return
     if chunk <= 0:
         raise ConfigError(
-            f"--enable-mixed-chunk has no meaning with --chunked-prefill-size {chunk}; drop one of "
+            f"--enable-mixed-chunk has no effect with --chunked-prefill-size {chunk}; drop one of "
             "them."
         )
     if chunk < 2 * page_size:
@@ -67,8 +66,8 @@ def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
 
 
 def startup_line(*, reason: str | None, shape: str, on_cpu: bool) -> str:
-    """What the server log says. reason: why no layer goes through the kernels, None where they do.
-    shape: the model's attention in words."""
+    """Return the log line of the start. reason: why no layer uses the kernels, or None. shape: the
+    model's attention in words."""
     kernels, parent = "the POD kernels", "SGLang's Triton backend"
     if on_cpu:
         kernels, parent = "the PyTorch form of the POD kernels", "the reference backend"

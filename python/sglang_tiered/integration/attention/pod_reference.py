@@ -1,6 +1,6 @@
-"""The ``pod`` backend on a CPU: our ``reference`` backend, with mixed batches through the POD
-kernels' PyTorch form. It runs the same plans, slots and dispatch as on CUDA, on SGLang's real
-scheduler; it is there to be tested, not to be fast.
+"""The ``pod`` backend on a CPU: the ``reference`` backend, with mixed batches through the PyTorch
+form of the POD kernels. It runs the same plans, slots and dispatch as on CUDA, on SGLang's real
+scheduler. It exists for tests, not for speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferencePodAttnBackend"]
 
-# A plan's split of long rows depends on it; a CPU has none, so small plans have splits too.
+# A plan splits long rows by this number; a CPU has none, and small plans should split too.
 _PRETENDED_SMS = 8
 
 
@@ -62,7 +62,7 @@ class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):
         self._save(k, v, layer, forward_batch, save_kv_cache=True)
 
     def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
-        return 1.0, 1.0  # the parent stores and reads without them
+        return 1.0, 1.0  # the parent stores and reads without scales
 
     def _has_window_pool(self) -> bool:
         return bool(self.use_sliding_window_kv_pool)

@@ -3,7 +3,7 @@
 Everything but ``forward_extend`` of a mixed batch is inherited: decode and its CUDA graphs,
 prefills without decode rows, verification, latent attention. Under SGLang's default prefill graphs
 (BREAKABLE) attention runs between the captured pieces on live metadata, so plans and slots of each
-forward are used as they are. A fully captured prefill is the parent's.
+forward are used as they are. The parent runs a fully captured prefill.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["SIGNATURES", "TritonPodAttnBackend"]
 
 _BACKEND = "sglang.srt.layers.attention.triton_backend:TritonAttnBackend"
 
-# What this class calls or overrides; checked when the backend is made, since the launcher and the
-# detokenizer need not import it.
+# The methods that this class calls or overrides; checked when the backend is made, since the
+# launcher and the detokenizer need not import it.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_BACKEND}.init_forward_metadata": ("self", "forward_batch"),
     f"{_BACKEND}.init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
@@ -72,9 +72,9 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
 
     @property
     def serves(self) -> bool:
-        """Whether the kernels may take any batch. Latent attention has kernels of its own; with
-        context parallelism of decode a rank holds a share of the keys only; deterministic inference
-        forbids splits that follow the batch."""
+        """True if the kernels may take batches. Latent attention has kernels of its own; with
+        context parallelism of decode a rank holds only a share of the keys; deterministic inference
+        forbids splits that depend on the batch."""
         return not (self.use_mla or self.dcp_size > 1 or self.enable_deterministic)
 
     def _takes(self, forward_batch: ForwardBatch) -> bool:
@@ -106,9 +106,9 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         *,
         sliding: bool = False,
     ) -> torch.Tensor:
-        """The slots of every row's whole sequence, end to end: [num_keys] int32 or int64."""
+        """Return the slots of every row's whole sequence, end to end: [num_keys] int32 or int64."""
         translator, pool = self.kv_index_translator, self.token_to_kv_pool
-        # Half of SGLang's int64, since every tile of every layer reads them.
+        # Half the size of SGLang's int64, since every tile of every layer reads them.
         slots = torch.empty(num_keys, dtype=torch.int32, device=self.device)
         options: dict[str, Any] = {}
         if sliding:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.Tensor | None]]:
-    """Every attention layer with its sinks. SGLang passes sinks with each call only; by its models'
-    habit they stand beside the layer. A wrong guess costs a compilation later, nothing else."""
+    """Yield every attention layer with its sinks. SGLang passes sinks with each call only; in its
+    models they are an attribute beside the layer. A wrong guess only costs a compilation later."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, RadixAttention):
@@ -57,6 +57,8 @@ def compile_kernels(backend: PodAttention, model: torch.nn.Module, dtype: torch.
                 sinks=sinks,
             )
     except Exception:
-        # Whatever a model's layers look like, a server must start.
-        logger.exception("attention backend pod: kernels are compiled at their first use instead")
+        # A server must start whatever a model's layers look like.
+        logger.exception(
+            "internal error while compiling the POD kernels; they are compiled at their first use"
+        )
     return len(kinds)

@@ -90,9 +90,11 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q: [tokens, heads * qk_dim] or [tokens, heads, qk_dim]; k, v: [tokens, kv_heads, dim],
-        or None for a layer that reads another's. sinks: [heads] or None.
-        Returns [tokens, heads * v_dim]; k and v are copied into the pool."""
+        """Attend from the new tokens, whose k and v are copied into the pool first.
+
+        q: [tokens, heads * qk_dim] or [tokens, heads, qk_dim]; k, v: [tokens, kv_heads, dim], or
+        None for a layer that reads another's. sinks: [heads] or None. Returns
+        [tokens, heads * v_dim]."""
         self._save(k, v, layer, forward_batch, save_kv_cache)
         _, rows = self._source(layer)
         query_lens = self._rows.query_lens
@@ -120,7 +122,7 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``forward_extend`` with one token per sequence."""
+        """Attend as ``forward_extend`` does, with one token per sequence."""
         self._save(k, v, layer, forward_batch, save_kv_cache)
         source, rows = self._source(layer)
         window = _window(layer)
@@ -151,7 +153,8 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
 
     def _source(self, layer: RadixAttention) -> tuple[str, list[torch.Tensor]]:
-        """Which slots ``layer`` reads: its key in ``plans``, and the rows per sequence."""
+        """Return the slots that ``layer`` reads: their key in ``plans``, and the rows per
+        sequence."""
         rows = self._rows
         if layer.is_cross_attention:
             return "encoder", rows.encoder
@@ -164,7 +167,7 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def _window(layer: RadixAttention) -> int | None:
-    """The layer's window, None where it has none. SGLang writes none as -1 or None."""
+    """Return the layer's window, None where it has none (SGLang: -1 or None)."""
     window = layer.sliding_window_size
     if layer.is_cross_attention or window is None or window < 0:
         return None

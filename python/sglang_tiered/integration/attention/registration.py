@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.attention.pod import NAME, STATISTICS
+from sglang_tiered.integration.attention.pod import NAME, PodAttention
 from sglang_tiered.integration.attention.pod_flags import HINT, startup_line
 from sglang_tiered.integration.attention.reference import always_absorb
 from sglang_tiered.integration.compat import check_signatures
@@ -36,11 +36,11 @@ def register() -> None:
 
 
 def _create(runner: ModelRunner) -> Any:
-    """The backend for this runner's device. Raises ``ConfigError`` for a model with cross
+    """Return the backend for this runner's device. Raises ``ConfigError`` for a model with cross
     attention, which SGLang's Triton backend refuses with an assertion."""
     from sglang.srt.runtime_context import get_schedule
 
-    STATISTICS.serving = True
+    PodAttention.statistics.serving = True
     on_cpu = torch.device(runner.device).type == "cpu"
     logger.info(_startup_line(runner, on_cpu))
     if not get_schedule().enable_mixed_chunk:

@@ -19,7 +19,7 @@ from sglang_tiered.policy.cost_model import (
     TYPICAL_TRANSFER_BYTES,
     LoadDecision,
     LoadPlan,
-    farthest_first,
+    remote_first,
 )
 from sglang_tiered.storage.stack.tiers import FAR_TIERS, Tier
 
@@ -161,7 +161,7 @@ class LoadPlanner(Generic[Request]):
                 num_held=num_held,
                 num_new=num_new,
                 num_before=num_before,
-                ahead=farthest_first(num_ahead, self._loading),
+                ahead=remote_first(num_ahead, self._loading),
                 queue_wait_s=self._waiting_s,
                 spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
                 ends=ends,
@@ -202,7 +202,7 @@ class LoadPlanner(Generic[Request]):
         prefill that a load replaces would have been computed."""
         if not self._always:
             begun = (load for load in self._loads.values() if load.queued_at is not None)
-            saved = [load.plan.saved_s for load in begun if load.plan.num_far]
+            saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
             longest_s = max(saved, default=0.0) + self._waiting_s
             self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
 
@@ -243,7 +243,7 @@ class LoadPlanner(Generic[Request]):
             return load is not None
         self._learn()
         plan = load.plan
-        ahead = farthest_first(num_ahead, self._loading)
+        ahead = remote_first(num_ahead, self._loading)
         return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
 
     def patience_s(self, request: Request) -> float:
@@ -277,8 +277,8 @@ class LoadPlanner(Generic[Request]):
             return True
         now = self._clock()
         load = self._loads.get(request)
-        missing = farthest_first(num_missing, (0,) if load is None else load.plan.parts)
-        ahead = farthest_first(num_ahead, self._loading_but(load))
+        missing = remote_first(num_missing, (0,) if load is None else load.plan.parts)
+        ahead = remote_first(num_ahead, self._loading_but(load))
         left_s = self.costs.load_seconds(missing, ahead)
         if load is not None and is_read:
             if load.begun_at is None:

@@ -33,7 +33,7 @@ from sglang_tiered.integration.cache.prefill_prior import probe_prefill
 from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.cache.quiescing import QuiescingRadixCache
 from sglang_tiered.integration.cache.rank_consensus import RankAgreement, Rule
-from sglang_tiered.integration.identity.tenants import Fence
+from sglang_tiered.integration.identity.tenants import PurgedTenants
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -105,7 +105,8 @@ class LoadingRadixCache(AgreeingRadixCache):
     # Set here because the parent's constructor calls ``reset`` before ours could run.
     _window: PrefetchWindow[str] | None = None  # by rid
     _planner: LoadPlanner[CacheRequestHandle] | None = None
-    fence: ClassVar[Fence] = Fence()  # one cache per process; the hooks on requests find it here
+    # One cache per process; the hooks on requests find it here.
+    fence: ClassVar[PurgedTenants] = PurgedTenants()
     # In this step: of requests that wait for the other ranks' answer, and for their turn to load.
     _num_asks_left: list[int]
     _soonest_load_s: float | None = None  # of the loads under way, once asked for in this step

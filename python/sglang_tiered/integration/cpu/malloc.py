@@ -1,9 +1,9 @@
-"""What glibc's ``malloc`` does with memory a forward pass gives back, on a machine without a GPU.
+"""Keeps the memory that a forward pass frees in the process, on a machine without a GPU.
 
 A prefill allocates and frees megabytes per layer. glibc returns freed blocks to the kernel once
-they pass thresholds that it moves by itself, and which way they go depends on what else a process
-has freed: one server kept its memory and the next, with the same model, took 14,000 page faults
-(40 ms of a prefill of 1,536 tokens) per request. With the thresholds set, it took 40.
+they pass thresholds that it adjusts by itself, depending on what else the process has freed: one
+server kept its memory and the next, with the same model, took 14,000 page faults (40 ms of a
+prefill of 1,536 tokens) per request. With the thresholds set, it took 40.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HEAP_BLOCK_BYTES = 32 << 20  # glibc's own upper bound; larger blocks are ma
 
 
 def keep_freed_memory() -> bool:
-    """Set the thresholds for this process; whether its C library has them."""
+    """Set the thresholds for this process. Returns whether its C library has them."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -2,12 +2,12 @@
 
 SGLang sizes the device pool by a fraction that suits a GPU's own memory, and then the host tier by
 what is left of the machine's: on a CPU both come out of the same memory, and the first leaves the
-second none. Here the device pool takes a share of what can be allocated once the weights are
+second none. Here the device pool takes a share of the allocatable memory once the weights are
 loaded; SGLang then sizes the host tier at twice the device pool, or at what its own check of the
-remaining memory allows (``mem_cache.hicache_auto_size``). What can be allocated is what the machine
-and the memory control group of this process leave, less the reserve.
+remaining memory allows (``mem_cache.hicache_auto_size``). Allocatable is what the machine and the
+memory control group of this process leave, less the reserve.
 
-Nothing here reserves memory: a process that takes it afterwards takes it from everybody.
+Nothing here reserves memory: any process may still take it afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 HOST_MEMORY_RESERVE_BYTES = GiB
-"""What is left alone on a CPU. SGLang's 10 GiB suit a GPU server: a laptop has less in all."""
+"""Memory kept free on a CPU. SGLang's 10 GiB suit a GPU server: a laptop has less in all."""
 
 # With a host tier of twice the device pool, two fifths are left for activations, the page cache
 # that loads go through, and other programs.
@@ -49,14 +49,14 @@ DEVICE_SHARE = 1 / 5
 # The pool is zeroed at start, at about half a gigabyte a second on a small machine.
 MAX_DEVICE_BYTES = 8 * GiB
 
-# A scheduler and a detokenizer, which are not yet there when the launcher looks: resident
-# memory after the start of the demo model, rounded up.
+# A scheduler and a detokenizer, which have not started when the launcher checks: resident memory
+# after the start of the demo model, rounded up.
 PROCESSES_BYTES = 1536 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """What a server takes at the least, in bytes."""
+    """The smallest memory of a server, in bytes."""
 
     weights: int
     token: int  # KV of one token, all layers and ranks
@@ -72,11 +72,11 @@ class WorkingSet:
 def device_pool_bytes(
     allocatable: int, *, num_ranks: int, host_bytes: int | None, has_token_limit: bool
 ) -> int:
-    """What one rank's device pool may take of what all ranks can allocate.
+    """Return what one rank's device pool may take of the memory that all ranks can allocate.
 
-    ``host_bytes``: the host tier of all ranks where the user sized it; it comes first. With a limit
-    in tokens (``--max-total-tokens``) the user sized the device pool too, and the share is only
-    what keeps the host tier possible.
+    ``host_bytes``: the host tier of all ranks where the user sized it; it is set aside first. With
+    a limit in tokens (``--max-total-tokens``) the user sized the device pool too, and the share
+    only leaves room for a host tier.
     """
     rest = allocatable - (host_bytes or 0)
     if has_token_limit:
@@ -88,21 +88,21 @@ def device_pool_bytes(
 
 
 def allocatable_bytes() -> int:
-    """What all ranks of this machine can allocate: free or reclaimable memory within the control
-    group, less the reserve that SGLang keeps. Never negative."""
+    """Return what all ranks of this machine can allocate: free or reclaimable memory within the
+    control group, less the reserve that SGLang keeps. Never negative."""
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
     try:
         available: int = available_host_memory_bytes(allow_cgroup_fallback=True)
-    except ValueError:  # a control group that it cannot find
+    except ValueError:  # SGLang cannot find the control group
         available = psutil.virtual_memory().available
     reserve: int = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     return max(0, available - reserve)
 
 
 def check_memory(needed: WorkingSet, allocatable: int) -> None:
-    """Refuse, before a model is loaded, what cannot come up in this machine's memory."""
+    """Raise ``ConfigError``, before a model is loaded, if it cannot start in this memory."""
     there = allocatable + HOST_MEMORY_RESERVE_BYTES
     if needed.num_bytes > there:
         raise ConfigError(
@@ -114,8 +114,8 @@ def check_memory(needed: WorkingSet, allocatable: int) -> None:
 
 
 def working_set(server_args: Any, host_bytes: int | None) -> WorkingSet:
-    """What the model of SGLang's resolved arguments takes at the least; what cannot be known, such
-    as weights that are not on this machine yet, counts as nothing. ``host_bytes``: as given."""
+    """Return the smallest memory of the model in SGLang's resolved arguments. Unknown parts, such
+    as weights that are not on this machine yet, count as 0. ``host_bytes``: the user's."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from sglang_tiered.integration.identity.model import find_weight_files
@@ -132,8 +132,8 @@ def working_set(server_args: Any, host_bytes: int | None) -> WorkingSet:
 
 
 def _widening(model: Any) -> float:
-    """How many bytes a byte of the checkpoint takes in memory: SGLang loads float32 as half of it
-    unless told otherwise. 1 where the checkpoint is quantised or does not say its format."""
+    """Return how many bytes of memory a byte of the checkpoint takes: SGLang halves float32 by
+    default. 1 where the checkpoint is quantised or does not name its format."""
     import torch
 
     stored = getattr(model.hf_config, "dtype", None)
@@ -145,8 +145,8 @@ def _widening(model: Any) -> float:
 
 
 def token_bytes(model: Any, kv_cache_dtype: str) -> int:
-    """KV of one token over all layers and ranks, of SGLang's ``ModelConfig``. Windows and states
-    that cost less per token count in full."""
+    """Return the KV bytes of one token over all layers and ranks. model: SGLang's ``ModelConfig``.
+    Windows and states that cost less per token count in full."""
     latent: int | None = getattr(model, "kv_lora_rank", None)
     if latent:
         elements = latent + model.qk_rope_head_dim
@@ -157,8 +157,8 @@ def token_bytes(model: Any, kv_cache_dtype: str) -> int:
 
 
 def _weight_bytes(files: list[Path]) -> int:
-    """The size of one copy of the weights: checkpoints come with others, in other formats and
-    (``consolidated``) in one piece."""
+    """Return the size of one copy of the weights: a checkpoint may contain further copies, in other
+    formats or (``consolidated``) in one piece."""
     by_suffix: dict[str, int] = {}
     for file in files:
         if not file.name.startswith("consolidated"):
@@ -167,11 +167,12 @@ def _weight_bytes(files: list[Path]) -> int:
 
 
 def around_profile(original: Callable[..., int], configurator: Any, _: float) -> int:
-    """``KVCacheConfigurator._profile_available_bytes``: the bytes of this rank's device pool.
+    """Return the bytes of this rank's device pool
+    (``KVCacheConfigurator._profile_available_bytes``).
 
-    SGLang's function subtracts what a model needs beside the pool and divides the rest among a
-    hybrid model's pools. Told that 0 bytes were free before the load, it keeps no fraction back.
-    Raises ``ConfigError``, on all ranks alike, where the rest is too little.
+    SGLang's function subtracts a model's other needs and divides the rest among a hybrid model's
+    pools. Given 0 free bytes before the load, it withholds no fraction. Raises ``ConfigError``, on
+    all ranks alike, where the rest is too small.
     """
     from sglang.srt.mem_cache import kv_cache_configurator as module
     from sglang.srt.mem_cache.pool_host.base import ranks_per_host
@@ -196,7 +197,7 @@ def around_profile(original: Callable[..., int], configurator: Any, _: float) ->
     module.get_available_gpu_memory = lambda *_, **__: budget / GiB
     try:
         left = original(configurator, 0)
-    except (ValueError, ZeroDivisionError):  # what it says is of a fraction of a GPU's memory
+    except (ValueError, ZeroDivisionError):  # its advice is about a fraction of GPU memory
         left = 0
     finally:
         module.get_available_gpu_memory = measured

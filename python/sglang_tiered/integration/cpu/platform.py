@@ -1,8 +1,8 @@
 """The reference CPU platform: SGLang and its host tier without CUDA or ``sgl_kernel``.
 
 Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CPU engine
-(``SGLANG_USE_CPU_ENGINE``) needs the compiled ``sgl_kernel`` and stays unset; this one runs the
-"native" PyTorch forwards of every layer and our ``reference`` attention backend.
+(``SGLANG_USE_CPU_ENGINE``) needs the compiled ``sgl_kernel`` and stays off; this platform runs the
+"native" PyTorch forwards of every layer and the ``reference`` attention backend.
 
 ``patch_host_pools`` changes SGLang in four places, because 0.5.23 builds its host pools for a GPU:
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
 
-# Below it, picking rows one by one costs more than the rows; above, less than a gathered copy.
+# Copying row by row costs more than a gathered copy below this size, and less above it.
 LARGE_ROW_BYTES = 4096
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -57,7 +57,7 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         if server_args.speculative_algorithm is not None:
-            # SGLang checks this for some algorithms only; others would fail at the first request.
+            # SGLang checks this for some algorithms; the others would fail at the first request.
             raise ConfigError(
                 f"--speculative-algorithm {server_args.speculative_algorithm} needs a GPU, since "
                 "SGLang has no kernels for its draft trees without one; drop it."
@@ -75,8 +75,8 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
-            # SGLang's default copies pages by sgl_kernel, and ends the scheduler without it.
-            # Of the default layout SGLang makes the one that fits.
+            # SGLang's default copies pages with sgl_kernel, and ends the scheduler without it.
+            # SGLang then picks the layout that fits.
             server_args.hicache_io_backend = "direct"
         num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if num_ranks > 1:
@@ -87,10 +87,10 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
 
 def cores_per_rank(num_ranks: int, cores: set[int]) -> str:
-    """The cores dealt out in turn, as ``SGLANG_CPU_OMP_THREADS_BIND`` takes them: ``0,2|1,3``.
+    """Deal the cores out in turn, in the form of ``SGLANG_CPU_OMP_THREADS_BIND``: ``0,2|1,3``.
 
-    SGLang deals by NUMA node and refuses more ranks than nodes. With fewer cores than ranks some
-    ranks share one.
+    SGLang assigns by NUMA node and refuses more ranks than nodes. With fewer cores than ranks some
+    ranks share a core.
     """
     ordered = sorted(cores)
     dealt = [
@@ -143,9 +143,9 @@ def _never_pin(host_pool_class: Any) -> None:
 
 
 def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
-    """Page numbers of token indices. token_indices: [pages * page_size] int64.
+    """Return the page numbers of token indices. token_indices: [pages * page_size] int64.
 
-    Raises ``ValueError`` where they are no whole pages: other rows would be copied.
+    Raises ``ValueError`` if they are not whole pages: other rows would be copied.
     """
     slots = token_indices.numpy()
     first = slots[::page_size]
@@ -161,7 +161,7 @@ def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
 
 
 def _bytes(tensor: torch.Tensor, *shape: int) -> Rows:
-    """The memory of a tensor as [*shape, bytes]. Raises where that would need a copy."""
+    """Return a tensor's memory as [*shape, bytes]. Raises where that would need a copy."""
     import torch
 
     rows: Rows = tensor.view(*shape, -1).view(torch.uint8).numpy()
@@ -169,9 +169,9 @@ def _bytes(tensor: torch.Tensor, *shape: int) -> Rows:
 
 
 def _copy_rows(target: Rows, to: list[int], source: Rows, of: list[int]) -> None:
-    """``target[to] = source[of]`` on the calling thread.
+    """Assign ``target[to] = source[of]`` on the calling thread.
 
-    PyTorch shares such a copy out among the threads of a forward pass, and waiting for them takes
+    PyTorch divides such a copy among the threads of a forward pass, and waiting for them takes
     several times as long as the copy: 10 ms for 12 MB in a server on two cores, where one thread
     alone takes 1.4 to 2.7 ms.
     """
@@ -201,7 +201,7 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Device (layer first) to host (page first), every layer.
+    """Copy device (layer first) to host (page first), every layer.
 
     ``src_ptrs``: the layers of each half in turn (MHA: K layers, then V layers; MLA: the layers),
     each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
@@ -224,7 +224,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """Host (page first) to device (layer first), one layer; the halves as above."""
+    """Copy host (page first) to device (layer first), one layer; the halves as above."""
     src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         pages = _bytes(source, source.shape[0], source.shape[1])  # [pages, layers, bytes]

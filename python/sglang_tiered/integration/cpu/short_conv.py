@@ -1,8 +1,8 @@
 """Short convolutions of hybrid models (LFM2) on the CPU platform, in PyTorch.
 
 SGLang has these two functions for CUDA and, elsewhere, in Triton, which needs a GPU too. They keep
-SGLang's signatures; its cases that the CPU platform never reaches (padding slots, several new
-tokens per sequence in a decode) are refused rather than computed wrongly.
+SGLang's signatures. Cases that the CPU platform never reaches (padding slots, several new tokens
+per sequence in a decode) are refused rather than computed wrongly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MODULE = "sglang.srt.layers.attention.mamba.causal_conv1d"
 
 
 def register() -> None:
-    """Have SGLang call these instead of its Triton kernels; once per process."""
+    """Make SGLang call these instead of its Triton kernels. Call it once per process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for function in (causal_conv1d_fn, causal_conv1d_update):
@@ -38,7 +38,7 @@ def causal_conv1d_fn(
     activation: str | None = "silu",
     **_: Any,
 ) -> torch.Tensor:
-    """A prefill. x: [channels, tokens] end to end; query_start_loc: [sequences + 1];
+    """Convolve a prefill. x: [channels, tokens] end to end; query_start_loc: [sequences + 1];
     cache_indices, has_initial_state: [sequences]. Returns [channels, tokens]."""
     if query_start_loc is None or cache_indices is None or conv_states is None:
         raise NotImplementedError("a short convolution without states")
@@ -69,7 +69,8 @@ def causal_conv1d_update(
     conv_state_indices: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """A decode. x: [sequences, channels]; conv_state_indices: [sequences]. Returns as ``x``."""
+    """Convolve a decode step. x: [sequences, channels]; conv_state_indices: [sequences]. Returns
+    the shape of ``x``."""
     if x.dim() != 2 or cache_seqlens is not None or conv_state_indices is None:
         raise NotImplementedError("a short convolution of several new tokens per sequence")
     slots = _slots(conv_state_indices)

@@ -1,9 +1,9 @@
 """Lets ``import torchvision`` succeed where its compiled operators do not load.
 
-They do not beside a CPU build of torch; they do beside its CUDA build, on a machine without CUDA
-too. SGLang needs only ``torchvision.transforms``, so declaring the operators that torchvision looks
-up at its import is enough. Imports nothing of SGLang, because ``import sglang`` is what this must
-come before.
+They fail to load beside a CPU build of torch, and load beside its CUDA build, even without a GPU.
+SGLang needs only ``torchvision.transforms``, so declaring the operators that torchvision looks up
+at its import is enough. This module imports nothing of SGLang, because it must run before
+``import sglang``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def declare() -> None:
     """Declare ``torchvision::nms`` and ``torchvision::qnms`` unless they exist. Idempotent."""
     if _libraries:
         return
-    # Loaded first: where torchvision's own definitions come second, they end the process.
+    # Load torchvision's own definitions first: after these they would end the process.
     found = importlib.util.find_spec("torchvision")
     for folder in (found and found.submodule_search_locations) or ():
         for path in Path(folder).glob("_C*.so"):

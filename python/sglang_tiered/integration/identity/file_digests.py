@@ -1,15 +1,15 @@
 """Digests of whole files: every byte is read once, and the result is remembered.
 
-A digest is remembered under what no edit leaves as it was: device, inode, size, and the times at
+A digest is remembered under a stamp that every edit changes: device, inode, size, and the times at
 which content and status changed, in nanoseconds. (The first time can be set back, the second
-cannot.) Samples all over the file must agree too. Images of a file system may be built with equal
-times and inodes: a file that may lie in one is read at every start. The memory is one small sealed
-file in the tier directory. Processes that share the directory, such as the ranks of a server, take
-turns: the first reads, the others find what it remembered.
+cannot.) Samples spread over the file must agree too. Images of a file system may be built with
+equal times and inodes: a file that may lie in one is read at every start. The digests are kept in
+one small checksummed file in the tier directory. Processes that share the directory, such as the
+ranks of a server, take turns: the first reads, and the others find its digests.
 
-A file that is not remembered may still look like one that was read before, as when a container
-fetches its weights anew at every start. What its digest probably is can be told at once, what it
-is only by reading it.
+A file without a remembered digest may still look like one that was read before, as when a container
+fetches its weights anew at every start. Its probable digest is then known at once, the true one
+only after reading it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["FileDigests", "SeenFile", "Stamp", "see"]
 
 VERSION = 1
 MAX_REMEMBERED = 4096
-"""Files; about 100 bytes each. The ones read first are forgotten first."""
+"""Number of files, about 100 bytes each. The earliest read are dropped first."""
 
 CHUNK_BYTES = 1 << 20
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
 
 SETTLED_NS = 2 * 10**9
-"""A file that changed so lately could change again within one tick of the clock of its file system,
-which its times would not show."""
+"""A file that changed within this time could change again in the same tick of its file system's
+clock, which its times would not show."""
 
 TURN_LOOK_S = 0.1
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """What shows that a file is still the one it was."""
+    """Attributes that every edit of a file changes."""
 
     device: int
     inode: int
@@ -71,7 +71,7 @@ class SeenFile(NamedTuple):
 
     path: Path
     stamp: Stamp
-    sample: int  # a digest of blocks all over it
+    sample: int  # a digest of blocks spread over it
     times_tell: bool  # an edit would show in the stamp
 
 
@@ -87,22 +87,22 @@ class _Memory(msgspec.Struct, frozen=True):
 
 
 def see(path: Path) -> SeenFile:
-    """A file as it is now; reads a few blocks of it. Raises ``OSError``."""
+    """Stamp and sample a file; reads a few of its blocks. Raises ``OSError``."""
     with path.open("rb", buffering=0) as stream:
         stamp = Stamp.of(os.fstat(stream.fileno()))
         last = max(0, stamp.num_bytes - SAMPLE_BYTES)
         sample = xxhash.xxh3_64()
         for number in range(NUM_SAMPLES + 1):
             sample.update(os.pread(stream.fileno(), SAMPLE_BYTES, last * number // NUM_SAMPLES))
-        # SquashFS, EROFS and ISO 9660 keep one time, chosen by whoever built the image, and give it
-        # out for both.
+        # SquashFS, EROFS and ISO 9660 keep one time, chosen by the builder of the image, and report
+        # it for both.
         is_read_only = os.fstatvfs(stream.fileno()).f_flag & os.ST_RDONLY
         times_tell = not is_read_only or stamp.modified_ns != stamp.changed_ns
     return SeenFile(path, stamp, sample.intdigest(), times_tell)
 
 
 class FileDigests:
-    """What is remembered in one directory. For one thread at a time."""
+    """The digests remembered in one directory. Used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -110,7 +110,8 @@ class FileDigests:
         self.num_bytes_read = 0
 
     def recall(self) -> None:
-        """Learn what any process has remembered here. What is damaged or not ours is ignored."""
+        """Read the digests that any process has remembered here. A damaged or foreign file counts
+        as empty."""
         path = self._directory / WEIGHTS_NAME
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -119,32 +120,32 @@ class FileDigests:
         except FileNotFoundError:
             return
         except OSError as error:
-            logger.warning("%s cannot be read (%s): weights are read again", path, error.strerror)
+            logger.warning("%s cannot be read (%s); weights are read again", path, error.strerror)
             return
         memory = unseal(data, _Memory)
         if memory is None or memory.version != VERSION:
-            logger.warning("%s is damaged or of another version: weights are read again", path)
+            logger.warning("%s is damaged or of another version; weights are read again", path)
             return
         self._entries = {entry.stamp: entry for entry in memory.entries}
 
     def known(self, file: SeenFile) -> bytes | None:
-        """The digest of a file, if it was read before and not touched since."""
+        """Return the digest of a file that was read before and not changed since, else None."""
         if not file.times_tell:
             return None
         entry = self._entries.get(file.stamp)
         return entry.digest if entry is not None and entry.sample == file.sample else None
 
     def likely(self, file: SeenFile) -> bytes | None:
-        """The digest of a file that looked the same, whatever its inode and times."""
+        """Return the digest of a file of equal size and samples, whatever its inode and times."""
         for entry in reversed(self._entries.values()):
             if (entry.stamp.num_bytes, entry.sample) == (file.stamp.num_bytes, file.sample):
                 return entry.digest
         return None
 
     def read(self, files: list[SeenFile], stopped: threading.Event) -> dict[SeenFile, bytes]:
-        """Every file's digest, read now unless some process did so before. Files that are no longer
-        as they were seen are left out, and all of the rest once ``stopped``. Waits while another
-        process reads."""
+        """Return the digest of every file, read now unless a process did so before. Files that
+        changed since they were seen are left out, and all remaining ones once ``stopped``. Waits
+        while another process reads."""
         found: dict[SeenFile, bytes] = {}
         with self._turn(stopped):
             self.recall()
@@ -170,17 +171,19 @@ class FileDigests:
                 if Stamp.of(os.fstat(stream.fileno())) != file.stamp:
                     return None
         except OSError as error:
-            logger.warning("%s cannot be read (%s)", file.path, error.strerror)
+            logger.warning(
+                "%s cannot be read (%s); its model is not recognized", file.path, error.strerror
+            )
             return None
         digest: bytes = state.digest()
         if abs(time.time_ns() - file.stamp.changed_ns) > SETTLED_NS:
-            self._entries.pop(file.stamp, None)  # to its end: the latest
+            self._entries.pop(file.stamp, None)  # so that the new entry is the last
             self._entries[file.stamp] = _Entry(file.stamp, file.sample, digest)
             self._save()
         return digest
 
     def _save(self) -> None:
-        """Written whole or not at all; not synced, as losing it costs no more than reading."""
+        """Write the file as a whole or not at all. It is not synced: its loss costs a reading."""
         path = self._directory / WEIGHTS_NAME
         temporary = self._directory / f"{WEIGHTS_NAME}.tmp-{os.getpid()}"
         entries = list(self._entries.values())[-MAX_REMEMBERED:]
@@ -191,7 +194,7 @@ class FileDigests:
             temporary.replace(path)
         except OSError as error:
             logger.warning(
-                "%s cannot be written (%s): these weights are read again at the next start",
+                "%s cannot be written (%s); these weights are read again at the next start",
                 path,
                 error.strerror,
             )
@@ -200,10 +203,10 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _turn(self, stopped: threading.Event) -> Iterator[None]:
-        """Alone among the processes of this directory, where its file system has locks."""
+        """Hold the directory's lock among processes, where its file system has locks."""
         try:
             fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # it does not exist yet, for example
+        except OSError:  # for example, it does not exist yet
             yield
             return
         try:

@@ -1,12 +1,13 @@
-"""Hashes and stand-ins of media that come from a client, kept out of page keys.
+"""Keeps media hashes and placeholder tokens sent by clients out of page keys.
 
-SGLang lets a request say what its images hash to (``mm_hashes``, or fields of an image given as an
-object), for routers that want its page keys to equal theirs. Whoever says it for another's image
-gives that image the KV of their own; in memory until it is evicted, with tiers for good, and for
-every server that shares them. Without these hashes SGLang computes its own.
+SGLang lets a request state the hashes of its images (``mm_hashes``, or fields of an image given as
+an object), for routers whose page keys must equal SGLang's. A client that states the hash of
+another user's image gives that image the KV of its own: in memory until it is evicted, in the tiers
+permanently, and on every server that shares them. Without these hashes SGLang computes its own.
 
-In a page key an image is numbers past every vocabulary, made of its hash. SGLang takes such numbers
-in ``input_ids`` as well, from whoever knows the image, so they are refused.
+In a page key an image is a run of numbers beyond every vocabulary, made from its hash. SGLang
+accepts such numbers in ``input_ids`` too, from any client that knows the image, so they are
+refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
 from sglang_tiered.config import TieredConfig
 
-__all__ = ["drop_clients_hashes", "refuse_clients_stand_ins"]
+__all__ = ["drop_client_hashes", "refuse_placeholder_tokens"]
 
 _MEDIA = ("image_data", "video_data", "audio_data")
 _HASHES = frozenset({"hash", "identity", "pad_value", "pad_values"})
@@ -28,48 +29,48 @@ _HASHES = frozenset({"hash", "identity", "pad_value", "pad_values"})
 logger = logging.getLogger(__name__)
 
 
-def drop_clients_hashes(request: Any) -> None:
-    """Of a request of SGLang's that is about to be tokenized, unless an operator trusts them or no
-    tier would keep what comes of it."""
+def drop_client_hashes(request: Any) -> None:
+    """Remove the hashes from a request that is about to be tokenized, unless an operator trusts
+    clients or no tier would keep the pages."""
     media = {name: getattr(request, name, None) for name in _MEDIA}
     kept = {name: _without_hashes(value) for name, value in media.items()}
     changed = [name for name in _MEDIA if kept[name] is not media[name]]
     if not changed and not getattr(request, "mm_hashes", None):
         return
-    if _believes_clients():
+    if _trusts_clients():
         return
     if getattr(request, "mm_hashes", None):
         request.mm_hashes = None
     for name in changed:
         setattr(request, name, kept[name])
-    _tell()
+    _warn_once()
 
 
-def refuse_clients_stand_ins(request: Any, vocab_size: int) -> None:
-    """Of the same request. Raises ``ValueError``, which SGLang answers with 400. Some models have
-    tokens for images right behind their vocabulary, so the limit is where stand-ins begin."""
+def refuse_placeholder_tokens(request: Any, vocab_size: int) -> None:
+    """Raise ``ValueError``, which SGLang answers with 400, for a request with placeholder tokens.
+    Some models have image tokens right behind their vocabulary, so the limit is where placeholders
+    begin."""
     limit = max(vocab_size, MM_PAD_SHIFT_VALUE)
     given = [getattr(request, "input_ids", None)]
     for name in _MEDIA:
         given += _token_ids_within(getattr(request, name, None))
     for token_ids in given:
-        stranger = _first_stranger(token_ids, limit)
-        if stranger is not None and not _believes_clients():
+        unknown = _first_unknown_token(token_ids, limit)
+        if unknown is not None and not _trusts_clients():
             raise ValueError(
-                f"input_ids holds {stranger}, which is no token of the model (its vocabulary has "
-                f"{vocab_size} of them) and could stand for an image of somebody else; send "
-                "tokens only."
+                f"input_ids holds {unknown}, which is not a token of the model (its vocabulary "
+                f"has {vocab_size}) and could stand for another user's image; send tokens only."
             )
 
 
-def _believes_clients() -> bool:
-    """An operator does, or no tier would keep what comes of it."""
+def _trusts_clients() -> bool:
+    """Return whether an operator trusts clients, or no tier would keep the pages."""
     config = TieredConfig.from_environment()
     return config is None or config.nvme is None or config.nvme.trust_mm_hashes
 
 
 def _token_ids_within(media: Any) -> list[Any]:
-    """Of images given as objects."""
+    """Return the ``input_ids`` of images given as objects."""
     if isinstance(media, Mapping):
         return [media.get("input_ids")]
     if isinstance(media, (list, tuple)):
@@ -77,8 +78,8 @@ def _token_ids_within(media: Any) -> list[Any]:
     return []
 
 
-def _first_stranger(token_ids: Any, limit: int) -> Any:
-    """What is no number from 0 to below the limit; None where all are."""
+def _first_unknown_token(token_ids: Any, limit: int) -> Any:
+    """Return a value that is not a number from 0 to below the limit; None if all are."""
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()
     if token_ids is None or token_ids == []:
@@ -88,13 +89,13 @@ def _first_stranger(token_ids: Any, limit: int) -> Any:
         return None if low >= 0 and high < limit else low if low < 0 else high
     except TypeError:  # lists of lists, or no numbers at all
         if not isinstance(token_ids, list) or not all(isinstance(x, list) for x in token_ids):
-            return "something that is no number"
-        strangers = (_first_stranger(each, limit) for each in token_ids)
-        return next((each for each in strangers if each is not None), None)
+            return "something that is not a number"
+        unknowns = (_first_unknown_token(each, limit) for each in token_ids)
+        return next((each for each in unknowns if each is not None), None)
 
 
 def _without_hashes(media: Any) -> Any:
-    """The same object where there is nothing to drop."""
+    """Return media without hashes; the same object if it has none."""
     if isinstance(media, Mapping):
         if not _HASHES & media.keys():
             return media
@@ -106,9 +107,8 @@ def _without_hashes(media: Any) -> Any:
 
 
 @cache
-def _tell() -> None:
+def _warn_once() -> None:
     logger.warning(
-        "a request brought hashes of its media along, which are ignored, here and from now on: a "
-        "client could store one image's pages under another's name for good; "
-        "--tier-trust-mm-hashes on takes them"
+        "a request states hashes of its media (a client could store one image's pages under "
+        "another's key); they are ignored from now on, unless --tier-trust-mm-hashes is on"
     )

@@ -1,11 +1,10 @@
-"""Which files a model is made of: the bytes that tell one set of weights from another.
+"""The files of a model: the bytes that distinguish one set of weights from another.
 
-KV computed by one set of weights must never be read by another (DESIGN promise 1), and a path or a
-served name does not tell weights apart: people retrain in place and reuse names. So a model is the
-names and all bytes of its files, wherever they lie and whenever they were written. Which files a
-loader takes depends on its format and on the model's own code, so all of the folder count, with its
-subfolders, but for what no loader reads. ``file_digests`` reads them, ``namespace_search`` says
-when.
+KV computed by one set of weights must never be read by another, and neither a path nor a served
+name distinguishes weights: people retrain in place and reuse names. So a model is the names and all
+bytes of its files, wherever they are and whenever they were written. A loader's choice of files
+depends on its format and on the model's own code, so the whole folder counts, with its subfolders,
+except files that no loader reads. ``file_digests`` reads them, ``namespace_search`` decides when.
 """
 
 from __future__ import annotations
@@ -69,15 +68,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Contents:
-    """Files whose names and bytes belong to an identity, as they were when the model was loaded.
-    ``what`` is for messages."""
+    """Files whose names and bytes are part of an identity, as they were when the model was loaded.
+    ``what`` names them in messages."""
 
     what: str
     files: tuple[tuple[str, SeenFile], ...]
 
     def digest(self, digests: Mapping[SeenFile, bytes]) -> str:
-        """One digest of all, as hexadecimal, from those of the files. Where one of them is missing,
-        the identity is unique."""
+        """Return one hexadecimal digest of the digests of all files. If one is missing, the
+        identity is unique."""
         digest = hashlib.sha256(b"sglang-tiered model v2")
         for name, file in self.files:
             content = digests.get(file)
@@ -90,15 +89,16 @@ class Contents:
 def identify_model(
     path: str, revision: str | None, load_format: str, download_dir: str | None = None
 ) -> Contents | str:
-    """The files of the weights that ``path`` names; call it once they are loaded.
+    """Return the files of the weights that ``path`` names. Call it once they are loaded.
 
     A hub name is resolved to its snapshot on this machine, as SGLang does: first in
-    ``download_dir``, then in the hub's own cache. Where the weights cannot be told, because no file
-    of them is found, they are random (``--load-format dummy``) or come from elsewhere, the identity
-    is unique to this process: nothing is shared across restarts, rather than shared wrongly.
+    ``download_dir``, then in the hub's own cache. If the weights cannot be identified, because no
+    file of them is found, they are random (``--load-format dummy``) or come from elsewhere, the
+    identity is unique to this process: no page is shared across restarts, rather than shared
+    wrongly.
     """
     if load_format not in _FILE_FORMATS:
-        return unresolved(path, f"--load-format {load_format} takes them from no file")
+        return unresolved(path, f"--load-format {load_format} does not read them from files")
     for root in _roots(path, revision, download_dir):
         files = _find_files(root)
         if any(_is_weight(file) for file in files.values()):
@@ -112,7 +112,7 @@ def identify_model(
 
 
 def identify_files(path: str | None) -> Contents | str | None:
-    """All bytes of a file or a folder that a setting names; None where it names none."""
+    """Return all bytes of the file or folder that a setting names; None if it is empty."""
     if not path:
         return None
     root = next(iter(_roots(path, None, None)), None)
@@ -122,10 +122,10 @@ def identify_files(path: str | None) -> Contents | str | None:
 
 
 def unresolved(what: str, why: str) -> str:
-    """An identity that no other process has."""
+    """Return an identity that no other process has, and log why."""
     logger.warning(
-        "%s cannot be told from other weights (%s), so the tiers start anew: nothing stored before "
-        "is found, and nothing that is stored now will be",
+        "%s cannot be identified (%s); the tiers start empty: pages stored before are not found, "
+        "and pages stored now are not found after a restart",
         what,
         why,
     )
@@ -133,7 +133,7 @@ def unresolved(what: str, why: str) -> str:
 
 
 def is_nameless(identity: Any) -> bool:
-    """Whether no other process can have an identity that is spelled out."""
+    """Return whether a spelled-out identity is unique to this process."""
     if isinstance(identity, Mapping):
         return any(map(is_nameless, identity.values()))
     return isinstance(identity, str) and identity.startswith(_UNRESOLVED)
@@ -142,7 +142,7 @@ def is_nameless(identity: Any) -> bool:
 def find_weight_files(
     path: str, revision: str | None, download_dir: str | None = None
 ) -> list[Path]:
-    """The weight files that a model path names; empty where there are none on this machine."""
+    """Return the weight files that a model path names; empty if none is on this machine."""
     for root in _roots(path, revision, download_dir):
         files = [root] if root.is_file() else sorted(root.iterdir())
         if weights := [file for file in files if _is_weight(file)]:
@@ -151,7 +151,7 @@ def find_weight_files(
 
 
 def contents_of(identity: Any) -> Iterator[Contents]:
-    """Everything in an identity that must be read."""
+    """Yield the contents in an identity, whose files must be read."""
     if isinstance(identity, Contents):
         yield identity
     elif isinstance(identity, Mapping):
@@ -160,7 +160,7 @@ def contents_of(identity: Any) -> Iterator[Contents]:
 
 
 def spell_out(identity: Any, digests: Mapping[SeenFile, bytes]) -> Any:
-    """The identity with digests for contents."""
+    """Return the identity with digests in place of contents."""
     if isinstance(identity, Contents):
         return identity.digest(digests)
     if isinstance(identity, Mapping):
@@ -169,7 +169,7 @@ def spell_out(identity: Any, digests: Mapping[SeenFile, bytes]) -> Any:
 
 
 def _roots(path: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:
-    """Where the files of a path or a hub name may lie, the likeliest first."""
+    """Yield the folders that may hold a path or a hub name, the likeliest first."""
     local = Path(os.path.expanduser(path))
     if local.exists():
         yield local
@@ -182,7 +182,7 @@ def _roots(path: str, revision: str | None, download_dir: str | None) -> Iterato
                 path, revision=revision, cache_dir=cache, local_files_only=True
             )
         except Exception:  # noqa: S112
-            # Whatever the hub client raises, the answer is the same: they are not there.
+            # Whatever the hub client raises means the same: the files are not there.
             continue
         yield Path(folder)
 
@@ -197,7 +197,7 @@ def _configuration(path: str, revision: str | None) -> dict[str, Path]:
 
 
 def _find_files(root: Path) -> dict[str, Path]:
-    """Files that may be part of a model, by their names below its folder, in order."""
+    """Return the files that may be part of a model, by their sorted names below its folder."""
     if root.is_file():
         beside = [root.with_name("config.json")] if root.suffix == ".gguf" else []
         return {file.name: file for file in (*beside, root) if file.is_file()}
@@ -220,8 +220,8 @@ def _find_files(root: Path) -> dict[str, Path]:
 
 
 def _is_foreign(subfolder: str, *, is_top: bool) -> bool:
-    """Caches, what SGLang does not download (a second copy of some models), and the states that a
-    trainer left beside its result."""
+    """Return whether a subfolder is a cache, a second copy that SGLang does not download, or a
+    trainer's state beside its result."""
     if subfolder.startswith((".", "__pycache__")):
         return True
     return is_top and (subfolder == "original" or subfolder.startswith("checkpoint-"))
@@ -239,5 +239,5 @@ def _see(what: str, files: Mapping[str, Path]) -> Contents | str:
 
 
 def _field(content: bytes) -> bytes:
-    """Length-prefixed, so that joined fields cannot be confused."""
+    """Prefix the length, so that joined fields cannot be confused."""
     return len(content).to_bytes(8, "little") + content

@@ -4,8 +4,8 @@ Pages of one namespace are never read under another. Tokens and tenants (``extra
 ``cache_salt``) are not in it: SGLang's page keys, a SHA-256 chain seeded by both, already tell
 those apart.
 
-Of SGLang's settings of the model all count but those that are known not to: a setting that a new
-version brings is in the identity from its first day. What a setting refers to counts by its bytes.
+Every setting of SGLang's for the model counts unless it is known to have no effect: a setting that
+a new version adds is part of the identity at once. Files that a setting names count by their bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _POOL_ATTRIBUTES = (
     "storage_format_tag",
 )
 
-# Settings of SGLang's that say where a model is found: what is there counts.
+# Settings that locate the model: its files count instead.
 _PLACES = {"model_path", "revision", "download_dir"}
 _FILES = {
     "decrypted_config_file",
@@ -65,7 +65,7 @@ _FILES = {
     "quantization_param_path",
     "rl_quant_profile",
 }
-# And those that change how it is loaded, checked or written, but not what is computed.
+# Settings that change how it is loaded, checked or written, but not what it computes.
 _WITHOUT_MEANING = {
     "checkpoint_engine_wait_weights_before_ready",
     "delete_ckpt_after_loading",
@@ -116,22 +116,22 @@ _files_are_old = False
 
 
 def has_draft() -> bool:
-    """Whether a draft model's KV is kept beside the model's own."""
+    """Return whether a draft model's KV is kept beside the model's own."""
     from sglang.srt.runtime_context import get_spec
 
     return get_spec().speculative_algorithm is not None
 
 
 def forget_files() -> None:
-    """The weights of this process were replaced: what lies in its files says no more what they
-    are."""
+    """Note that the weights of this process were replaced, so that its files no longer identify
+    them."""
     global _files_are_old  # noqa: PLW0603
     _files_are_old = True
 
 
 def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
-    """Model, weights, number formats and rank geometry of this scheduler process. ``Contents`` in
-    it stand for files that are still to be read.
+    """Return the model, weights, number formats and rank geometry of this scheduler process.
+    ``Contents`` in it stand for files that are still to be read.
 
     Reads SGLang's published configuration; call it after the model is loaded.
     """
@@ -141,7 +141,7 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
     from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_serving, get_spec
 
     # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
-    # identity with a hole in it would let pages of another meaning be read.
+    # incomplete identity would let pages of another meaning be read.
     model, spec = get_model(), get_spec()
     groups = {group: getattr(get_exec(), group) for group in _NUMBER_FORMATS}
     apart = _PLACES | _FILES | _WITHOUT_MEANING
@@ -175,7 +175,7 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
         "draft_quantization": spec.speculative_draft_model_quantization,
         "draft_window": [spec.speculative_draft_window_size, spec.speculative_draft_sink_size],
         "speculative_algorithm": spec.speculative_algorithm,
-        # SGLang's page keys know the adapters of --lora-paths by name and path, not by weights.
+        # SGLang's page keys contain the names and paths of --lora-paths, not the weights.
         "adapters": {
             adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
             for adapter in get_lora().lora_paths or ()
@@ -199,7 +199,7 @@ def _model(model: Any) -> Contents | str:
 
 
 def _loader_files(extra_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Whatever ``--model-loader-extra-config`` names that has bytes of its own."""
+    """Return the contents of files that ``--model-loader-extra-config`` names."""
     config = json.loads(extra_config) if isinstance(extra_config, str) else extra_config or {}
     return {
         f"loader {name}": identify_files(value)
@@ -209,7 +209,7 @@ def _loader_files(extra_config: str | Mapping[str, Any] | None) -> dict[str, Any
 
 
 def describe_pool(pool: Any) -> dict[str, Any]:
-    """The geometry of one host pool, as plain values."""
+    """Return the geometry of one host pool as plain values."""
     described: dict[str, Any] = {"class": type(pool).__name__, "dtype": str(pool.dtype)}
     for name in _POOL_ATTRIBUTES:
         value = getattr(pool, name, None)
@@ -218,13 +218,13 @@ def describe_pool(pool: Any) -> dict[str, Any]:
 
 
 def digest(identity: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """32 bytes over the identity, contents spelled out, and every pool, by name."""
+    """Return 32 bytes over the spelled-out identity and every pool, by name."""
     document = {"version": NAMESPACE_VERSION, "identity": identity, "pools": pools}
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).digest()
 
 
 def successor(namespace: bytes) -> bytes:
-    """A namespace no process has had before: for weights changed in a running server, whose
-    identity nobody can name."""
+    """Return a namespace that no process has had before: for weights changed in a running server,
+    which have no files to identify them."""
     return hashlib.sha256(namespace + uuid.uuid4().bytes).digest()

@@ -1,11 +1,11 @@
-"""``NamespaceSearch``: the namespace of this process, found without holding up its start.
+"""``NamespaceSearch``: finds the namespace of this process without delaying its start.
 
-The namespace digests the bytes of the weights. Where those are remembered it is known at once, and
-weights of a few gigabytes are read in the time that a start may wait for. More is read on a thread
-while the server serves, with no page loaded and none stored. The tiers are open meanwhile: under
-the namespace of the last weights that looked the same, which is confirmed in the end unless
-somebody edited a few numbers; if none did, under the last one that was found for the shard. What is
-in it is indexed, and hidden until the answer confirms it.
+The namespace is a digest of the bytes of the weights. If their digests are remembered it is known
+at once, and weights of a few gigabytes are read in the time that a start may wait. Larger ones are
+read on a thread while the server serves, with no page loaded and none stored. The tiers are open
+meanwhile: under the namespace of the last weights that looked the same, which proves right unless a
+few numbers were edited; without any, under the last namespace found for the shard. Its pages are
+indexed, and hidden until the answer confirms it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["NamespaceSearch", "recall_namespace", "remember_namespace"]
 
 PATIENCE_S = 2.0
-"""How long a start waits."""
+"""The longest wait of a start for the weights."""
 
 BACKGROUND_NICENESS = 10
 JOIN_S = 1.0
@@ -45,10 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class NamespaceSearch:
-    """Scheduler thread. ``namespace`` is what to open the tiers under, None where nothing says; as
-    long as ``answer`` is None it may be another model's, so nothing in it may be used and nothing
-    added. ``is_nameless``: the answer is one that nobody will have again. ``directory`` is where
-    digests are remembered."""
+    """Finds the namespace; the scheduler thread reads its attributes.
+
+    ``namespace`` is the one to open the tiers under, None where there is no guess. While ``answer``
+    is None it may be another model's: no page of it may be used and none added. ``is_nameless``
+    says that no process will have the answer again. ``directory`` holds remembered digests.
+    """
 
     def __init__(
         self,
@@ -85,17 +87,17 @@ class NamespaceSearch:
         if len(looks) == len(unknown):
             self.namespace = namespace.digest(spell_out(identity, known | looks), pools)
         logger.warning(
-            "reading %s of weights in the background, to know them from others: nothing is loaded "
-            "from the tiers and nothing stored until that is done",
+            "reading %s of weights in the background, to identify them; until that is done nothing "
+            "is loaded from the tiers and nothing is stored",
             format_bytes(sum(file.stamp.num_bytes for file in unknown)),
         )
 
     def stop(self) -> None:
-        """Read no more: nobody waits for the answer."""
+        """Stop reading: the answer is no longer needed."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Stop, and wait a moment for the thread. Idempotent."""
+        """Stop, and wait up to ``JOIN_S`` for the thread. Idempotent."""
         self.stop()
         if self.answer is None:
             self._thread.join(JOIN_S)
@@ -106,9 +108,8 @@ class NamespaceSearch:
         return namespace.digest(identity, self._pools)
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # of this thread alone, on Linux: what computes goes first
+        # On Linux this is the thread's own priority: computing goes first.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
         begun = time.monotonic()
         try:
@@ -118,17 +119,17 @@ class NamespaceSearch:
             seconds = time.monotonic() - begun
             answer = self._conclude(known | found)
         except Exception:
-            logger.exception("weights could not be read by our own fault; the tiers start anew")
+            logger.exception("internal error while reading weights; the tiers start empty")
             self.is_nameless = True
             self.answer = namespace.successor(b"")
             return
         num_read = format_bytes(self._digests.num_bytes_read)
-        logger.info("weights known after %.1f s, %s of them read here", seconds, num_read)
+        logger.info("weights identified after %.1f s (%s read here)", seconds, num_read)
         self.answer = answer
 
 
 def recall_namespace(shard: Path) -> bytes:
-    """The last one that was found for a shard, or one of which it holds nothing."""
+    """Return the last namespace found for a shard, or a new one without pages."""
     found = unseal(read_note(shard, NAMESPACE_NAME), bytes)
     if found is None or len(found) != NAMESPACE_BYTES:
         return namespace.successor(b"")
@@ -136,11 +137,16 @@ def recall_namespace(shard: Path) -> bytes:
 
 
 def remember_namespace(notes: Notes, found: bytes) -> None:
-    """For the next start that must read its weights. Waits for the disk."""
+    """Save the namespace for the next start that must read its weights. Waits for the disk."""
     data = seal(found)
     if notes.read(NAMESPACE_NAME) == data:
         return
     try:
         notes.write(NAMESPACE_NAME, data)
     except OSError as error:
-        logger.warning("%s cannot be written (%s)", NAMESPACE_NAME, error.strerror)
+        logger.warning(
+            "%s cannot be written (%s); the next start may have to read weights before it finds "
+            "pages",
+            NAMESPACE_NAME,
+            error.strerror,
+        )

@@ -1,13 +1,13 @@
-"""Tenants: whom a page belongs to, and what keeps a purged one's nodes in the tree out of reach.
+"""Tenants: the owners of pages, and what keeps a purged tenant's nodes in the tree out of reach.
 
 A tenant is the ``extra_key`` and ``cache_salt`` of its requests, which SGLang seeds page hashes
-with. Its name on disk and in reports is a digest of both, which does not reveal them; but who can
-read it can confirm a guess, as with SGLang's page hashes, so a salt that is to be a secret must be
-long and random.
+with. Its name on disk and in reports is a digest of both. The digest does not reveal them, but a
+reader of it can confirm a guess, as with SGLang's page hashes: a secret salt must be long and
+random.
 
 SGLang appends the id of a LoRA adapter to ``extra_key``, so a request of the base model that sends
-the id as its key would go by the adapter's. Requests go by keys of ours that tell the two apart
-and the tenant of an adapter's pages from them.
+the id as its key would share the adapter's pages. ``key_of_request`` puts a mark between them,
+which tells the two apart and names the tenant of an adapter's pages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import secrets
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "Fence", "key_of_request", "tenant_digest"]
+__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "PurgedTenants", "key_of_request", "tenant_digest"]
 
 SECRET_BITS = 62
 
 _ADAPTER = "\x1fadapter\x1f"  # behind the last one: a LoRA adapter's id, or nothing
 
 UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
-"""Of pages that reached the storage thread by a way that names no tenant; they go with every
-purge, as they may be anybody's."""
+"""The tenant of pages that reached the storage thread without one. Every purge removes them, since
+they may belong to any tenant."""
 
 
 def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The tenant of pages hashed under these; empty ones count as absent, as in SGLang."""
+    """Return the tenant of pages hashed under these; an empty text counts as absent, as in
+    SGLang."""
     if not extra_key and not cache_salt:
         return NO_TENANT
     state = hashlib.blake2b(digest_size=TENANT_BYTES, person=b"sgltiered-tenant")
@@ -40,7 +41,7 @@ def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
 
 
 def key_of_request(extra_key: str | None, lora_id: str | None) -> str | None:
-    """What a request goes by whose ``extra_key`` is as SGLang makes it: a user's own key as it is,
+    """Return the key to use for a request with SGLang's ``extra_key``: a user's own key unchanged,
     unless it could be taken for an adapter's."""
     if lora_id:
         return f"{(extra_key or '').removesuffix(lora_id)}{_ADAPTER}{lora_id}"
@@ -48,53 +49,54 @@ def key_of_request(extra_key: str | None, lora_id: str | None) -> str | None:
 
 
 def _users_key(extra_key: str | None) -> str | None:
-    """Of what a request goes by."""
+    """Undo ``key_of_request``: the key without the adapter."""
     return extra_key.rpartition(_ADAPTER)[0] if extra_key and _ADAPTER in extra_key else extra_key
 
 
-class Fence:
-    """Between a purge and the next reset of the tree, which needs an idle scheduler, purged tenants
-    go by another ``extra_key``: their requests match nothing of before, and what the tree still
-    holds of before matches nothing any more. Neither is stored meanwhile.
+class PurgedTenants:
+    """Tenants purged since the last reset of the tree, which needs an idle scheduler. Until then
+    their requests use another ``extra_key``: they match no node from before the purge, and no later
+    request matches those nodes. Neither is stored meanwhile.
 
-    Nothing can remove the nodes of one tenant from SGLang's tree; a key that nobody uses again is
-    as good until the tree is reset. Owned by the scheduler thread.
+    SGLang's tree cannot remove the nodes of one tenant; a key that is never used again hides them
+    just as well until the tree is reset. Owned by the scheduler thread.
     """
 
     def __init__(self) -> None:
-        self._purges: dict[bytes | None, str] = {}  # the mark of each tenant, of all under None
+        self._purges: dict[bytes | None, str] = {}  # marks by tenant; None: all
         self._token = ""
         self._num_purges = 0
         self.use_secret(secrets.randbits(SECRET_BITS))
 
     def use_secret(self, secret: int) -> None:
-        """What no user can guess, so that no key of theirs is taken for one of ours. The same on
-        every rank, as keys are compared by SGLang's checks of rank divergence. Before any purge."""
+        """Set the secret of the marks, which no user can guess, so that no user's key reads as
+        marked. It must be the same on every rank, because SGLang's checks of rank divergence
+        compare keys. Call it before any purge."""
         assert not self._purges, "keys with the old secret are in use"
         self._token = f"{secret:016x}"
 
     def __bool__(self) -> bool:
         return bool(self._purges)
 
-    def raise_against(self, tenant: bytes | None) -> None:
-        """A tenant was purged, or all were."""
+    def quarantine(self, tenant: bytes | None) -> None:
+        """Hide the nodes of a tenant, or of all (None), that are in the tree now."""
         self._num_purges += 1
         self._purges[tenant] = f"\x1f{self._token}-{self._num_purges}."
 
-    def lift(self) -> None:
-        """The tree was reset, with no request under way."""
+    def release_all(self) -> None:
+        """End every quarantine: the tree was reset, with no request under way."""
         self._purges.clear()
 
     def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
-        """Of what a request goes by, with and without marks, of all its adapters alike."""
+        """Return the tenant of a request's key, marked or not; adapters make no difference."""
         return tenant_digest(_users_key(self._original(extra_key)), cache_salt)
 
     def blocks(self, tenant: bytes) -> bool:
-        """Whether pages of this tenant must not be stored now."""
+        """Return whether pages of this tenant must not be stored now."""
         return tenant in self._purges or None in self._purges
 
     def key_of(self, extra_key: str | None, cache_salt: str | None) -> str | None:
-        """The ``extra_key`` that a request goes by from now on."""
+        """Return the ``extra_key`` that a request uses from now on."""
         if not self._purges:
             return extra_key
         tenant = self.tenant_of(extra_key, cache_salt)

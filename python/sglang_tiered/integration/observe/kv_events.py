@@ -1,21 +1,21 @@
 """KV events of the tiers below host memory, in SGLang's own format.
 
 SGLang publishes what enters and leaves device memory (medium ``GPU``) and host memory
-(``CPU_PINNED``) with ``--kv-events-config``, for whoever routes prompts by it. This adds
-``DISK`` for the NVMe tier and ``EXTERNAL`` for the object tier, in the same stream: a
-``BlockStored`` when a page can be read from the tier, a ``BlockRemoved`` when it no longer can. The
-blocks, hashes and fields are made by SGLang's own recorder from the tokens and hashes of the radix
-nodes, so they are those of the events for device and host memory. The nodes themselves are out of
-reach: SGLang's tree is in Rust by default.
+(``CPU_PINNED``) with ``--kv-events-config``, for routers of prompts. This adds ``DISK`` for the
+NVMe tier and ``EXTERNAL`` for the object tier to the same stream: a ``BlockStored`` when a page
+becomes readable from the tier, a ``BlockRemoved`` when it no longer is. SGLang's own recorder makes
+the blocks, hashes and fields from the tokens and hashes of the radix nodes, so they equal those of
+the events for device and host memory. The nodes themselves are out of reach: SGLang's tree is in
+Rust by default.
 
-A page is announced when a node that holds it is stored, or is matched and loaded: only then are its
-tokens known, which the event must carry. Pages that earlier processes or other servers left in a
-tier are therefore announced when they are first used here. What was announced is remembered, up to
-a bound: then the oldest is announced as removed, which costs a router a chance and never misleads
-it. A thread looks the remembered pages up again and again, so every way for a page to go (reclaim,
-purge, damage, a sick disk) is noticed within seconds, and none of it needs the tiers' help.
+A page is announced when a node that holds it is stored, or is matched and loaded: the event must
+carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
+tier are therefore announced at their first use here. Announced pages are remembered up to a bound:
+beyond it the oldest is announced as removed, which costs a router a hit and never misleads it. A
+thread looks the remembered pages up repeatedly, so a page lost in any way (reclaim, purge, damage,
+a sick disk) is noticed within seconds without a signal from the tiers.
 
-With several ranks, rank 0 of each KV cache publishes, as upstream; its own shard decides.
+With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import TierEngine
     from sglang_tiered.storage.stack.tiers import LowerTier
 
-    # Which keys a tier could serve now; None while it serves none. Any thread, memory only.
+    # Returns which keys a tier could serve now, or None while it is offline. Any thread; reads
+    # memory only.
     Holds = Callable[[Sequence[bytes]], list[bool] | None]
 
 __all__ = ["TierEvents", "engine_holds", "tiers_of"]
 
 MAX_PAGES = 1 << 16
-"""Remembered; about 1 kB each with pages of 64 tokens."""
+"""Pages remembered; about 1 kB each with 64 tokens a page."""
 MAX_PAGES_PER_TAKE = 512
-"""A few microseconds each, on the scheduler thread."""
+"""Pages announced in a step; each takes a few microseconds of the scheduler thread."""
 SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
 WINDOW_PAGES = 16
 
@@ -77,18 +78,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Page:
-    """One block, and the tiers that hold it and were announced, as bits."""
+    """One block, with the tiers that hold it and the tiers announced for it, as bits."""
 
     event: BlockStored  # of this page alone, without a medium
     held: int = 0
     announced: int = 0
-    is_forgotten: bool = False  # beyond the bound: to be announced as removed, whatever holds it
-    may_return: bool = False  # not held because a tier serves no loads now
+    is_forgotten: bool = False  # beyond the bound: announced as removed although held
+    may_return: bool = False  # not held, because a tier is offline
 
 
 @dataclass(slots=True)
 class _Node:
-    """A radix node as SGLang's recorder reads one."""
+    """The parts of a radix node that SGLang's recorder reads."""
 
     key: RadixKey
     parent: _Node | None
@@ -97,10 +98,11 @@ class _Node:
 
 
 class TierEvents:
-    """Of one cache. ``note``, ``take`` and ``tree_was_reset`` on the scheduler thread, where none
-    waits for more than a short lock; the sweep on a thread of its own, from ``start`` to ``close``.
+    """Announces the pages of one cache. ``note``, ``take`` and ``tree_was_reset`` run on the
+    scheduler thread and wait for a short lock at most; the sweep has a thread, from ``start`` to
+    ``close``.
 
-    ``core``: SGLang's tree core. ``tiers``: who holds pages, by medium. ``params``: of the cache.
+    ``core``: SGLang's tree core. ``tiers``: lookups by medium. ``params``: the cache's.
     """
 
     def __init__(
@@ -123,11 +125,11 @@ class TierEvents:
         self.use_tiers(tiers)
         self._max_pages = max_pages
         self._root = _Node(RadixKey([]), None, [])
-        # Event hashes of the last pages of nodes, where they differ from the keys of the pages.
+        # Event hashes of nodes' last pages, where they differ from the keys of the pages.
         self._ends: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # guards the two below
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
-        self._changed: OrderedDict[bytes, None] = OrderedDict()  # held is not announced
+        self._changed: OrderedDict[bytes, None] = OrderedDict()  # held differs from announced
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -135,7 +137,7 @@ class TierEvents:
     def of_cache(
         cls, core: Any, storage: TieredStorage, params: CacheInitParams
     ) -> TierEvents | None:
-        """Started; None unless this process publishes events."""
+        """Create and start one; None unless this process publishes events."""
         if not params.enable_kv_cache_events:
             return None
         events = cls(core, tiers_of(storage), params)
@@ -143,13 +145,14 @@ class TierEvents:
         return events
 
     def use_tiers(self, tiers: Mapping[StorageMedium, Holds]) -> None:
-        """Ask these from now on: the same media, opened again. The next sweep looks."""
+        """Ask these tiers, the same media opened again, from the next sweep on."""
         self._tiers = [(medium, 1 << at, holds) for at, (medium, holds) in enumerate(tiers.items())]
 
     # ---- Scheduler thread ----
 
     def note(self, node_id: int) -> None:
-        """A node was stored, or matched and loaded: announce what tiers hold of its path."""
+        """Announce the pages that tiers hold of the path to a node that was stored, or matched and
+        loaded."""
         core = self._core
         try:
             path = core.collect_path_info([node_id])[0]
@@ -166,7 +169,7 @@ class TierEvents:
             is_known = self._is_known(last)
             end = self._ends.get(last)
             if is_known and (end is not None or not has_own_hashes):
-                tokens: Sequence[int] = (0, 0)  # of a node that is not asked for them
+                tokens: Sequence[int] = (0, 0)  # placeholders: the recorder does not read them
             elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
                 tokens, end = spec.token_ids, None
             else:
@@ -179,7 +182,7 @@ class TierEvents:
                 self._add(parent, [bytes.fromhex(text) for text in hashes])
 
     def take(self) -> list[Any]:
-        """The events since the last call, at most of ``MAX_PAGES_PER_TAKE`` pages."""
+        """Return the events since the last call, of at most ``MAX_PAGES_PER_TAKE`` pages."""
         if not self._changed:
             return []
         with self._lock:
@@ -199,7 +202,8 @@ class TierEvents:
         return events
 
     def tree_was_reset(self) -> None:
-        """SGLang announces that every block is gone, of any medium; the tiers kept theirs."""
+        """Announce everything again: SGLang has announced the removal of all blocks of every
+        medium, and the tiers kept theirs."""
         with self._lock:
             for key, page in self._pages.items():
                 page.announced = 0
@@ -267,7 +271,9 @@ class TierEvents:
             try:
                 self.sweep(lambda: self._stop.wait(CHUNK_PAUSE_S))
             except Exception:
-                logger.exception("KV events of lower tiers: a sweep failed; trying again")
+                logger.exception(
+                    "internal error in a sweep for KV events; removed pages are announced late"
+                )
 
     def sweep(self, pause: Callable[[], object] = lambda: None) -> None:
         """Look every remembered page up in every tier, ``CHUNK_PAGES`` at a time."""
@@ -289,13 +295,13 @@ class TierEvents:
 
 
 def engine_holds(engine: TierEngine) -> Holds:
-    """Single keys, from an engine that counts leading ones."""
+    """Return a lookup of single keys in an engine that counts leading ones."""
 
     def holds(keys: Sequence[bytes]) -> list[bool] | None:
         held = [False] * len(keys)
         at = 0
         while at < len(keys):
-            # Behind a miss there are often more: no long lookups for those.
+            # Misses often come in a row: look those up in short windows.
             window = keys[at:] if at == 0 or held[at - 1] else keys[at : at + WINDOW_PAGES]
             num_hits, stop = engine.lookup(window)
             if stop is Stop.UNHEALTHY:
@@ -308,11 +314,11 @@ def engine_holds(engine: TierEngine) -> Holds:
 
 
 def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
-    """The tiers that the storage has open."""
+    """Return lookups in the tiers that the storage has open."""
     tiers = {StorageMedium.DISK: engine_holds(storage.region_engine)}
     layered = getattr(storage, "layered_engine", None)
     if layered is not None and layered.lower is not None:
-        # Not those of other servers: each announces its own.
+        # Other servers announce their own pages.
         tiers[StorageMedium.EXTERNAL] = _bucket_holds(layered.lower)
     return tiers
 
@@ -320,14 +326,14 @@ def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
 def _bucket_holds(bucket: LowerTier) -> Holds:
     def holds(keys: Sequence[bytes]) -> list[bool] | None:
         held = bucket.contains(keys)
-        # Asked afterwards: a bucket that answers no more holds what it held, and may come back.
+        # Asked afterwards: an unreachable bucket keeps its pages, and may come back.
         return held if bucket.stats().health is Health.RUNNING else None
 
     return holds
 
 
 def _single_blocks(event: BlockStored) -> list[BlockStored]:
-    """One event per block, of one that the recorder put together."""
+    """Split an event of the recorder into one event per block."""
     size = event.block_size
     parents = [event.parent_block_hash, *event.block_hashes[:-1]]
     return [
@@ -343,7 +349,7 @@ def _single_blocks(event: BlockStored) -> list[BlockStored]:
 
 
 def _copy(event: BlockStored, medium: StorageMedium) -> BlockStored:
-    """The recorder extends the lists of an event when it adds a block to it."""
+    """Return a copy with lists of its own: the recorder extends those of an event."""
     return msgspec.structs.replace(
         event,
         block_hashes=list(event.block_hashes),

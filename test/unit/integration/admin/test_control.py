@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration import hooks
-from sglang_tiered.integration.admin import control as purging
+from sglang_tiered.integration.admin import control
+from sglang_tiered.integration.admin.control import PREFIX, Control
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 
 A = tenant_digest("a", None)
 
@@ -35,6 +37,7 @@ class Purge:
 class Scheduler:
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
+        self.control = Control()
         self.refuses_flushes = False
         self.purges: dict[bytes | None, Purge] = {}
         self.told: list[bytes | None] = []  # to other servers
@@ -57,10 +60,10 @@ class Scheduler:
         return self.idle
 
     def flush_cache(self) -> bool:
-        """With SGLang's own look at whether it may, and our hook behind it."""
+        """SGLang's own look at whether it may, and the hook behind it."""
         flushed = self.is_fully_idle() and not self.refuses_flushes
         self.num_flushes += flushed
-        hooks._after_flush_cache(flushed, self)
+        self.control.after_flush(flushed, self)
         return flushed
 
 
@@ -69,65 +72,83 @@ def request(extra_key: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
-    fence = Fence()
-    monkeypatch.setattr(TieredRadixCache, "fence", fence)
+def purged(monkeypatch: pytest.MonkeyPatch) -> PurgedTenants:
+    purged = PurgedTenants()
+    monkeypatch.setattr(TieredRadixCache, "fence", purged)
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
     )
-    monkeypatch.setattr(purging._desk, "has_tiers", True)
-    return fence
+    return purged
 
 
 def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
-    return purging.handle(scheduler, purging.PREFIX + "purge", {"id": number, **body})
+    sent: list[Any] = []
+    channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
+    scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
+    message = SimpleNamespace(method=PREFIX + "purge", body={"id": number, **body})
+    scheduler.control.around_message(lambda *_: None, scheduler, message)
+    (answer,) = sent[0].response
+    assert sent[0].success
+    return answer
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
+def receive(scheduler: Scheduler, request: Any) -> Any:
+    scheduler.control.after_request(None, request, "rid")
+    return request
+
+
+def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == [A]
 
 
-def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> None:
+def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=False)
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
     waiting, other = scheduler.waiting_queue
     (compiling,) = scheduler.grammar_manager.grammar_queue
     assert waiting.extra_key == compiling.extra_key != "a"
     assert other.extra_key == "b"
-    new = request("a")
-    hooks._after_request(None, new, "rid")
+    new = receive(scheduler, request("a"))
     assert new.extra_key == waiting.extra_key
-    assert fence.blocks(A)
-    hooks._after_on_idle(None, scheduler)
+    assert purged.blocks(A)
+    scheduler.control.after_idle(None, scheduler)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    hooks._after_on_idle(None, scheduler)
-    hooks._after_on_idle(None, scheduler)
+    scheduler.control.after_idle(None, scheduler)
+    scheduler.control.after_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
 
 
-def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
-    fence: Fence,
+def test_refused_flush_leaves_the_tenant_hidden(
+    purged: PurgedTenants,
 ) -> None:
     """As when a read that was given up begins to matter between our look and SGLang's."""
     scheduler = Scheduler(idle=True)
     scheduler.refuses_flushes = True
     assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
     assert scheduler.num_flushes == 0
-    new = request("a")
-    hooks._after_request(None, new, "rid")
+    new = receive(scheduler, request("a"))
     assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
     scheduler.refuses_flushes = False
-    hooks._after_on_idle(None, scheduler)
+    scheduler.control.after_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
+
+
+def hook_requests(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> None:
+    """Hook SGLang's requests as in a server of this scheduler."""
+    assert hasattr(Req.__init__, "__wrapped__"), "the plugin hooks it"
+    control = getattr(scheduler, "control", None) or Control()
+    control.after_scheduler(None, scheduler)
+    hooked = _wrap_fn(unwrap(Req.__init__), control.after_request, HookType.AFTER)
+    monkeypatch.setattr(Req, "__init__", hooked)
 
 
 def requests_of_adapters(*requests: tuple[str | None, str | None]) -> list[Req]:
@@ -139,7 +160,8 @@ def requests_of_adapters(*requests: tuple[str | None, str | None]) -> list[Req]:
     ]
 
 
-def test_no_key_of_a_user_names_the_pages_of_an_adapter() -> None:
+def test_no_user_key_names_an_adapters_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook_requests(monkeypatch, Scheduler(idle=True))
     adapter, other = "0" * 32, "1" * 32
     first = requests_of_adapters(("acme", adapter))[0].extra_key
     assert first is not None
@@ -160,31 +182,34 @@ def test_no_key_of_a_user_names_the_pages_of_an_adapter() -> None:
     assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
 
 
-def test_a_tenants_adapters_are_purged_with_it(fence: Fence) -> None:
+def test_a_tenants_adapters_are_purged_with_it(
+    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
+) -> None:
     scheduler = Scheduler(idle=False)
+    hook_requests(monkeypatch, scheduler)
     adapter = requests_of_adapters(("a", "0" * 32), ("b", "0" * 32))
     scheduler.waiting_queue = list(adapter)
     before = [made.extra_key for made in adapter]
     ask(scheduler, "adapters", extra_key="a")
     assert adapter[0].extra_key != before[0]
     assert adapter[1].extra_key == before[1]
-    assert {fence.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
+    assert {purged.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     (new,) = requests_of_adapters(("a", "0" * 32))
     assert new.extra_key == adapter[0].extra_key
-    assert fence.tenant_of(new.extra_key, None) == A
+    assert purged.tenant_of(new.extra_key, None) == A
 
 
-def test_requests_of_a_server_without_tiers_keep_sglangs_keys(
+def test_requests_without_tiers_keep_sglangs_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other: Any = SimpleNamespace(tree_cache=object())
-    purging.attach(other)
+    hook_requests(monkeypatch, other)
     (made,) = requests_of_adapters(("acme", "0" * 32))
     assert made.extra_key == "acme" + "0" * 32
 
 
-def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
+def test_repeated_request_polls_the_same_purge() -> None:
     scheduler = Scheduler(idle=True)
     number = "again"
     assert ask(scheduler, number, extra_key="a") == {
@@ -199,25 +224,25 @@ def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
     assert scheduler.num_flushes == 1
 
 
-def test_a_purge_while_the_tier_is_detached_fails(
-    monkeypatch: pytest.MonkeyPatch, fence: Fence
+def test_purge_of_a_detached_tier_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
     config = SimpleNamespace(nvme=object())
-    monkeypatch.setattr(purging.TieredConfig, "from_environment", lambda: config)
+    monkeypatch.setattr(control.TieredConfig, "from_environment", lambda: config)
     scheduler = Scheduler(idle=False)
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
     for _ in range(2):
         answer = ask(scheduler, "detached", extra_key="a")
         assert "attach it and purge again" in answer["error"]
-    assert fence.blocks(A), "memory forgets it all the same"
+    assert purged.blocks(A), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "detached", extra_key="a")["durable"] is False
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
 
 
-def test_a_server_without_nvme_has_purged_when_memory_forgot() -> None:
+def test_purge_without_nvme_ends_with_memory() -> None:
     scheduler = Scheduler(idle=True)
     scheduler.tree_cache.cache_controller.storage_backend = None
     assert ask(scheduler, "host", extra_key="a") == {
@@ -231,52 +256,54 @@ def test_everything_is_one_purge_of_all() -> None:
     assert set(scheduler.purges) == {None}
 
 
-def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fence) -> None:
+def test_remote_purge_hides_pages_and_does_not_propagate(
+    purged: PurgedTenants,
+) -> None:
     scheduler = Scheduler(idle=False)
-    purging.attach(scheduler)
+    scheduler.control.after_scheduler(None, scheduler)
     assert scheduler.tree_cache.purge_as_told is not None
     scheduler.tree_cache.purge_as_told(A)
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
-    assert fence.blocks(A)
+    assert purged.blocks(A)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    hooks._after_on_idle(None, scheduler)
+    scheduler.control.after_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
 
 
 @pytest.mark.parametrize("flushed", [True, False])
 def test_a_flush_never_empties_nvme(flushed: bool) -> None:
     scheduler = Scheduler(idle=True)
-    hooks._after_flush_cache(flushed, scheduler)
+    scheduler.control.after_flush(flushed, scheduler)
     assert not scheduler.purges
 
 
-def test_a_reset_for_a_purge_leaves_other_tenants() -> None:
+def test_reset_after_a_purge_keeps_other_tenants() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "one tenant", extra_key="a")
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
 
 
-def test_sglangs_clear_empties_memory_and_never_what_is_stored() -> None:
+def test_sglangs_clear_empties_memory_and_no_tier() -> None:
     """It reached this server's NVMe, the bucket and every other server."""
 
     def original(*_: Any) -> None:
         raise AssertionError("SGLang's way clears the storage")
 
     scheduler = Scheduler(idle=False)
-    assert hooks._around_clear(original, scheduler, None).success is False
+    assert scheduler.control.around_clear(original, scheduler, None).success is False
     scheduler.idle = True
-    assert hooks._around_clear(original, scheduler, None).success is True
+    assert scheduler.control.around_clear(original, scheduler, None).success is True
     assert scheduler.num_flushes == 1
     assert (scheduler.purges, scheduler.told) == ({}, [])
     other = SimpleNamespace(tree_cache=object())
-    assert hooks._around_clear(lambda *each: each, other, None) == (other, None)
+    assert scheduler.control.around_clear(lambda *each: each, other, None) == (other, None)
 
 
-def test_messages_of_sglang_pass_and_an_error_of_ours_is_answered() -> None:
+def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     sent: list[Any] = []
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
     scheduler = SimpleNamespace(
@@ -284,12 +311,12 @@ def test_messages_of_sglang_pass_and_an_error_of_ours_is_answered() -> None:
     )
     passed: list[Any] = []
     message = SimpleNamespace(method="reset", body={})
-    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, message)
+    Control().around_message(lambda *each: passed.append(each), scheduler, message)
     assert passed == [(scheduler, message)]
-    ours = SimpleNamespace(method=purging.PREFIX + "purge", body={"id": "x"})
-    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, ours)
+    ours = SimpleNamespace(method=PREFIX + "purge", body={"id": "x"})
+    Control().around_message(lambda *each: passed.append(each), scheduler, ours)
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache
     scheduler.tree_cache.cache_controller = None
-    hooks._around_dumper_control(lambda *each: passed.append(each), scheduler, ours)
+    Control().around_message(lambda *each: passed.append(each), scheduler, ours)
     assert sent[1].success is False and len(passed) == 1

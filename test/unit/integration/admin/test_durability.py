@@ -99,7 +99,7 @@ def resumed(open_server: Open) -> TieredStorage:
     return second
 
 
-def test_what_only_the_bucket_holds_is_brought_up_to_nvme_under_its_tenants_name(
+def test_bucket_pages_reach_nvme_under_their_tenant(
     resumed: TieredStorage,
 ) -> None:
     assert make_durable(resumed, HASHES, Tier.NVME, TENANT, TIMEOUT_S) == NUM_PAGES
@@ -116,7 +116,7 @@ def test_what_only_the_bucket_holds_is_brought_up_to_nvme_under_its_tenants_name
     assert torch.equal(pool.buffer, expected)
 
 
-def test_an_nvme_that_takes_nothing_ends_a_checkpoint_in_time_and_says_what_is_missing(
+def test_nvme_that_stores_nothing_ends_a_checkpoint(
     resumed: TieredStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resumed.layered_engine is not None
@@ -126,7 +126,7 @@ def test_an_nvme_that_takes_nothing_ends_a_checkpoint_in_time_and_says_what_is_m
     assert time.monotonic() - begun < 5.0
 
 
-def test_a_bucket_that_lost_its_objects_ends_a_checkpoint_in_time(resumed: TieredStorage) -> None:
+def test_bucket_without_its_objects_ends_a_checkpoint(resumed: TieredStorage) -> None:
     assert resumed.layered_engine is not None
     shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
     begun = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_bucket_that_lost_its_objects_ends_a_checkpoint_in_time(resumed: Tiere
     assert time.monotonic() - begun < 5.0
 
 
-def test_pages_on_nvme_alone_count_as_used_once_they_were_asked_for(open_server: Open) -> None:
+def test_checkpoint_counts_as_use_of_nvme_pages(open_server: Open) -> None:
     server = open_server("first", has_bucket=False)
     server.batch_set_v1(HASHES, SLOTS)
     assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
@@ -142,7 +142,7 @@ def test_pages_on_nvme_alone_count_as_used_once_they_were_asked_for(open_server:
     assert used == set(HASHES[:3])
 
 
-def test_a_page_that_is_stored_while_the_barrier_is_made_durable_does_not_count(
+def test_page_stored_during_the_flush_does_not_count(
     open_server: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = open_server("first", has_bucket=False)

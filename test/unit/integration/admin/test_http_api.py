@@ -67,7 +67,7 @@ def test_residency_asks_for_no_tier() -> None:
         parse_selector({"text": "t", "tier": "nvme"}, with_tier=False)
 
 
-def test_a_prompt_has_a_bound_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_prompt_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_api, "_MAX_TOKENS", 8)
     monkeypatch.setattr(http_api, "_MAX_CHARACTERS", 32)
     with pytest.raises(SelectorError, match="input_ids has 9 tokens, more than 8; pass the begin"):
@@ -94,18 +94,18 @@ def read_body(body: bytes) -> Any:
     [
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
-        (b"", "the body is no JSON"),
-        (b'{"all": tru', "the body is no JSON"),
-        (b"\xff", "the body is no JSON"),
+        (b"", "the body is not JSON"),
+        (b'{"all": tru', "the body is not JSON"),
+        (b"\xff", "the body is not JSON"),
     ],
 )
-def test_a_body_that_cannot_be_read_is_one_sentence(body: bytes, sentence: str) -> None:
+def test_unreadable_body_is_answered_with_one_sentence(body: bytes, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"{sentence}.*; pass a JSON object"):
         read_body(body)
 
 
 @pytest.mark.parametrize("text", [b"\\ud800", b"\xed\xa0\x80"])
-def test_half_a_character_is_refused_however_it_is_sent(text: bytes) -> None:
+def test_half_a_character_is_always_refused(text: bytes) -> None:
     for body in (b'{"text": "%s"}', b'{"text": "a", "extra_key": "%s"}', b'{"%s": 1}'):
         with pytest.raises(SelectorError) as caught:
             parse_selector(read_body(body % text), with_tier=True)

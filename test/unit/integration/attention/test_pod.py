@@ -82,7 +82,7 @@ def both(world: World) -> tuple[ReferencePodAttnBackend, ReferenceAttnBackend]:
         ([3], None, False),
     ],
 )
-def test_decode_rows_are_told_by_their_lengths_alone(
+def test_lengths_alone_identify_decode_rows(
     extend: list[int] | None, prefix: list[int] | None, taken: bool
 ) -> None:
     assert has_decode_rows(extend, prefix) is taken
@@ -102,7 +102,7 @@ def test_decode_rows_are_told_by_their_lengths_alone(
         ({}, {"aux_tensors": None, "idx_q": 1}, "idx_q"),
     ],
 )
-def test_a_layer_with_scores_of_its_own_is_left_to_the_parent(
+def test_layer_with_other_scores_goes_to_the_parent(
     options: dict[str, Any], extras: dict[str, Any], reason: str | None
 ) -> None:
     assert why_not(radix_layer(**options), extras) == reason
@@ -116,9 +116,7 @@ def test_an_attention_temperature_is_left_to_the_parent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [-1, 20], ids=["full", "window"])
-def test_every_step_equals_the_reference_and_mixed_ones_are_taken(
-    dtype: torch.dtype, window: int
-) -> None:
+def test_every_step_equals_the_reference(dtype: torch.dtype, window: int) -> None:
     world = World(mha_pool(dtype))
     pod, reference = both(world)
     layer = radix_layer(sliding_window_size=window)
@@ -148,7 +146,7 @@ def mixed_world(pool: Any | None = None) -> tuple[World, Any]:
     return world, world.forward_batch(ForwardMode.EXTEND, [28, 1, 1])
 
 
-def test_new_keys_are_in_the_pool_before_they_are_read() -> None:
+def test_new_keys_enter_the_pool_before_reads() -> None:
     world, batch = mixed_world()
     pod, _ = both(world)
     query, key, value = qkv(30)
@@ -173,7 +171,7 @@ def test_soft_cap_and_sinks_reach_the_kernels() -> None:
     assert not torch.allclose(actual, run(pod, batch, radix_layer(), *tensors))
 
 
-def test_what_a_layer_cannot_have_is_computed_by_the_parent_and_counted() -> None:
+def test_unsupported_arguments_go_to_the_parent_and_count() -> None:
     world, batch = mixed_world()
     pod, reference = both(world)
     layer = radix_layer(attn_type=AttentionType.ENCODER_ONLY)
@@ -188,7 +186,7 @@ def test_what_a_layer_cannot_have_is_computed_by_the_parent_and_counted() -> Non
     assert pod.statistics.layers == 1
 
 
-def test_more_tokens_than_were_planned_are_never_attended_by_the_plan() -> None:
+def test_plan_never_attends_more_tokens_than_planned() -> None:
     world, batch = mixed_world()
     pod, _ = both(world)
     pod.init_forward_metadata(batch)
@@ -196,7 +194,7 @@ def test_more_tokens_than_were_planned_are_never_attended_by_the_plan() -> None:
     assert plan == "other tokens than planned"
 
 
-def test_layers_of_one_shape_and_window_share_a_plan() -> None:
+def test_layers_of_one_kind_share_a_plan() -> None:
     world, batch = mixed_world(mha_pool(layers=3))
     pod, _ = both(world)
     pod.init_forward_metadata(batch)
@@ -209,7 +207,7 @@ def test_layers_of_one_shape_and_window_share_a_plan() -> None:
 @pytest.mark.parametrize(
     "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND, ForwardMode.SPLIT_PREFILL]
 )
-def test_a_batch_with_a_mask_of_its_own_is_not_taken(mode: ForwardMode) -> None:
+def test_batch_with_its_own_mask_is_not_taken(mode: ForwardMode) -> None:
     world, batch = mixed_world()
     pod, _ = both(world)
     batch.forward_mode = mode
@@ -229,7 +227,7 @@ def test_a_plan_does_not_outlive_its_forward() -> None:
     assert pod._forward is None
 
 
-def test_lengths_that_only_the_device_knows_are_not_waited_for() -> None:
+def test_lengths_on_the_device_are_not_awaited() -> None:
     world, batch = mixed_world()
     pod, _ = both(world)
     batch.extend_prefix_lens_cpu = None
@@ -237,7 +235,7 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for() -> None:
     assert pod._forward is None
 
 
-def test_a_window_that_forgot_its_first_keys_does_not_read_them() -> None:
+def test_window_never_reads_its_freed_keys() -> None:
     window, swa_slots = 12, 512
     pool = SWAKVPool(
         size=SLOTS,
@@ -338,7 +336,7 @@ def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyP
     assert {options["index_dtype"] for options in asked} == {torch.int32}
 
 
-def test_a_model_that_cannot_be_looked_through_still_starts(
+def test_model_with_unreadable_layers_still_starts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pod, _ = both(World(mha_pool()))
@@ -363,14 +361,14 @@ def described_runner(device: str, **model: Any) -> Any:
 
 
 @pytest.mark.parametrize("serves", [True, False])
-def test_a_gpu_gets_the_triton_form_with_its_kernels_compiled(
+def test_gpu_gets_the_triton_form_with_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, serves: bool
 ) -> None:
     compiled: list[Any] = []
     made = SimpleNamespace(serves=serves)
     monkeypatch.setattr(pod_triton, "TritonPodAttnBackend", lambda given: made)
     monkeypatch.setattr(pod_warm_up, "compile_kernels", lambda *given: compiled.append(given) or 1)
-    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    monkeypatch.setattr(pod_backend.PodAttention.statistics, "serving", False)
     given = described_runner("cuda", head_dim=128)
     with (
         caplog.at_level(logging.INFO),
@@ -388,12 +386,12 @@ def test_a_gpu_gets_the_triton_form_with_its_kernels_compiled(
 
 
 @pytest.mark.parametrize("mixed_chunk", [True, False])
-def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
+def test_log_names_the_kernels_and_hints_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mixed_chunk: bool
 ) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
     given = described_runner("cpu")
-    monkeypatch.setattr(pod_backend.STATISTICS, "serving", False)
+    monkeypatch.setattr(pod_backend.PodAttention.statistics, "serving", False)
     served = f"{HEADS} query heads on {KV_HEADS}, head size {DIM}, float32 on float32, pages of 64"
     with (
         caplog.at_level(logging.INFO),
@@ -409,7 +407,7 @@ def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
     assert (pod_flags.HINT in ours) is not mixed_chunk
     assert "latent attention" in ours[-1 if mixed_chunk else -2]
     assert AttentionBackendRegistry.get_handler("pod") is not None
-    assert pod_backend.STATISTICS.serving
+    assert pod_backend.PodAttention.statistics.serving
 
 
 @pytest.mark.parametrize(
@@ -430,7 +428,7 @@ def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
         ),
         (
             {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": -1},
-            "no meaning with --chunked-prefill-size -1",
+            "no effect with --chunked-prefill-size -1",
         ),
         (
             {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 100},
@@ -438,9 +436,7 @@ def test_the_log_says_what_is_served_and_hints_at_mixed_chunks_once(
         ),
     ],
 )
-def test_what_would_void_the_backend_is_one_sentence(
-    explicit: dict[str, Any], sentence: str
-) -> None:
+def test_flags_that_void_the_backend_are_refused(explicit: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as raised:
         pod_flags.check_arguments(explicit, page_size=64)
     assert "\n" not in str(raised.value)
@@ -461,9 +457,9 @@ def test_what_would_void_the_backend_is_one_sentence(
         },
     ],
 )
-def test_what_works_passes(explicit: dict[str, Any]) -> None:
+def test_working_flags_pass(explicit: dict[str, Any]) -> None:
     pod_flags.check_arguments(explicit, page_size=64)
 
 
-def test_installed_sglang_has_every_seam_of_the_triton_parent() -> None:
+def test_installed_sglang_has_the_triton_parents_seams() -> None:
     compat.check_signatures(pod_triton.SIGNATURES)

@@ -33,9 +33,9 @@ def check(**options: Any) -> None:
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_mixed_batches_equal_stock_and_nothing_else_is_taken(options: dict[str, Any]) -> None:
+def test_mixed_batches_alone_are_taken_and_equal_stock(options: dict[str, Any]) -> None:
     check(**options)
 
 
-def test_an_fp8_pool_is_scaled_as_it_was_stored() -> None:
+def test_fp8_pool_is_scaled_as_stored() -> None:
     check(dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))

@@ -88,7 +88,7 @@ def test_an_fp8_pool_equals_torch_native() -> None:
         )
 
 
-def test_a_layer_without_its_own_keys_reads_and_does_not_write() -> None:
+def test_layer_without_own_keys_does_not_write() -> None:
     world = World(mha_pool())
     layer = radix_layer()
     ours = ReferenceAttnBackend(world.runner)
@@ -103,7 +103,7 @@ def test_a_layer_without_its_own_keys_reads_and_does_not_write() -> None:
     assert torch.equal(world.pool.k_buffer[0].nan_to_num(), written.nan_to_num())
 
 
-def test_a_model_with_shared_layers_keeps_one_plan_per_window() -> None:
+def test_shared_layers_keep_one_plan_per_window() -> None:
     world = World(mha_pool(layers=3))
     layers = [radix_layer(layer_id=i, sliding_window_size=w) for i, w in enumerate([-1, 8, -1])]
     ours = ReferenceAttnBackend(world.runner)
@@ -140,7 +140,7 @@ def test_soft_cap_and_sinks_reach_the_scores() -> None:
     assert not torch.allclose(plain, run(ours, step, capped, *qkv(1), sinks=sinks))
 
 
-def test_sliding_layers_read_their_own_pool_at_translated_slots() -> None:
+def test_sliding_layers_read_their_pool_at_translated_slots() -> None:
     swa_slots = 512
     pool = SWAKVPool(
         size=SLOTS,
@@ -183,7 +183,7 @@ def test_sliding_layers_read_their_own_pool_at_translated_slots() -> None:
             mapping[behind.long()] = 0
 
 
-def test_the_absorbed_mla_form_reads_values_from_the_latent_keys() -> None:
+def test_absorbed_mla_reads_values_from_latent_keys() -> None:
     rank, rope = 32, 8
     pool = MLATokenToKVPool(
         size=SLOTS,
@@ -213,7 +213,7 @@ def test_the_absorbed_mla_form_reads_values_from_the_latent_keys() -> None:
             )
 
 
-def test_cross_attention_reads_the_encoder_slots_and_self_attention_the_ones_after() -> None:
+def test_cross_and_self_attention_read_separate_slots() -> None:
     world = World(mha_pool(layers=2), encoders=[20, 0, 33])
     cross = radix_layer(layer_id=0, is_cross_attention=True)
     layer = radix_layer(layer_id=1)
@@ -245,7 +245,7 @@ def test_an_encoder_only_layer_sees_later_tokens() -> None:
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
 
 
-def test_an_idle_batch_needs_no_metadata_and_keeps_the_width() -> None:
+def test_idle_batch_needs_no_metadata() -> None:
     world = World(mha_pool())
     idle = SimpleNamespace(
         forward_mode=ForwardMode.IDLE,
@@ -258,7 +258,7 @@ def test_an_idle_batch_needs_no_metadata_and_keeps_the_width() -> None:
     assert out.shape == (0, HEADS * DIM)
 
 
-def test_what_it_cannot_compute_is_refused() -> None:
+def test_unsupported_attention_is_refused() -> None:
     world = World(mha_pool())
     ours = ReferenceAttnBackend(world.runner)
     batch = world.forward_batch(ForwardMode.EXTEND, [4])
@@ -283,7 +283,7 @@ def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> N
     assert ATTENTION_BACKEND_CHOICES.count("reference") == 1
 
 
-def test_an_mla_model_is_always_sent_through_the_absorbed_form(
+def test_mla_model_always_uses_the_absorbed_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})

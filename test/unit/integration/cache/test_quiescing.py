@@ -21,10 +21,10 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
 
 from sglang_tiered.integration import hooks
-from sglang_tiered.integration.admin import control as purging
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
-from sglang_tiered.integration.identity.tenants import Fence
+from sglang_tiered.integration.identity.tenants import PurgedTenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,7 +267,7 @@ def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(c
 def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_weights(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(cache), "fence", Fence())
+    monkeypatch.setattr(type(cache), "fence", PurgedTenants())
     disk = begin_backlog(cache)
     updater = updater_of(cache, [])
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
@@ -278,8 +278,9 @@ def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_we
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
     updater.scheduler.flush_cache = lambda: flush(cache) or True
-    purging.on_idle(updater.scheduler)
-    purging.after_flush(updater.scheduler, True)
+    control = Control()
+    control.after_idle(None, updater.scheduler)
+    control.after_flush(True, updater.scheduler)
     assert not cache.fence
     store(cache, prompt(4))
 

@@ -14,7 +14,7 @@ from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache import warm_restart
 from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
-from sglang_tiered.integration.identity.tenants import Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
@@ -38,7 +38,7 @@ class Tier:
         self.notes = Notes(FileDevice(directory))
         self.asked: list[tuple[str | None, str | None]] = []
         cache: Any = SimpleNamespace(
-            fence=Fence(),
+            fence=PurgedTenants(),
             root_node_handle=lambda extra_key: 0,
             prefetch_from_storage=self._prefetch,
             forget_plan=lambda handle: None,

@@ -223,7 +223,7 @@ def test_pools_beside_kv_survive_disk_and_restart(
         assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
 
 
-def test_pool_that_cannot_name_its_pages_is_refused_at_start(open_store: Any) -> None:
+def test_pool_without_page_addresses_is_refused_at_start(open_store: Any) -> None:
     """SGLang's host pool of a model with side states has no page addresses: each store of it would
     fail in the background, and nothing would ever be found."""
     side = states(extra_checkpoint_buffers=(torch.zeros(PAGES, 5),))
@@ -262,7 +262,7 @@ def test_cap_below_one_page_still_holds_one() -> None:
 
 
 @pytest.mark.parametrize("make", [heads, latent])
-def test_a_lossy_codec_sees_the_numbers_of_a_host_page_and_not_others(
+def test_lossy_codec_sees_one_host_pages_numbers(
     make: Callable[[], Tier],
 ) -> None:
     """With the axes in another order, channels of other ranges would share their steps."""
@@ -288,7 +288,7 @@ def test_a_lossy_codec_sees_the_numbers_of_a_host_page_and_not_others(
         assert (error <= 0.02 * old.float().abs().flatten(0, -2).amax(0)).all()
 
 
-def test_a_lossy_codec_is_refused_where_another_pool_has_pages_as_long_as_those_of_kv() -> None:
+def test_lossy_codec_is_refused_with_equal_page_lengths() -> None:
     """Pages are told apart by their keys: it would quantize states as if they were KV."""
     kv = heads().host_pool
     with pytest.raises(ConfigError, match="the codec int8 cannot be used .* swa pool"):
@@ -297,7 +297,7 @@ def test_a_lossy_codec_is_refused_where_another_pool_has_pages_as_long_as_those_
     check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})
 
 
-def test_a_pool_of_a_kind_nobody_described_has_no_known_layout() -> None:
+def test_undescribed_pool_has_no_known_layout() -> None:
     class Packed(MHATokenToKVPoolHost):
         pass
 

@@ -43,7 +43,7 @@ def num_faults(*, keep: bool) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-def test_blocks_are_not_given_back_to_the_kernel_between_layers() -> None:
+def test_freed_blocks_stay_in_the_process() -> None:
     """Beside a process whose C library gives every large block back."""
     assert num_faults(keep=True) * 10 < num_faults(keep=False)
 

@@ -26,9 +26,7 @@ def auto_sized_host_bytes(device_bytes: int, left: int, num_ranks: int) -> int:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("machine_gib", [6, 16, 24, 128, 2048])
-def test_default_pools_of_all_ranks_fit_the_machine_they_share(
-    machine_gib: int, num_ranks: int
-) -> None:
+def test_default_pools_of_all_ranks_fit_together(machine_gib: int, num_ranks: int) -> None:
     allocatable = machine_gib * GiB - memory.PROCESSES_BYTES - GiB - 500 * MiB
     device = device_pool_bytes(
         allocatable, num_ranks=num_ranks, host_bytes=None, has_token_limit=False
@@ -43,14 +41,14 @@ def test_default_pools_of_all_ranks_fit_the_machine_they_share(
 
 
 @pytest.mark.parametrize("has_token_limit", [True, False])
-def test_a_host_tier_that_the_user_sized_comes_first(has_token_limit: bool) -> None:
+def test_user_sized_host_tier_comes_first(has_token_limit: bool) -> None:
     device = device_pool_bytes(
         10 * GiB, num_ranks=1, host_bytes=9 * GiB, has_token_limit=has_token_limit
     )
     assert 0 < device <= GiB
 
 
-def test_a_limit_in_tokens_leaves_memory_for_the_host_tier() -> None:
+def test_token_limit_leaves_memory_for_the_host_tier() -> None:
     device = device_pool_bytes(12 * GiB, num_ranks=1, host_bytes=None, has_token_limit=True)
     assert device == 9 * GiB
 
@@ -59,7 +57,7 @@ def test_no_budget_is_negative() -> None:
     assert device_pool_bytes(0, num_ranks=2, host_bytes=GiB, has_token_limit=True) == 0
 
 
-def test_a_model_that_cannot_fit_is_refused_with_what_it_needs_and_what_is_there() -> None:
+def test_refused_model_names_needed_and_available_memory() -> None:
     needed = WorkingSet(weights=16 * GiB, token=128 * 1024)
     with pytest.raises(ConfigError) as refusal:
         memory.check_memory(needed, 15 * GiB)
@@ -69,7 +67,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_it_needs_and_what_is_there
     memory.check_memory(needed, 18 * GiB)
 
 
-def test_a_host_tier_that_the_user_asks_for_belongs_to_what_is_needed() -> None:
+def test_requested_host_tier_counts_as_needed_memory() -> None:
     needed = WorkingSet(weights=8 * GiB, token=1024, host=12 * GiB)
     with pytest.raises(ConfigError, match="--tier-host-bytes"):
         memory.check_memory(needed, 20 * GiB)
@@ -84,7 +82,7 @@ def test_a_host_tier_that_the_user_asks_for_belongs_to_what_is_needed() -> None:
         (None, "float32", False, 1.0),
     ],
 )
-def test_weights_count_as_what_they_take_in_memory(
+def test_weights_count_with_their_size_in_memory(
     stored: str | None, loaded: str, quantized: bool, factor: float
 ) -> None:
     from types import SimpleNamespace
@@ -96,7 +94,7 @@ def test_weights_count_as_what_they_take_in_memory(
     assert memory._widening(model) == factor
 
 
-def test_a_refusal_of_a_scheduler_is_one_sentence_and_code_2() -> None:
+def test_scheduler_refusal_is_one_sentence_and_code_2() -> None:
     program = (
         "from types import SimpleNamespace\n"
         "from sglang_tiered.errors import ConfigError\n"
@@ -129,7 +127,7 @@ def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
     assert memory._weight_bytes([]) == 0
 
 
-def test_kv_of_a_token_is_what_the_device_pool_takes_for_it(tmp_path: Path) -> None:
+def test_token_bytes_equal_the_device_pools(tmp_path: Path) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
     maker = ROOT / "scripts" / "make_demo_model.py"
@@ -140,7 +138,7 @@ def test_kv_of_a_token_is_what_the_device_pool_takes_for_it(tmp_path: Path) -> N
     assert memory.token_bytes(model, "fp8_e4m3") == 2 * 3 * 2 * 64
 
 
-def test_a_host_tier_that_does_not_fit_is_refused_with_the_flags_that_change_it() -> None:
+def test_refused_host_tier_names_the_flags() -> None:
     host_size.check_host_bytes(GiB, GiB)
     with pytest.raises(ConfigError, match=r"1GiB a rank .* 512MiB .*--tier-host-bytes"):
         host_size.check_host_bytes(GiB, 512 * MiB)
@@ -148,7 +146,7 @@ def test_a_host_tier_that_does_not_fit_is_refused_with_the_flags_that_change_it(
         host_size.check_host_bytes(GiB, -GiB)
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(
+def test_unusable_gpu_is_not_replaced_by_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from sglang_tiered import launch_server

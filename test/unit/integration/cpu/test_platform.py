@@ -75,7 +75,7 @@ def test_types_that_numpy_lacks_are_copied_too(dtype: torch.dtype) -> None:
     )
 
 
-def test_a_layer_that_is_not_packed_is_refused_instead_of_copied_to_nowhere() -> None:
+def test_unpacked_layer_is_refused_instead_of_lost() -> None:
     device = [torch.zeros(NUM_PAGES * PAGE, 2, 16)[:, :, :8] for _ in range(2 * LAYERS)]
     host = [torch.ones(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
     with pytest.raises(RuntimeError):
@@ -85,7 +85,7 @@ def test_a_layer_that_is_not_packed_is_refused_instead_of_copied_to_nowhere() ->
 
 
 @pytest.mark.parametrize("is_to_host", [True, False], ids=["to host", "to device"])
-def test_slots_that_are_no_page_are_refused_instead_of_copied_from_the_page_beside(
+def test_slots_across_pages_are_refused(
     is_to_host: bool,
 ) -> None:
     """An allocator of tokens hands out the slots from 1 on, the one before takes what padding
@@ -109,7 +109,7 @@ def test_slots_that_are_no_page_are_refused_instead_of_copied_from_the_page_besi
 
 
 @pytest.mark.parametrize("slots", [[4, 5, 6], [4, 5, 7, 6], [4, 5, 8, 9]])
-def test_part_of_a_page_or_a_page_in_another_order_is_refused(slots: list[int]) -> None:
+def test_partial_or_reordered_page_is_refused(slots: list[int]) -> None:
     device = [layer for half in range(2) for layer in make_layers((2, 8), half)]
     host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
     with pytest.raises(ValueError, match="whole pages of 4 slots"):
@@ -127,7 +127,7 @@ def test_layer_first_copy_moves_tokens() -> None:
         assert torch.equal(after[0], before[5]) and torch.equal(after[9], before[1])
 
 
-def test_host_pools_are_never_pinned_even_when_patched_twice() -> None:
+def test_host_pools_patched_twice_are_never_pinned() -> None:
     class Pool:
         def __init__(self, size: int, pin_memory: bool) -> None:
             self.size, self.pinned = size, pin_memory
@@ -148,7 +148,5 @@ def test_host_pools_are_never_pinned_even_when_patched_twice() -> None:
         (4, {0, 1}, "0|1|0|1"),
     ],
 )
-def test_every_rank_gets_cores_even_when_there_are_too_few(
-    num_ranks: int, cores: set[int], expected: str
-) -> None:
+def test_every_rank_gets_a_core(num_ranks: int, cores: set[int], expected: str) -> None:
     assert cpu_platform.cores_per_rank(num_ranks, cores) == expected

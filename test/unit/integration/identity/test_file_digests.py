@@ -77,9 +77,7 @@ def test_second_start_reads_nothing(memory: Path, file: Path) -> None:
 
 
 @pytest.mark.usefixtures("settled")
-def test_copy_has_the_same_digest_wherever_and_whenever_it_was_made(
-    memory: Path, file: Path, tmp_path: Path
-) -> None:
+def test_copy_of_a_file_has_its_digest(memory: Path, file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere.bin"
     shutil.copyfile(file, copy)
     os.utime(copy, ns=(1, 1))
@@ -89,7 +87,7 @@ def test_copy_has_the_same_digest_wherever_and_whenever_it_was_made(
 
 
 @pytest.mark.usefixtures("settled")
-def test_edit_that_sets_size_and_time_back_is_read_again(memory: Path, file: Path) -> None:
+def test_edit_with_restored_times_is_read_again(memory: Path, file: Path) -> None:
     (before,), _ = read(memory, file)
     status = file.stat()
     with file.open("r+b") as stream:  # the same inode
@@ -104,9 +102,7 @@ def test_edit_that_sets_size_and_time_back_is_read_again(memory: Path, file: Pat
 
 
 @pytest.mark.usefixtures("settled")
-def test_other_content_under_equal_inode_and_times_is_not_taken_for_the_old(
-    memory: Path, file: Path
-) -> None:
+def test_other_content_with_an_equal_stamp_is_read(memory: Path, file: Path) -> None:
     """Images of read-only file systems are built with times and inodes of their own choice."""
     read(memory, file)
     before = see(file)
@@ -127,7 +123,7 @@ class Statvfs:
 
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("is_read_only", [True, False])
-def test_times_that_an_image_made_up_are_not_believed(
+def test_times_chosen_by_an_image_are_ignored(
     memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, *, is_read_only: bool
 ) -> None:
     """There ctime is what the builder chose, like mtime: a rebuilt image may repeat all of them."""
@@ -144,7 +140,7 @@ def test_times_that_an_image_made_up_are_not_believed(
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_disk_that_is_mounted_read_only_keeps_times_of_its_own(
+def test_read_only_disk_with_real_times_is_trusted(
     memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(os.ST_RDONLY))
@@ -153,14 +149,14 @@ def test_a_disk_that_is_mounted_read_only_keeps_times_of_its_own(
     assert known(memory, see(file)) == digest
 
 
-def test_file_that_changed_a_moment_ago_is_not_remembered(memory: Path, file: Path) -> None:
+def test_recently_changed_file_is_not_remembered(memory: Path, file: Path) -> None:
     """Within one tick of its file system's clock it could change again unseen."""
     os.utime(file)
     assert read(memory, file)[1] == SIZE
     assert not (memory / WEIGHTS_NAME).exists()
 
 
-def test_file_that_changed_since_it_was_seen_has_no_digest(memory: Path, file: Path) -> None:
+def test_file_changed_since_seen_has_no_digest(memory: Path, file: Path) -> None:
     seen = see(file)
     file.write_bytes(bytes(SIZE))
     assert FileDigests(memory).read([seen], NEVER) == {}
@@ -180,7 +176,7 @@ def test_file_that_changed_since_it_was_seen_has_no_digest(memory: Path, file: P
     ],
     ids=["empty", "foreign", "entries", "newer", "kind"],
 )
-def test_memory_that_is_damaged_or_not_ours_costs_a_reading_and_a_line(
+def test_damaged_or_foreign_memory_costs_a_reading(
     memory: Path, file: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (memory / WEIGHTS_NAME).write_bytes(content)
@@ -205,7 +201,7 @@ def test_digests_are_found_where_nothing_can_be_remembered(
 
 
 @pytest.mark.usefixtures("settled")
-def test_memory_forgets_what_was_read_first(
+def test_memory_drops_the_earliest_read_files(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_digests, "MAX_REMEMBERED", 2)
@@ -217,9 +213,7 @@ def test_memory_forgets_what_was_read_first(
 
 
 @pytest.mark.usefixtures("settled")
-def test_file_fetched_anew_is_told_by_its_looks_until_it_is_read(
-    memory: Path, file: Path, tmp_path: Path
-) -> None:
+def test_refetched_file_has_a_likely_digest(memory: Path, file: Path, tmp_path: Path) -> None:
     (digest,), _ = read(memory, file)
     anew = tmp_path / "anew"
     shutil.copyfile(file, anew)
@@ -263,7 +257,7 @@ def test_ranks_of_a_server_read_a_file_once(memory: Path, file: Path) -> None:
     assert sum(rank.num_bytes_read for rank in ranks) == SIZE
 
 
-def test_who_is_stopped_waits_for_no_turn(memory: Path, file: Path) -> None:
+def test_stopped_reader_waits_for_no_turn(memory: Path, file: Path) -> None:
     held = hold(memory)
     stopped = threading.Event()
     digests = FileDigests(memory)

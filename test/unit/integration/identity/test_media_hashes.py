@@ -75,7 +75,7 @@ def tokenized(**request: Any) -> tuple[MultimodalDataItem, Any]:
     return item, seen[0]
 
 
-def test_an_image_keeps_its_own_hash_whatever_the_client_says(configure: Configure) -> None:
+def test_client_hashes_never_replace_an_images_own(configure: Configure) -> None:
     configure(TierMode.NVME)
     item, _ = tokenized(image_data="image", mm_hashes=[f"{OF_ANOTHER:x}"])
     assert item.hash is None, "SGLang computes it from the image"
@@ -86,9 +86,7 @@ def test_an_image_keeps_its_own_hash_whatever_the_client_says(configure: Configu
 
 
 @pytest.mark.parametrize("images", [IMAGE, [IMAGE], [[IMAGE, "image"]]])
-def test_an_image_given_as_an_object_brings_no_hash_along(
-    configure: Configure, images: Any
-) -> None:
+def test_image_object_loses_its_client_hash(configure: Configure, images: Any) -> None:
     configure(TierMode.NVME)
     _, given = tokenized(image_data=images)
     assert str(OF_ANOTHER) not in str(given) and "pad_value" not in str(given)
@@ -104,7 +102,7 @@ def test_an_image_given_as_an_object_brings_no_hash_along(
         (TierMode.OFF, {}),
     ],
 )
-def test_hashes_of_trusted_clients_and_of_servers_that_keep_nothing_are_sglangs_business(
+def test_trusted_hashes_and_untiered_servers_are_untouched(
     configure: Configure, mode: TierMode, nvme: dict[str, Any]
 ) -> None:
     configure(mode, **nvme)
@@ -134,18 +132,18 @@ def requests_with_stand_ins() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("request_", requests_with_stand_ins())
-def test_nobody_names_an_image_by_the_numbers_that_stand_for_it(
+def test_placeholder_tokens_in_a_request_are_refused(
     configure: Configure, request_: dict[str, Any]
 ) -> None:
     """Text requests that held them stored pages, which requests with the image then found."""
     configure(TierMode.NVME)
-    with pytest.raises(ValueError, match="input_ids holds .* which is no token of the model"):
+    with pytest.raises(ValueError, match="input_ids holds .* which is not a token of the model"):
         tokenized(**{"image_data": "image", **request_})
     configure(TierMode.NVME, trust_mm_hashes=True)
     tokenized(**{"image_data": "image", **request_})
 
 
-def test_one_of_a_batch_that_names_an_image_is_refused(configure: Configure) -> None:
+def test_batch_with_one_placeholder_token_is_refused(configure: Configure) -> None:
     configure(TierMode.NVME)
     batch = GenerateReqInput(input_ids=[[3, stand_in()], [1, 2]])
     batch.normalize_batch_and_arguments()
@@ -154,17 +152,17 @@ def test_one_of_a_batch_that_names_an_image_is_refused(configure: Configure) -> 
     tokenize = tokenizer_manager.TokenizerManager._tokenize_one_request
     manager._tokenize_one_request = lambda obj: tokenize(manager, obj)
     work = tokenizer_manager.TokenizerManager._batch_tokenize_and_process(manager, 2, batch)
-    with pytest.raises(ValueError, match=f"input_ids holds {stand_in()}, which is no token"):
+    with pytest.raises(ValueError, match=f"input_ids holds {stand_in()}, which is not a token"):
         asyncio.run(work)
 
 
-def test_a_models_tokens_for_images_behind_its_vocabulary_are_taken(configure: Configure) -> None:
+def test_image_tokens_behind_the_vocabulary_are_accepted(configure: Configure) -> None:
     configure(TierMode.NVME)
     tokenized(input_ids=[VOCABULARY - 1, VOCABULARY], image_data="image")
     tokenized(image_data={"format": "processor_output", "feature": [1], "input_ids": []})
 
 
-def test_tokenizer_workers_that_would_believe_clients_are_refused_with_images() -> None:
+def test_many_tokenizer_workers_are_refused_with_images() -> None:
     with pytest.raises(ConfigError, match="--tokenizer-worker-num 2 takes hashes"):
         model_support._check_media(is_multimodal=True, num_tokenizer_workers=2)
     model_support._check_media(is_multimodal=True, num_tokenizer_workers=1)

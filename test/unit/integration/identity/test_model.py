@@ -74,7 +74,7 @@ def test_one_retrained_tensor_changes_the_identity(model: Path, changed: int) ->
 
 
 @pytest.mark.parametrize("row", [0, 1, 31, 62, 63])
-def test_one_edited_row_of_a_tensor_changes_the_identity(model: Path, row: int) -> None:
+def test_one_edited_tensor_row_changes_the_identity(model: Path, row: int) -> None:
     """A few embeddings or one head: nothing that samples of a tensor would show."""
     before = digest(model)
     edited = tensors()
@@ -111,7 +111,7 @@ def test_weights_in_subfolders_count(model: Path, folder: str) -> None:
     assert digest(model) != before
 
 
-def test_weights_of_a_kind_nobody_thought_of_count(model: Path) -> None:
+def test_weights_of_an_unknown_suffix_count(model: Path) -> None:
     before = digest(model)
     (model / "experts.kt").write_bytes(b"quantised experts")
     assert digest(model) != before
@@ -129,7 +129,7 @@ def test_weights_of_a_kind_nobody_thought_of_count(model: Path) -> None:
         "train.log",
     ],
 )
-def test_what_no_loader_reads_does_not_count(model: Path, path: str) -> None:
+def test_files_that_no_loader_reads_do_not_count(model: Path, path: str) -> None:
     before = digest(model)
     file = model / path
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,18 +161,18 @@ def test_quantised_file_of_its_own_is_a_model(tmp_path: Path) -> None:
 # ---- Weights that cannot be told start anew ----
 
 
-def test_folder_without_a_weight_file_is_nobody_s(
+def test_folder_without_a_weight_file_is_unique(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "empty.safetensors").write_bytes(b"")
     names = {digest(tmp_path) for _ in range(2)}
     assert len(names) == 2 and all(map(is_unresolved, names))
-    assert "no file of them is found" in caplog.text and "start anew" in caplog.text
+    assert "no file of them is found" in caplog.text and "start empty" in caplog.text
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "remote", "remote_instance", "private", "new"])
-def test_weights_from_elsewhere_are_not_what_lies_in_the_folder(
+def test_weights_not_read_from_files_are_unique(
     model: Path, load_format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = {digest(model, load_format) for _ in range(2)}
@@ -180,12 +180,12 @@ def test_weights_from_elsewhere_are_not_what_lies_in_the_folder(
     assert f"--load-format {load_format}" in caplog.text
 
 
-def test_unknown_hub_name_is_shared_with_nobody() -> None:
+def test_unknown_hub_name_is_never_shared() -> None:
     names = {digest("no/such-model") for _ in range(2)}
     assert len(names) == 2 and all(map(is_unresolved, names))
 
 
-def test_weights_that_change_while_they_are_read_are_nobody_s(model: Path) -> None:
+def test_weights_changed_during_the_read_are_unique(model: Path) -> None:
     identity = identify_model(str(model), None, "auto")
     (model / "config.json").write_text('{"rope_theta": 20000}')
     names = {name(identity) for _ in range(2)}
@@ -232,9 +232,7 @@ def test_hub_name_is_the_files_of_its_snapshot(hub: Path, tmp_path: Path) -> Non
     assert digest("org/model") != digest(local)
 
 
-def test_weights_in_the_download_folder_go_before_those_of_the_hub_s_cache(
-    hub: Path, tmp_path: Path
-) -> None:
+def test_download_folder_precedes_the_hub_cache(hub: Path, tmp_path: Path) -> None:
     put_into_hub(hub, {**CONFIG, **OLD})
     old = digest("org/model")
     put_into_hub(tmp_path / "other", NEW)

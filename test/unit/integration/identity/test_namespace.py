@@ -78,7 +78,7 @@ def test_second_pool_is_part_of_the_namespace() -> None:
     assert namespace.digest(IDENTITY, one) != namespace.digest(IDENTITY, two)
 
 
-def test_weights_changed_in_place_never_return_to_a_namespace() -> None:
+def test_weights_changed_in_place_get_new_namespaces() -> None:
     start = digest()
     seen = {start, *(namespace.successor(start) for _ in range(10))}
     assert len(seen) == 11
@@ -141,7 +141,7 @@ def adapter(path: Path) -> SimpleNamespace:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_every_setting_that_gives_kv_its_meaning_is_in_the_identity(
+def test_every_meaningful_setting_is_in_the_identity(
     identify: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
     assert identify() == identify()
@@ -158,7 +158,7 @@ def test_every_setting_that_gives_kv_its_meaning_is_in_the_identity(
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_how_weights_are_loaded_is_no_part_of_what_they_are(
+def test_loading_options_do_not_change_the_identity(
     identify: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
     assert identify(**settings) == identify()
@@ -182,7 +182,7 @@ def test_settings_left_out_are_settings_that_sglang_has() -> None:
         "uno_lora_path",
     ],
 )
-def test_file_that_a_setting_names_counts_by_its_bytes_not_its_place(
+def test_file_in_a_setting_counts_by_its_bytes(
     identify: Callable[..., bytes], tmp_path: Path, setting: str
 ) -> None:
     files = [tmp_path / folder / "file" for folder in ("a", "b")]
@@ -195,7 +195,7 @@ def test_file_that_a_setting_names_counts_by_its_bytes_not_its_place(
     assert identify(**{setting: str(files[1])}) != one
 
 
-def test_adapter_that_the_loader_is_told_of_counts_by_its_bytes(
+def test_adapter_of_the_loader_counts_by_bytes(
     identify: Callable[..., bytes], tmp_path: Path
 ) -> None:
     adapter = tmp_path / "qlora"
@@ -234,7 +234,7 @@ def test_folder_without_weights_starts_anew(identify: Callable[..., bytes], mode
     assert identify() != identify()
 
 
-def test_storage_attached_after_an_update_does_not_go_by_the_files(
+def test_storage_attached_after_an_update_ignores_files(
     identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespace, "_files_are_old", False)
@@ -243,7 +243,7 @@ def test_storage_attached_after_an_update_does_not_go_by_the_files(
     assert identify() != identify()
 
 
-def test_setting_that_sglang_renamed_stops_the_server_instead_of_reading_as_absent(
+def test_renamed_sglang_setting_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
     with get_context().override_server_args(model_path=str(model)):
@@ -272,7 +272,7 @@ def test_adapter_retrained_in_place_is_another_namespace(
     assert identify(lora_paths=[adapter(folder)]) != before
 
 
-def test_adapters_and_the_base_model_have_page_keys_of_their_own() -> None:
+def test_adapters_and_base_model_share_no_page_key() -> None:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str

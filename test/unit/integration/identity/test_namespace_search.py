@@ -74,7 +74,7 @@ def test_small_weights_are_known_at_once(tier: Tier, model: Path) -> None:
     assert search.namespace == search.answer == tier.search(model).answer
 
 
-def test_start_does_not_wait_for_weights_that_take_long(tier: Tier, model: Path) -> None:
+def test_start_does_not_wait_for_large_weights(tier: Tier, model: Path) -> None:
     tier.hold()
     search = tier.search(model, patience_s=0.0)
     assert search.answer is None
@@ -83,14 +83,14 @@ def test_start_does_not_wait_for_weights_that_take_long(tier: Tier, model: Path)
     assert answer(search) == tier.search(model).answer
 
 
-def test_remembered_weights_are_known_at_once_whoever_reads(tier: Tier, model: Path) -> None:
+def test_remembered_weights_are_known_despite_a_reader(tier: Tier, model: Path) -> None:
     before = tier.search(model).answer
     tier.hold()
     assert tier.search(model, patience_s=0.0).answer == before
     tier.let_go()
 
 
-def test_weights_fetched_anew_open_the_namespace_of_before_but_are_read_first(
+def test_refetched_weights_are_read_before_pages_are_used(
     tier: Tier, model: Path, tmp_path: Path
 ) -> None:
     before = tier.search(model).answer
@@ -103,9 +103,7 @@ def test_weights_fetched_anew_open_the_namespace_of_before_but_are_read_first(
     assert answer(search) == before
 
 
-def test_few_edited_numbers_are_not_taken_for_the_weights_of_before(
-    tier: Tier, model: Path, tmp_path: Path
-) -> None:
+def test_few_edited_numbers_give_another_namespace(tier: Tier, model: Path, tmp_path: Path) -> None:
     before = tier.search(model).answer
     edited = tmp_path / "edited"
     shutil.copytree(model, edited)
@@ -119,7 +117,7 @@ def test_few_edited_numbers_are_not_taken_for_the_weights_of_before(
     assert answer(search) != before
 
 
-def test_weights_replaced_while_they_wait_to_be_read_are_nobody_s(
+def test_weights_replaced_before_the_read_are_unique(
     tier: Tier, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was loaded is gone, so nothing says what it was."""

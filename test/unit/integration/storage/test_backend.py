@@ -21,7 +21,7 @@ from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-from sglang_tiered.integration.identity.tenants import Fence, key_of_request, tenant_digest
+from sglang_tiered.integration.identity.tenants import PurgedTenants, key_of_request, tenant_digest
 from sglang_tiered.integration.observe.stats import tier_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
@@ -187,7 +187,7 @@ def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fi
 
 
 def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
-    storage, fence = make.open(make_pool(0)), Fence()
+    storage, fence = make.open(make_pool(0)), PurgedTenants()
     sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)
