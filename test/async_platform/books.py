@@ -10,7 +10,7 @@ touch what copies touch.
 
 | violation | means |
 |---|---|
-| ``store-before-copy-is-done``, ``store-of-poison`` | a store of a page whose copy from the device is not visible, or that holds rows nobody wrote |
+| ``store-before-copy-is-done``, ``store-of-poison`` | a store of a page whose copy from the device is not visible, or that holds rows that were never written |
 | ``host-page-changed-during-store`` | its bytes are not those that the store began with |
 | ``h2d-before-copy-is-done``, ``h2d-of-free-host-page`` | load back of what is not there |
 | ``host-free-while-read``, ``host-free-while-written``, ``host-clear-in-flight`` | a page was freed under a copy, a store or a load; a flush under them |
@@ -23,7 +23,7 @@ touch what copies touch.
 | ``device-free-while-copied``, ``device-free-while-loaded`` | the lock of a write-through or of a load back was lost |
 | ``unaligned-page`` | indices that are no whole aligned pages |
 | ``left-over-at-rest`` | an idle scheduler with locks on the device, or an unsound tree |
-| ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not give up all it has: locks, or pages of nobody |
+| ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not free all its pages: locks, or pages without a node |
 | ``copy-failed`` | a copy raised, such as after ``destroy`` |
 | ``too-many-lessons`` | the cost model learnt from a prefill that waited for copies, or twice from one |
 """  # noqa: E501

@@ -5,12 +5,12 @@ when events behind it are True. On a GPU they are one; here a forward runs withi
 they are kept apart.
 
 - On a *lazy* stream waits and copies are queued. A copy reads its source and writes its destination
-  when it runs: when it is due, when somebody waits for it, or when an eager stream needs it.
+  when it runs: when it is due, when a thread waits for it, or when an eager stream needs it.
 - What is computed on an *eager* stream, any other, has run when its call returns. Waiting for an
   event there demands the effects of everything before that event, on the calling thread and no
-  sooner; when they become visible does not change. So who reads without waiting reads old bytes.
-- A thread that waits for an event makes everything it depends on due at once: lateness is for a
-  scheduler that goes on. If nobody waits, one daemon thread makes tasks visible when they are due.
+  sooner; their time of visibility does not change. A reader that does not wait reads old bytes.
+- A thread that waits for an event makes everything that the event depends on due at once: only a
+  scheduler that continues sees late tasks. A daemon thread makes tasks visible when they are due.
 
 Nothing here knows SGLang. One lock guards all streams of a ``Device``; effects run under it and
 must take no other lock. ``Event.query`` takes none.
@@ -239,7 +239,7 @@ class Device:
             if stream.effected <= stream.visible:
                 self._run_effect(stream, task, "due")
             if task.mark is not None:
-                task.mark.time = now  # before anybody can see that it is visible
+                task.mark.time = now  # before a thread can see that it is visible
             stream.visible += 1
             if task.on_visible is not None:
                 task.on_visible()
@@ -338,8 +338,8 @@ class Stream:
             return index
 
     def busy(self, effect: Callable[[], None] | None = None, label: str = "busy") -> int:
-        """What was computed just now takes a device some time yet; ``effect``: bytes that nobody
-        may see before it is demanded. Its index."""
+        """Queue the rest of a computation, which a device would still be at, and return its index.
+        ``effect``: bytes that must not be seen before it is demanded."""
         with self.owner.lock:
             return self._delayed(label, effect)
 

@@ -2,7 +2,7 @@
 
 Here a forward has run within its launch. What comes behind it, the fence of a copy or the event of
 its results, must not be done before the delay of the forward is over. With the part ``late-kv`` its
-rows get their old bytes back until somebody waits for it, or the next forward begins: a copy
+rows get their old bytes back until a thread waits for it, or the next forward begins: a copy
 without a fence, or another thread or process that sends, reads what it would read on a GPU.
 """
 

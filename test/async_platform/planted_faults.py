@@ -1,7 +1,7 @@
 """Faults on SGLang's real pools and copies, one at a time: what does the platform say?
 
 A process of its own, since the platform takes the place of torch's streams: its last line is JSON,
-the violations by fault. Pages have 8 MiB, and nothing becomes visible before somebody waits for it.
+the violations by fault. Pages have 8 MiB, and nothing becomes visible before it is awaited.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class World:
         self.bed.device.synchronize()
 
     def copy_to(self, host: torch.Tensor, slots: torch.Tensor) -> None:
-        """A copy to host pages that nobody allocated for it."""
+        """Copy to host pages that were not allocated for it."""
         from sglang.srt.managers.cache_controller import CacheOperation
 
         self.controller.write_queue.append(CacheOperation(host, slots, -1))
@@ -238,7 +238,7 @@ def everything_in_order(world: World) -> None:
     host = world.host.alloc(2 * PAGE)
     assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
     slots, consumer = world.load_back(host)
-    assert not torch.equal(world.pool.k_buffer[3][slots], before), "nobody has waited for it"
+    assert not torch.equal(world.pool.k_buffer[3][slots], before), "it was not awaited"
     new = world.allocator.alloc(PAGE)
     world.forward(new, slots, consumer)
     assert torch.equal(world.seen[3], before)

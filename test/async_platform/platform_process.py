@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["FOLDER", "WHEN_WAITED_FOR", "environment", "run"]
 
 WHEN_WAITED_FOR = {"MODE": "all-late", "HORIZON_S": "1000"}
-"""Settings with which nothing is done before somebody waits for it."""
+"""Settings with which no task is done before it is awaited."""
 
 FOLDER = Path(__file__).resolve().parent
 

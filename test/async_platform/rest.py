@@ -1,9 +1,9 @@
-"""What an idle scheduler still holds: nothing, but what its tree has, and the tree can give all up.
+"""Checks an idle scheduler: it holds only the pages of its tree, and the tree can free them all.
 
-SGLang counts device memory then, but takes what is locked as it is, and asks the tree's own check
-only of hybrid models. A lock that stays keeps its nodes for good, and a host page that no node has
-is lost until the next flush, which shows neither. Ends of copies and stores are heard of one step
-after the other, so only what stays is told.
+SGLang counts device memory then, but accepts locked nodes, and runs the tree's own check only for
+hybrid models. A lock that is never released keeps its nodes, and a host page without a node is lost
+until the next flush; SGLang's count shows neither. The scheduler learns of ends of copies and
+stores over several steps, so only lasting findings are reported.
 """
 
 from __future__ import annotations

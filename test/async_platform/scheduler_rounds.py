@@ -37,7 +37,7 @@ FLAGS = (
 DEADLINE_S = 240.0
 
 
-# ---- Mutations: what would be a fault of SGLang or of ours ----
+# ---- Mutations: planted faults of SGLang or of this package ----
 
 
 def nothing_waits_for_loads(scheduler: Any) -> None:

@@ -429,7 +429,8 @@ class _Over:
 
 
 def _disaggregation_prefill(module: ModuleType) -> None:
-    """It asks CUDA for its events by name; with one of ours a cached prefix can be sent early."""
+    """Give SGLang, which asks CUDA for events by name, one of these: a cached prefix can be sent
+    early."""
 
     class Event(streams.Event):
         def __init__(self, *arguments: Any, **named: Any) -> None:

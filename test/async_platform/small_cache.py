@@ -1,7 +1,7 @@
 """The real ``TieredRadixCache`` over the real ``TieredStorage`` and region store, without a model.
 
-Of one rank, or of one of two where a process group is given. What SGLang and the tiers look up in
-the process (environment, server arguments, place among ranks) is set for good.
+It has one rank, or is one of two ranks of a given process group. The process's environment, server
+arguments and place among ranks are set once and stay.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def attach(cache: Any, **policies: str) -> tuple[bool, str]:
 
 @contextmanager
 def broken_shard(directory: Path, *, rank: int) -> Iterator[None]:
-    """A file lies in the place of a rank's shard, which nobody has open."""
+    """Put a file in the place of a rank's shard, which no process has open."""
     (shard,) = directory.glob(f"shard-tp{rank}of*")
     aside = directory.with_name(f"aside-{rank}")
     shard.rename(aside)

@@ -17,7 +17,7 @@ from device import Delays, Device, Event, Stream, current_stream
 from kit.waiting import eventually
 
 LONG_S = 30.0
-"""Longer than a test may take: what becomes visible before it, somebody waited for."""
+"""Longer than a test may take: a task that is visible earlier was awaited."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ SERVERS = (
     "python -m sglang_tiered.launch_server",
     "python -m sglang_router.launch_router",
 )
-"""Command lines that run until somebody stops them."""
+"""Command lines that run until they are stopped."""
 
 RUN_ELSEWHERE = {
     "scripts/demo": "test/integration/test_demo.py",

@@ -20,7 +20,7 @@ TIMEOUT_S = 20.0
 
 
 class Weights:
-    """Of a model; read only while nobody else has the turn."""
+    """The weights of a model, which are read only while no other process has the turn."""
 
     def __init__(self, root: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         root.mkdir()

@@ -173,7 +173,7 @@ class TestLife:
         code, report = ask(a, "/tier/purge", TENANT)
         assert (code, report["durable"]) == (200, True), report
         assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
-        for prompt in OWNED[1:]:  # nobody computes that one again
+        for prompt in OWNED[1:]:  # that one is not computed again
             for server in (a, b):
                 until(lambda s=server, p=prompt: not held(s, p), "it is still held")
         assert b.tier_state()["peer_purges:applied"] >= 1

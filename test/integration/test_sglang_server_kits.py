@@ -8,7 +8,7 @@ Kits that do not run here:
 
 - ``eval_accuracy``, ``lm_eval``, ``mmmu_vlm``, ``vlm_perf``, ``perf_bench`` and each ``test_gsm8k``
   need models and data sets of the network. So does ``kl_divergence``, whose helpers for several
-  turns the kit of the radix cache runs on prompts of ours.
+  turns the kit of the radix cache runs on prompts made here.
 - ``spec_decoding`` and most of ``spec_server_kits`` need draft models.
 - ``fwd_occupancy``, ``dsa_metadata`` and ``attention_unittest`` need a GPU.
 - ``prefix_cache_branching`` needs a model with Mamba states, whose points of branching it counts.
@@ -145,7 +145,7 @@ TESTS = sorted(
 
 @pytest.fixture(scope="module")
 def tiered(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """With as much device memory as stock has: SGLang never gives up what open sessions hold."""
+    """With as much device memory as stock has: SGLang never evicts the pages of open sessions."""
     directory = tmp_path_factory.mktemp("tier") / "kv"
     sizes = ("--max-total-tokens", "16384", "--tier-host-bytes", "64MiB")
     return launch(*(*sizes, *ALWAYS, "--tier-dir", str(directory), "--enable-streaming-session"))

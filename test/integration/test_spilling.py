@@ -53,7 +53,7 @@ def lost_pages(server: Server) -> float:
 
 
 def wait_until_clean(server: Server) -> None:
-    """Until nothing waits for the disk any more."""
+    """Wait until no store waits for the disk."""
     state = server.tier_state()
     deadline = time.monotonic() + 60.0
     while state["spill_waiting_tokens"] or state["spill_inflight_tokens"]:

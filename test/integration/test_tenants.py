@@ -1,4 +1,4 @@
-"""Tenants on a live server: apart, counted, capped, and purged for good in every tier."""
+"""Tenants on a live server: separate, counted, capped, and purged in every tier."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def is_free(port: int) -> bool:
 
 @pytest.fixture
 def port() -> int:
-    """The one of the pages, unless somebody has it or one of the three above, which
-    `scripts/serve-pd` takes: then it is replaced wherever it stands."""
+    """Return the documented port, or a free one that replaces it in every command if it or one of
+    the next three, which `scripts/serve-pd` uses, is taken."""
     if all(is_free(DOCUMENTED_PORT + place) for place in range(4)):
         return DOCUMENTED_PORT
     return free_port()

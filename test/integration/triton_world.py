@@ -1,6 +1,6 @@
-"""SGLang's Triton attention backend, and ours on top of it, without a server or a GPU.
+"""SGLang's Triton attention backend, and the pod backend on top of it, without a server or a GPU.
 
-For a process in Triton's interpreter: the parent's kernels and ours then run on CPU tensors, so the
+For a process in Triton's interpreter: the kernels of both then run on CPU tensors, so the
 backend that serves CUDA is compared with the one it extends, on SGLang's own pools and metadata.
 """
 

@@ -1,5 +1,5 @@
-"""A command line as somebody types it: in a shell, with a home directory of its own, interrupted by
-Ctrl-C; and what is left of it afterwards."""
+"""Runs a command line as a user types it: in a shell, with a home directory of its own, interrupted
+by Ctrl-C; and finds what it leaves behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Desk:
 
     @classmethod
     def lay_out(cls, place: Path, model: Path, more: Mapping[str, str] | None = None) -> Desk:
-        """``M``, as the pages call somebody's model, is the demo's."""
+        """Make ``M``, the model in the pages' commands, the demo model."""
         folder, home = place / "repository", place / "home"
         for path in (folder, home):
             path.mkdir()

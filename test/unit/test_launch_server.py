@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 20.0
 
 ANY = ("--model-path", "no/model", "--port", "0")
-"""A port that nobody listens on, whoever serves on the default one."""
+"""Arguments with a free port, in case a server uses the default one."""
 
 
 def fingerprint(root: Path) -> dict[str, str]:

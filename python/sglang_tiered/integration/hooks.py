@@ -103,11 +103,7 @@ def register() -> None:
         f"{_SCHEDULER}.process_batch_result", clock.around_result, HookType.AROUND
     )
     HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
-    HookRegistry.register(
-        f"{_SCHEDULER}.get_internal_state",
-        _after_internal_state,
-        HookType.AFTER,
-    )
+    HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _after_internal_state, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.__init__", _around_scheduler, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.get_init_info", _after_init_info, HookType.AFTER)
     HookRegistry.register(
@@ -121,9 +117,7 @@ def register() -> None:
         HookType.AROUND,
     )
     HookRegistry.register(
-        "sglang.srt.entrypoints.engine._scheduler_died_error",
-        _after_scheduler_died,
-        HookType.AFTER,
+        "sglang.srt.entrypoints.engine._scheduler_died_error", _after_scheduler_died, HookType.AFTER
     )
     HookRegistry.register(
         "sglang.srt.mem_cache.kv_cache_builder.auto_size_hicache",
@@ -229,15 +223,15 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 
 
-def _cache_of(updater: Any) -> TieredRadixCache | None:
+def _cache_of(scheduler: Any) -> TieredRadixCache | None:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
-    cache = getattr(updater.scheduler, "tree_cache", None)
+    cache = getattr(scheduler, "tree_cache", None)
     return cache if isinstance(cache, TieredRadixCache) else None
 
 
 def _before_weight_update(updater: Any, recv_req: Any) -> None:
-    cache = _cache_of(updater)
+    cache = _cache_of(updater.scheduler)
     if cache is not None and recv_req.flush_cache:
         cache.quiesce()
 
@@ -259,7 +253,8 @@ def _after_begin(result: Any, updater: Any, *_: Any) -> None:
 
 
 def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool = True) -> None:
-    cache, scheduler = _cache_of(updater), updater.scheduler
+    scheduler = updater.scheduler
+    cache = _cache_of(scheduler)
     if cache is None:
         return
     from sglang_tiered.integration.admin.control import hide_memory
@@ -283,7 +278,7 @@ def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
     from sglang.srt.runtime_context import get_exec
 
-    cache = _cache_of(updater)
+    cache = _cache_of(updater.scheduler)
     if cache is not None and not cache.quiesce():
         logger.error(
             "no memory was released (the disk of the NVMe tier hangs and may still write to host "
@@ -302,7 +297,7 @@ def _around_resume(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
-    if _cache_of(updater) is not None:
+    if _cache_of(updater.scheduler) is not None:
         asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
         recv_req.tags = [tag for tag in asked if tag in updater.offload_tags]
         if not recv_req.tags:
@@ -312,26 +307,22 @@ def _around_resume(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
 def _after_pause(_: Any, scheduler: Any) -> None:
     """Do the cache's part of the step that SGLang skips; all ranks are in the same step."""
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    if isinstance(scheduler.tree_cache, TieredRadixCache):
-        scheduler.tree_cache.check_hicache_events()
+    cache = _cache_of(scheduler)
+    if cache is not None:
+        cache.check_hicache_events()
 
 
 def _after_is_fully_idle(
     result: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
 ) -> bool:
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    cache = scheduler.tree_cache
-    if not result or for_health_check or not isinstance(cache, TieredRadixCache):
+    cache = _cache_of(scheduler)
+    if not result or for_health_check or cache is None:
         return result
     return not cache.has_loads_under_way
 
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     from sglang_tiered.integration.attention.pod import PodAttention
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.observe.exporter import samples
     from sglang_tiered.integration.observe.transfer_stats import stats_of_scheduler
 
@@ -340,8 +331,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         result.internal_state["sglang_tiered_transfer"] = dataclasses.asdict(transfer)
     if PodAttention.statistics.serving:
         result.internal_state["sglang_tiered_pod"] = PodAttention.statistics.state()
-    cache = scheduler.tree_cache
-    if not isinstance(cache, TieredRadixCache):
+    cache = _cache_of(scheduler)
+    if cache is None:
         return result
     state: dict[str, Any] = {"host_tokens": cache.cache_controller.mem_pool_host.logical_size}
     if cache.storage is not None:
@@ -384,10 +375,8 @@ def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    cache = scheduler.tree_cache
-    if isinstance(cache, TieredRadixCache):
+    cache = _cache_of(scheduler)
+    if cache is not None:
         group = cache.cache_controller.mem_pool_host
         pools = [entry.host_pool for entry in group.entries]
         result[HOST_INFO] = {

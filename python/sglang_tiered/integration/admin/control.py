@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.admin.conversations import Checkpoints, residency
-from sglang_tiered.integration.admin.pending_requests import PendingRequests
+from sglang_tiered.integration.admin import conversations
+from sglang_tiered.integration.admin.conversations import PendingRequests
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
@@ -47,7 +47,7 @@ class Control:
     def __init__(self) -> None:
         self._purges: PendingRequests[list[Unfinished]] = PendingRequests()
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
-        self._checkpoints = Checkpoints()
+        self._checkpoints = conversations.Checkpoints()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._has_tiers = False  # the scheduler of this process has some
 
@@ -114,7 +114,7 @@ class Control:
             return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
         number = str(body.get("id"))
         if method == PREFIX + "residency":
-            return residency(cache, body)
+            return conversations.residency(cache, body)
         if method == PREFIX + "checkpoint":
             return self._checkpoints.answer(cache, number, body)
         if method == PREFIX + "tenants":

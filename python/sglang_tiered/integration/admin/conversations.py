@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.durability import make_durable
-from sglang_tiered.integration.admin.pending_requests import PendingRequests
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.cache.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Checkpoints", "residency"]
+__all__ = ["Checkpoints", "PendingRequests", "residency"]
 
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
+_MAX_PENDING = 256
+
+Work = TypeVar("Work")
 
 
 class _Located(NamedTuple):
@@ -69,6 +72,16 @@ def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
     least = least_on_every_rank(cache, list(held.values()))
     answer = dict(zip(held, least, strict=True))
     return {"done": True, "num_tokens": len(selector.tokens), **answer}
+
+
+class PendingRequests(OrderedDict[str, Work]):
+    """Work in a scheduler process by the id of its asker, who polls. The oldest is dropped
+    first."""
+
+    def __setitem__(self, number: str, work: Work) -> None:
+        super().__setitem__(number, work)
+        if len(self) > _MAX_PENDING:
+            self.popitem(last=False)
 
 
 class Checkpoints:

@@ -129,7 +129,7 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> No
 def test_refused_flush_leaves_the_tenant_hidden(
     purged: PurgedTenants,
 ) -> None:
-    """As when a read that was given up begins to matter between our look and SGLang's."""
+    """An abandoned read may begin to count between the look here and SGLang's."""
     scheduler = Scheduler(idle=True)
     scheduler.refuses_flushes = True
     assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
@@ -313,10 +313,10 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     message = SimpleNamespace(method="reset", body={})
     Control().around_message(lambda *each: passed.append(each), scheduler, message)
     assert passed == [(scheduler, message)]
-    ours = SimpleNamespace(method=PREFIX + "purge", body={"id": "x"})
-    Control().around_message(lambda *each: passed.append(each), scheduler, ours)
+    purge = SimpleNamespace(method=PREFIX + "purge", body={"id": "x"})
+    Control().around_message(lambda *each: passed.append(each), scheduler, purge)
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache
     scheduler.tree_cache.cache_controller = None
-    Control().around_message(lambda *each: passed.append(each), scheduler, ours)
+    Control().around_message(lambda *each: passed.append(each), scheduler, purge)
     assert sent[1].success is False and len(passed) == 1

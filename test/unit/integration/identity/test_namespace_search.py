@@ -79,7 +79,7 @@ def test_start_does_not_wait_for_large_weights(tier: Tier, model: Path) -> None:
     search = tier.search(model, patience_s=0.0)
     assert search.answer is None
     tier.let_go()
-    assert answer(search) != search.namespace  # which nobody can name
+    assert answer(search) != search.namespace  # which no process has again
     assert answer(search) == tier.search(model).answer
 
 

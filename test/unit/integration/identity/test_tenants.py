@@ -57,9 +57,9 @@ def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
 def test_a_purge_of_everything_concerns_all_and_none() -> None:
     purged = PurgedTenants()
     purged.quarantine(None)
-    nobody = purged.key_of(None, None)
-    assert nobody
-    assert purged.tenant_of(nobody, None) == NO_TENANT
+    untenanted = purged.key_of(None, None)
+    assert untenanted
+    assert purged.tenant_of(untenanted, None) == NO_TENANT
     both = purged.key_of("a", "salt")
     purged.quarantine(A)
     assert purged.key_of(both, "salt") not in {"a", both}
