@@ -109,16 +109,23 @@ class Server:
             *(() if "--dp-size" in arguments else ("--nccl-port", str(free_port()))),
             *arguments,
         ]
+        process = cls.open_process(command, {**os.environ, **(environment or {})}, log_path)
+        return cls(port, process, log_path, list(arguments), environment or {})
+
+    @staticmethod
+    def open_process(
+        command: list[str], environment: dict[str, str], log_path: Path
+    ) -> subprocess.Popen[bytes]:
+        """A session of its own for a command, whose output is added to the log."""
         with log_path.open("ab") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env=environment,
             )
-        return cls(port, process, log_path, list(arguments), environment or {})
 
     def wait_until_it_generates(self, deadline_s: float = START_DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s

@@ -48,6 +48,11 @@ class Bed:
         self.lessons = Lessons(self.report)
         self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
+    def reread(self, environment: Mapping[str, str]) -> None:
+        """Of a process that was forked for a server: its own files, all else as before."""
+        self.report.path = environment.get("ASYNC_PLATFORM_REPORT")
+        self.rest.orders = environment.get("ASYNC_PLATFORM_DRAIN")
+
 
 BED = Bed(os.environ)
 

@@ -14,6 +14,7 @@ from typing import Any
 import platform_process
 import pytest
 import report
+from zygote import ForkedProcess, Zygotes
 
 from prefill_decode import ENVIRONMENT
 from server_process import Server
@@ -53,6 +54,48 @@ ASYNCHRONOUS = {
 """Modules whose servers are on the asynchronous platform (``test/async_platform``), each with seams
 that any of its tests passes. The others stay on a CPU whose copies are done at once, as users have
 it; ``test_costs`` does because it measures."""
+
+
+OPEN_PROCESS = Server.open_process
+
+FORKED = {
+    *ASYNCHRONOUS,
+    "test_apis",
+    "test_disaggregation_families",
+    "test_disaggregation_tiers",
+    "test_kv_events",
+    "test_models",
+    "test_pod_backend",
+    "test_sglang_server_kits",
+    "test_weights",
+}
+"""Modules whose servers are forked from a process that has imported SGLang (``zygote``). Those of
+the others, and the one without tiers that all share, start as a user's do."""
+
+
+@pytest.fixture(scope="session")
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
+    made = Zygotes(tmp_path_factory.mktemp("zygotes") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
+    """Servers of the module come from a zygote, if they may."""
+    if request.module.__name__.rpartition(".")[2] not in FORKED:
+        yield
+        return
+
+    def open_process(
+        command: list[str], environment: dict[str, str], log_path: Path
+    ) -> ForkedProcess:
+        assert command[1:3] == ["-m", "sglang_tiered.launch_server"]
+        return zygotes.fork(command[3:], environment, log_path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "open_process", staticmethod(open_process))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,12 +147,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SGLang without tiers: what it answers, every other server of the model must."""
-    server = Server.spawn(
-        model,
-        tmp_path_factory.mktemp("stock") / "server.log",
-        *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
-        environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "open_process", staticmethod(OPEN_PROCESS))
+        server = Server.spawn(
+            model,
+            tmp_path_factory.mktemp("stock") / "server.log",
+            *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
+            environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
+        )
     try:
         server.wait_until_it_generates()
         yield server

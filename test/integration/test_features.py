@@ -315,7 +315,7 @@ def test_lookup_hit_evicted_before_its_request_runs(
     assert answers_of(server, waiting) == wanted
     blocking = make_prompts(49, MAX_RUNNING, 65)
     with ThreadPoolExecutor(MAX_RUNNING + len(waiting) + len(PROMPTS)) as pool:
-        blocked = [pool.submit(server.generate, each, 150, priority=HIGH) for each in blocking]
+        blocked = [pool.submit(server.generate, each, 250, priority=HIGH) for each in blocking]
         until(lambda: load_of(server)["num_running_reqs"] == MAX_RUNNING)
         late = [pool.submit(server.generate, each, priority=LOW) for each in waiting]
         until(lambda: load_of(server)["num_waiting_reqs"] == len(late))

@@ -31,7 +31,8 @@ class _SlowDisk(importlib.abc.MetaPathFinder):
 
             def slow_read(device: Any, *arguments: Any) -> int:
                 delay_s = 0.0
-                with contextlib.suppress(OSError, ValueError), open(FILE) as file:
+                name = os.environ.get("SLOW_DISK_FILE", "")
+                with contextlib.suppress(OSError, ValueError), open(name) as file:
                     delay_s = float(file.read())
                 time.sleep(delay_s)
                 return int(read(device, *arguments))
@@ -42,6 +43,4 @@ class _SlowDisk(importlib.abc.MetaPathFinder):
         return spec
 
 
-FILE = os.environ.get("SLOW_DISK_FILE", "")
-if FILE:
-    sys.meta_path.insert(0, _SlowDisk())
+sys.meta_path.insert(0, _SlowDisk())

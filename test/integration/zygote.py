@@ -1,0 +1,220 @@
+"""Servers forked from a process that has imported SGLang already.
+
+Of the processor time of a start, 12 of 16 s are imports on the asynchronous platform and 38 of 43 s
+without it, where SGLang spawns its other processes and each imports everything again. A zygote
+imports once and forks every server that has its environment, and those fork their processes. What a
+user's own start does is tested by the modules that do not ask for it.
+
+``Zygotes`` is the side of the tests; run as a script, this file is the zygote. They speak JSON, a
+line each way, over the zygote's standard input and output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ForkedProcess", "Zygotes"]
+
+MAX_ALIVE = 2
+END_DEADLINE_S = 30.0
+LOOK_S = 0.02
+
+READ_LATE = (
+    "ASYNC_PLATFORM_DRAIN",
+    "ASYNC_PLATFORM_REPORT",
+    "AWS_",
+    "PYTEST_CURRENT_TEST",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
+    "SGLANG_TIERED_",
+    "SLOW_DISK_FILE",
+)
+"""Beginnings of the variables that nothing reads while it is imported. Servers that differ in any
+other have another zygote."""
+
+
+# ---- The side of the tests ----
+
+
+class _Zygote:
+    """One process that forks servers. Any thread."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                env=environment,
+            )
+
+    @property
+    def is_idle(self) -> bool:
+        """No server of it runs whose end somebody may ask for."""
+        return not self._running
+
+    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
+        """Start a server that prints into ``log``."""
+        pid = self._ask(arguments=arguments, environment=environment, log=str(log))
+        self._running.add(pid)
+        return ForkedProcess(self, pid)
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a server of it ended, as ``subprocess`` counts; None while it runs."""
+        code: int | None = self._ask(wait_for=pid)
+        if code is not None:
+            self._running.discard(pid)
+        return code
+
+    def _ask(self, **request: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        assert line, f"the zygote ended with {self._process.wait()}"
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it. Servers that still run go on."""
+        self._process.communicate(timeout=END_DEADLINE_S)
+
+
+@dataclass
+class ForkedProcess:
+    """What ``subprocess.Popen`` is to a child, of a zygote's child."""
+
+    zygote: _Zygote
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.zygote.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(LOOK_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # until it was waited for, its number is nobody else's
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(15)
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+
+class Zygotes:
+    """Those of one test process: an idle one ends where another is needed."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._alive: OrderedDict[tuple[tuple[str, str], ...], _Zygote] = OrderedDict()
+
+    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
+        """Start ``python -m sglang_tiered.launch_server`` with these arguments."""
+        # It is read when OpenMP is loaded, and threads that spin take other servers' cores.
+        environment = {"OMP_WAIT_POLICY": "passive", **environment}
+        key = tuple(sorted(one for one in environment.items() if not one[0].startswith(READ_LATE)))
+        zygote = self._alive.pop(key, None)
+        if zygote is None:
+            idle = [other for other, one in self._alive.items() if one.is_idle]
+            for other in idle[: len(self._alive) - MAX_ALIVE + 1]:
+                self._alive.pop(other).close()
+            zygote = _Zygote(environment, self._log)
+        self._alive[key] = zygote
+        return zygote.fork(arguments, environment, log)
+
+    def close(self) -> None:
+        for zygote in self._alive.values():
+            zygote.close()
+
+
+# ---- The zygote ----
+
+
+def _import_sglang() -> None:
+    from sglang_tiered import launch_server
+
+    launch_server._prepare_caches()
+    launch_server._prepare_sglang()
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.entrypoints import engine
+
+    if not os.environ.get("ASYNC_PLATFORM_SEED"):  # which does the same
+        set_start_method = engine.mp.set_start_method
+        engine.mp.set_start_method = lambda _, force=False: set_start_method("fork", force=force)
+    assert "prometheus_client" not in sys.modules, "a server sets first where its processes count"
+
+
+def _become_server(request: dict[str, Any], set_by_imports: dict[str, str]) -> int:
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update({**request["environment"], **set_by_imports})
+    if "seams" in sys.modules:
+        sys.modules["seams"].BED.reread(os.environ)
+    from sglang_tiered import launch_server
+
+    sys.argv = [launch_server.__file__, *request["arguments"]]
+    return launch_server.main()
+
+
+def _exit_code(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def main() -> int:
+    """Fork a server per request until the input ends. Returns in the children too."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    before = dict(os.environ)
+    _import_sglang()
+    set_by_imports = dict(os.environ.items() - before.items())
+    for line in requests:
+        request = json.loads(line)
+        if "wait_for" in request:
+            answer = _exit_code(request["wait_for"])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                answers.close()
+                return _become_server(request, set_by_imports)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
