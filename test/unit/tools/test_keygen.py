@@ -44,7 +44,7 @@ def test_keys_of_one_directory_let_both_roles_talk(
             copied.chmod(stat.S_IMODE((tmp_path / "keys" / name).stat().st_mode))
         keys[role] = load_keys(directory, role)
     with prefill(keys=keys["prefill"]) as sender, decode(keys=keys["decode"]) as receiver:
-        sender.endpoint.expect(1)
+        sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [1])
         sender.events.wait_for("ready", 1)
 
