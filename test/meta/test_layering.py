@@ -177,10 +177,6 @@ def test_every_room_of_integration_has_a_floor() -> None:
 STOREYS = {
     "TieredStorage": "its parent only has the calls that SGLang declares and never makes",
     "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
-    **dict.fromkeys(
-        ("SpillingRadixCache", "LoadingRadixCache", "AgreeingRadixCache", "TieredRadixCache"),
-        "one cache in four files: its parts become objects next",
-    ),
 }
 
 

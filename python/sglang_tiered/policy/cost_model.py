@@ -3,7 +3,7 @@
 Prefill of ``n`` tokens behind ``c`` others takes a fixed time, one per token (the matrix products)
 and one per pair of a new token and a token it attends to: ``n * (c + n / 2)``. A load takes a fixed
 time and one per byte. Both are learnt from the running server, so that a busy disk, a faster GPU
-or another model needs no tuning; ``LearntCost`` tells how. Fetching wherever it is cheaper than
+or another model needs no tuning; ``OnlineCost`` tells how. Fetching wherever it is cheaper than
 prefill follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025,
 arXiv 2410.03065); what this runtime cannot do of it, meeting in the middle, is told in the README
 of this package.
@@ -22,7 +22,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.online_estimate import LearntCost
+from sglang_tiered.policy.online_estimate import OnlineCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ class PrefillCost:
 
     def __init__(self, prior: Sequence[float] = PRIOR_PREFILL) -> None:
         n = TYPICAL_PREFILL_TOKENS
-        self._cost = LearntCost(
+        self._cost = OnlineCost(
             prior,
             (1.0, n, n * n / 2),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
@@ -120,7 +120,7 @@ class TransferCost:
     """Seconds of loads from one tier, learnt from finished ones."""
 
     def __init__(self, prior: Sequence[float] = PRIOR_TRANSFER) -> None:
-        self._cost = LearntCost(
+        self._cost = OnlineCost(
             prior,
             (1.0, TYPICAL_TRANSFER_BYTES),
             level_half_life=TRANSFER_LEVEL_HALF_LIFE,

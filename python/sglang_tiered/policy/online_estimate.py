@@ -1,4 +1,4 @@
-"""``LearntCost``: seconds as a sum of priced parts, learnt from what things really took.
+"""``OnlineCost``: seconds as a sum of priced parts, learnt from what things really took.
 
 A cost is ``level * (price_1 * feature_1 + price_2 * feature_2 + ...)``. The level follows the last
 few observations, in logarithms, so that a disk that becomes a hundred times slower is believed
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LearntCost"]
+__all__ = ["OnlineCost"]
 
 PRIOR_WEIGHT = 0.05
 """Of each prior price, in observations of that price alone."""
@@ -36,7 +36,7 @@ SWEEPS = 12
 TINY_S = 1e-9
 
 
-class LearntCost:
+class OnlineCost:
     """``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary
     case: together they say what share a price has. An observation counts half for the level after
     ``level_half_life`` others, for the prices after ``price_half_life``."""

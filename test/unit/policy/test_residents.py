@@ -60,7 +60,7 @@ def test_pressure_dismisses_the_least_recently_used() -> None:
     residents = ResidentSet[int](300)
     for chain in (1, 2, 3, 1):
         residents.offer(chain, 100)
-    assert [residents.give_up() for _ in range(4)] == [2, 3, 1, None]
+    assert [residents.evict() for _ in range(4)] == [2, 3, 1, None]
     residents.check_integrity()
 
 
@@ -70,7 +70,7 @@ def test_chain_that_must_be_computed_again_outlives_one_that_can_be_loaded() -> 
     residents.evicted(100)
     residents.offer("loaded", 100, cost=1.0)
     residents.evicted(100)
-    assert [residents.give_up(), residents.give_up()] == ["loaded", "computed"]
+    assert [residents.evict(), residents.give_up()] == ["loaded", "computed"]
 
 
 def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
@@ -79,7 +79,7 @@ def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
     residents.evicted(300)
     residents.offer("loaded", 100, cost=1.0)
     residents.evicted(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
-    assert residents.give_up() == "computed"
+    assert residents.evict() == "computed"
 
 
 @pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
@@ -105,7 +105,7 @@ def test_resident_that_reached_the_disk_counts_as_cheap_from_then_on(by_use: boo
         residents.price("a", 1.0)
         residents.price("unknown", 1.0)
     residents.evicted(100)
-    assert residents.give_up() == "a"
+    assert residents.evict() == "a"
 
 
 def test_clear_makes_room_again() -> None:
@@ -191,7 +191,7 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
         elif operation == "evict":
             residents.evicted(number * 1000)
         else:
-            pinned.discard(residents.give_up() or -1)
+            pinned.discard(residents.evict() or -1)
             pinned -= {chain for chain in pinned if chain not in residents}
         residents.check_integrity()
         assert pinned == {chain for chain in range(21) if chain in residents}

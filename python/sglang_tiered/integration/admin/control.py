@@ -47,13 +47,13 @@ _MAX_ANSWERS = 256
 logger = logging.getLogger(__name__)
 
 
-class _Desk:
+class PendingRequests:
     """What was begun in this process, by the id its asker gave."""
 
     def __init__(self) -> None:
         self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
         self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
-        self.has_tiers = False  # of the scheduler of this process
+        self.cache: TieredRadixCache | None = None  # of this process's scheduler
         self.resetting = False  # the flush that comes is ours; nobody asked for it
         self._pool: ThreadPoolExecutor | None = None
 
@@ -63,7 +63,7 @@ class _Desk:
         return self._pool.submit(work)
 
 
-_desk = _Desk()
+_pending = PendingRequests()
 
 
 def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -78,21 +78,25 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
         return checkpoint(cache, number, body)
     if method == PREFIX + "tenants":
         return _report(cache, number, int(body["limit"]))
-    if number not in _desk.purges:
+    if number not in _pending.purges:
         tenant = None
         if not body.get("all"):
             tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
-        _remember(_desk.purges, number, begin(scheduler, cache, tenant))
+        _remember(_pending.purges, number, begin(scheduler, cache, tenant))
         on_idle(scheduler)
-    purges = _desk.purges[number]
+    purges = _pending.purges[number]
     done = all(purge.done for purge in purges)
     durable = done and all(purge.wait(0.0) for purge in purges)
     done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
     config = TieredConfig.from_environment()
     if cache.storage is None and config is not None and config.nvme is not None:
-        del _desk.purges[number]  # whoever asks again begins anew
+        del _pending.purges[number]  # whoever asks again begins anew
         return {"error": DETACHED}
-    return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
+    return {
+        "done": done,
+        "durable": durable,
+        "in_memory": "hidden" if cache.purged_tenants else "gone",
+    }
 
 
 def begin(
@@ -101,9 +105,8 @@ def begin(
     """Put the pages of a tenant, or all, out of reach in every tier; and tell other servers to do
     the same, unless one of them told us."""
     # Before the tree is reset, or it would be asked to store what is purged.
-    cache.fence.raise_against(tenant)
-    warm_list = cache.purge_warm_list(tenant)
-    purges = [] if warm_list is None else [warm_list]
+    cache.purged_tenants.hide(tenant)
+    purges = _purge_warm_list(cache, tenant)
     if cache.storage is not None:
         purges += [
             # Who is told of the one thinks of the other too.
@@ -116,44 +119,50 @@ def begin(
     return purges
 
 
+def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Unfinished]:
+    """Its prompts are not to be loaded after a restart."""
+    forgotten = None if cache.tiering is None else cache.tiering.warm.purge(tenant)
+    return [] if forgotten is None else [forgotten]
+
+
 def hide_memory(scheduler: Any) -> None:
     """Put what device and host memory hold out of reach until they are emptied, in the next idle
     moment; the tiers stay as they are. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
-    cache.fence.raise_against(None)
+    cache.purged_tenants.hide(None)
     _use_new_keys(scheduler, cache)
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
-        request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
+        request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)
 
 
 def attach(scheduler: Any) -> None:
     """From now on, what other servers purge is put out of reach here too, and requests go by keys
     that tell adapters from users."""
     cache = scheduler.tree_cache
-    _desk.has_tiers = isinstance(cache, TieredRadixCache)
-    if isinstance(cache, TieredRadixCache):
+    _pending.cache = cache if isinstance(cache, TieredRadixCache) else None
+    if _pending.cache is not None:
         cache.purge_as_told = partial(begin, scheduler, cache, was_told=True)
 
 
 def on_idle(scheduler: Any) -> None:
-    """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` lifts the
-    fence: a flush may be refused, and then the nodes are still there."""
+    """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` notes that
+    they are gone: a flush may be refused, and then they are still there."""
     cache = scheduler.tree_cache
-    if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
+    if isinstance(cache, TieredRadixCache) and cache.purged_tenants and scheduler.is_fully_idle():
         empty_memory(scheduler)
 
 
 def empty_memory(scheduler: Any) -> bool:
     """Empty device and host memory and leave the tiers as they are, whatever ``--tier-flush``
     says. Whether SGLang did: not while requests run."""
-    _desk.resetting = True
+    _pending.resetting = True
     try:
         return bool(scheduler.flush_cache())
     finally:
-        _desk.resetting = False
+        _pending.resetting = False
 
 
 def after_flush(scheduler: Any, flushed: bool) -> None:
@@ -161,19 +170,19 @@ def after_flush(scheduler: Any, flushed: bool) -> None:
     cache = scheduler.tree_cache
     if not flushed or not isinstance(cache, TieredRadixCache):
         return
-    cache.fence.lift()
+    cache.purged_tenants.clear()
     config = TieredConfig.from_environment()
     wanted = config is not None and config.nvme is not None and config.nvme.flush_purges
-    if wanted and cache.storage is not None and not _desk.resetting:
+    if wanted and cache.storage is not None and not _pending.resetting:
         cache.storage.begin_purge(None)
-        cache.purge_warm_list(None)
+        _purge_warm_list(cache, None)
 
 
 def key_of_new_request(request: Any) -> None:
-    if _desk.has_tiers:
-        request.extra_key = key_of_request(request.extra_key, request.lora_id)
-    if TieredRadixCache.fence:
-        request.extra_key = TieredRadixCache.fence.key_of(request.extra_key, request.cache_salt)
+    cache = _pending.cache
+    if cache is not None:
+        extra_key = key_of_request(request.extra_key, request.lora_id)
+        request.extra_key = cache.purged_tenants.key_of(extra_key, request.cache_salt)
 
 
 def _report(cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
@@ -181,14 +190,14 @@ def _report(cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
     storage = cache.storage
     if storage is None:
         return {"done": True, "tenants": []}
-    if number not in _desk.reports:
+    if number not in _pending.reports:
 
         def work() -> list[dict[str, Any]]:
             found = storage.region_engine.tenants(limit)
             return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
 
-        _remember(_desk.reports, number, _desk.submit(work))
-    report = _desk.reports[number]
+        _remember(_pending.reports, number, _pending.submit(work))
+    report = _pending.reports[number]
     return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
 

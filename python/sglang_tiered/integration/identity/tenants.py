@@ -17,7 +17,7 @@ import secrets
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "Fence", "key_of_request", "tenant_digest"]
+__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "PurgedTenants", "key_of_request", "tenant_digest"]
 
 SECRET_BITS = 62
 
@@ -52,13 +52,13 @@ def _users_key(extra_key: str | None) -> str | None:
     return extra_key.rpartition(_ADAPTER)[0] if extra_key and _ADAPTER in extra_key else extra_key
 
 
-class Fence:
-    """Between a purge and the next reset of the tree, which needs an idle scheduler, purged tenants
+class PurgedTenants:
+    """Those purged since the last reset of the tree, which needs an idle scheduler: until then they
     go by another ``extra_key``: their requests match nothing of before, and what the tree still
     holds of before matches nothing any more. Neither is stored meanwhile.
 
-    Nothing can remove the nodes of one tenant from SGLang's tree; a key that nobody uses again is
-    as good until the tree is reset. Owned by the scheduler thread.
+    Nothing can remove the nodes of one tenant from SGLang's tree; a key that no request uses again
+    is as good until the tree is reset. Owned by the scheduler thread.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Fence:
     def __bool__(self) -> bool:
         return bool(self._purges)
 
-    def raise_against(self, tenant: bytes | None) -> None:
+    def hide(self, tenant: bytes | None) -> None:
         """A tenant was purged, or all were."""
         self._num_purges += 1
         self._purges[tenant] = f"\x1f{self._token}-{self._num_purges}."
 
-    def lift(self) -> None:
+    def clear(self) -> None:
         """The tree was reset, with no request under way."""
         self._purges.clear()
 

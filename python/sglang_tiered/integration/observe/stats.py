@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
-    from sglang_tiered.policy.page_accounting import Fate
+    from sglang_tiered.policy.page_accounting import EvictionOutcome
     from sglang_tiered.storage.base import JobKind, Reason
     from sglang_tiered.storage.stack.engine import LayeredEngine
     from sglang_tiered.storage.stack.tiers import LowerTier, PeerSource
@@ -21,6 +21,7 @@ __all__ = [
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
+    "SpillStats",
     "TierReads",
     "TierStats",
     "tier_stats",
@@ -84,7 +85,7 @@ class TierStats(EngineStats):
     load_bytes_per_s: float | None  # of a load of 16 MiB; None before one
     num_loads: int
     load_s: float
-    host_pages_left: dict[Fate, int]
+    host_pages_left: dict[EvictionOutcome, int]
     num_dirty_host_pages: int
     spill_waiting_tokens: int
     spill_flight_tokens: int
@@ -115,14 +116,28 @@ class PlannerStats:
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
-def tier_stats(storage: TieredStorage, planner: PlannerStats | None = None) -> TierStats:
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpillStats:
+    """What waits to be stored, and host copies that were skipped for lack of host memory."""
+
+    spill_waiting_tokens: int = 0
+    spill_flight_tokens: int = 0
+    num_backups_skipped: int = 0
+    num_backups_recovered: int = 0
+
+
+def tier_stats(
+    storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
+) -> TierStats:
     """A snapshot. Memory only, any thread."""
     planner, layered = planner or _NO_PLANNER, storage.layered_engine
     lower = None if layered is None else layered.lower
     peers = None if layered is None else layered.peers
     return TierStats(
         **_fields(storage.region_engine.stats(), EngineStats),
-        **storage.ledger.stats(),
+        **dataclasses.asdict(spill or SpillStats()),
+        host_pages_left=storage.accounting.left,
+        num_dirty_host_pages=storage.accounting.num_dirty,
         admission=storage.gate.outcomes,
         write_budget_bytes=storage.gate.budget_bytes,
         load_decisions=planner.load_decisions,

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin import control as purging
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 
 A = tenant_digest("a", None)
 
@@ -69,30 +69,31 @@ def request(extra_key: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
-    fence = Fence()
-    monkeypatch.setattr(TieredRadixCache, "fence", fence)
+def purged(monkeypatch: pytest.MonkeyPatch) -> PurgedTenants:
+    purged = PurgedTenants()
+    monkeypatch.setattr(TieredRadixCache, "purged_tenants", purged, raising=False)
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
     )
-    monkeypatch.setattr(purging._desk, "has_tiers", True)
-    return fence
+    cache = TieredRadixCache.__new__(TieredRadixCache)
+    monkeypatch.setattr(purging._pending, "cache", cache)
+    return purged
 
 
 def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     return purging.handle(scheduler, purging.PREFIX + "purge", {"id": number, **body})
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(fence: Fence) -> None:
+def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == [A]
 
 
-def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> None:
+def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=False)
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
     waiting, other = scheduler.waiting_queue
@@ -102,19 +103,19 @@ def test_a_busy_scheduler_hides_the_tenant_until_it_is_idle(fence: Fence) -> Non
     new = request("a")
     hooks._after_request(None, new, "rid")
     assert new.extra_key == waiting.extra_key
-    assert fence.blocks(A)
+    assert purged.blocks(A)
     hooks._after_on_idle(None, scheduler)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
     hooks._after_on_idle(None, scheduler)
     hooks._after_on_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
 
 
 def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
-    fence: Fence,
+    purged: PurgedTenants,
 ) -> None:
     """As when a read that was given up begins to matter between our look and SGLang's."""
     scheduler = Scheduler(idle=True)
@@ -127,7 +128,7 @@ def test_a_flush_that_was_refused_leaves_the_tenant_hidden_until_one_succeeds(
     scheduler.refuses_flushes = False
     hooks._after_on_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
 
 
 def requests_of_adapters(*requests: tuple[str | None, str | None]) -> list[Req]:
@@ -160,7 +161,7 @@ def test_no_key_of_a_user_names_the_pages_of_an_adapter() -> None:
     assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
 
 
-def test_a_tenants_adapters_are_purged_with_it(fence: Fence) -> None:
+def test_a_tenants_adapters_are_purged_with_it(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=False)
     adapter = requests_of_adapters(("a", "0" * 32), ("b", "0" * 32))
     scheduler.waiting_queue = list(adapter)
@@ -168,11 +169,11 @@ def test_a_tenants_adapters_are_purged_with_it(fence: Fence) -> None:
     ask(scheduler, "adapters", extra_key="a")
     assert adapter[0].extra_key != before[0]
     assert adapter[1].extra_key == before[1]
-    assert {fence.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
+    assert {purged.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     (new,) = requests_of_adapters(("a", "0" * 32))
     assert new.extra_key == adapter[0].extra_key
-    assert fence.tenant_of(new.extra_key, None) == A
+    assert purged.tenant_of(new.extra_key, None) == A
 
 
 def test_requests_of_a_server_without_tiers_keep_sglangs_keys(
@@ -200,7 +201,7 @@ def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
 
 
 def test_a_purge_while_the_tier_is_detached_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, fence: Fence
+    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
     config = SimpleNamespace(nvme=SimpleNamespace(flush_purges=False))
@@ -211,7 +212,7 @@ def test_a_purge_while_the_tier_is_detached_is_no_success(
     for _ in range(2):
         answer = ask(scheduler, "detached", extra_key="a")
         assert "attach it and purge again" in answer["error"]
-    assert fence.blocks(A), "memory forgets it all the same"
+    assert purged.blocks(A), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "detached", extra_key="a")["durable"] is False
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
@@ -231,7 +232,9 @@ def test_everything_is_one_purge_of_all() -> None:
     assert set(scheduler.purges) == {None}
 
 
-def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fence) -> None:
+def test_purge_of_another_server_is_not_told_again(
+    purged: PurgedTenants,
+) -> None:
     scheduler = Scheduler(idle=False)
     purging.attach(scheduler)
     assert scheduler.tree_cache.purge_as_told is not None
@@ -239,12 +242,12 @@ def test_what_another_server_purged_is_out_of_reach_and_not_told_again(fence: Fe
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
-    assert fence.blocks(A)
+    assert purged.blocks(A)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
     hooks._after_on_idle(None, scheduler)
     assert scheduler.num_flushes == 1
-    assert not fence
+    assert not purged
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -24,7 +24,7 @@ def test_residents_give_way_to_sliding_windows_that_need_host_memory(
             world.compute(prompt(number, num_pages))
         world.until(lambda: world.num_stored() and not cache.ongoing_backup)
         cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
-        assert cache._residents.num_tokens > 0
+        assert cache.tiering.residents.num_tokens > 0
         windows = cache.components[ComponentType.SWA]
         free_tokens = windows._swa_kv_pool_host.available_size()
         assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None

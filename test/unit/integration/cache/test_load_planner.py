@@ -78,8 +78,8 @@ def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() ->
     for _ in range(8):
         load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
-    assert planner.meters[Tier.NVME].num_loads == 14
-    assert planner.meters[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+    assert planner.timings[Tier.NVME].num_loads == 14
+    assert planner.timings[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
 
 
 def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:

@@ -10,15 +10,16 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
 
-class Cache(LoadingRadixCache):
+class Cache(TieredRadixCache):
     """Only what the clock tells."""
 
     def __init__(self) -> None:
         self.told: list[tuple[list[tuple[int, int]], float]] = []
+        self.tiering: Any = SimpleNamespace(loads=self)
 
     def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
         self.told.append((spans, seconds))

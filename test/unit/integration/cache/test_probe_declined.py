@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.storage.stack.tiers import Span, Tier
 
 HASHES = [f"{number:064x}" for number in range(10)]
@@ -29,16 +29,13 @@ def test_a_declined_tier_is_probed_with_what_was_declined(
 ) -> None:
     calls: list[Any] = []
     transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
-    cache: Any = SimpleNamespace(
-        _planner=SimpleNamespace(wants_probe=lambda tier: True),
-        storage=SimpleNamespace(transfers=transfers),
-    )
-    LoadingRadixCache._probe_declined(cache, HASHES, SPANS, num_planned)
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: True))
+    storage: Any = SimpleNamespace(transfers=transfers)
+    LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, num_planned)
     assert calls == ([] if probed is None else [probed])
 
 
 def test_a_tier_that_was_just_measured_is_left_alone() -> None:
-    cache: Any = SimpleNamespace(
-        _planner=SimpleNamespace(wants_probe=lambda tier: False), storage=SimpleNamespace()
-    )
-    LoadingRadixCache._probe_declined(cache, HASHES, SPANS, 0)
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: False))
+    storage: Any = SimpleNamespace()
+    LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, 0)

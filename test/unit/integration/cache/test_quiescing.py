@@ -23,8 +23,7 @@ from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step,
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin import control as purging
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
-from sglang_tiered.integration.identity.tenants import Fence
+from sglang_tiered.integration.cache.load_scheduler import Prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +58,7 @@ def is_idle(cache: Any) -> bool:
 
 def begin_load(cache: Any) -> None:
     """As SGLang does, whether or not it pays."""
-    prefetch = super(LoadingRadixCache, cache).prefetch_from_storage
-    prefetch(ASKER, cache.root_node_handle(None), TOKENS)
+    cache._begin_load(Prefetch(ASKER, cache.root_node_handle(None), TOKENS))
     assert ASKER in cache.ongoing_prefetch
 
 
@@ -260,27 +258,26 @@ def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(c
     assert updater.scheduler.is_fully_idle()
     flush(cache)  # as SGLang does once the weights are there
     hooks._after_weight_update(None, updater, request)
-    assert not cache.fence
+    assert not cache.purged_tenants
     store(cache, prompt(4))
 
 
 def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_weights(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(cache), "fence", Fence())
     disk = begin_backlog(cache)
     updater = updater_of(cache, [])
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
     request = SimpleNamespace(flush_cache=True)
     hooks._before_weight_update(updater, request)
     hooks._after_weight_update(None, updater, request)
-    assert cache.fence.key_of(None, None) is not None
+    assert cache.purged_tenants.key_of(None, None) is not None
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
     updater.scheduler.flush_cache = lambda: flush(cache) or True
     purging.on_idle(updater.scheduler)
     purging.after_flush(updater.scheduler, True)
-    assert not cache.fence
+    assert not cache.purged_tenants
     store(cache, prompt(4))
 
 

@@ -49,11 +49,11 @@ def load(cache: Any, tokens: list[int]) -> list[bool]:
 def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> None:
     store(cache, TOKENS)
     attach_again(cache)
-    meter = cache._planner.meters[Tier.NVME]
-    cache._planner.wants_probe()  # which learns
+    meter = cache.tiering.planner.timings[Tier.NVME]
+    cache.tiering.planner.wants_probe()  # which learns
     before = meter.num_loads
     assert load(cache, TOKENS) == [True] * 4
-    cache._planner.wants_probe()
+    cache.tiering.planner.wants_probe()
     assert meter.num_loads > before
     assert cache.tier_stats().num_loads == meter.num_loads
 
@@ -61,12 +61,12 @@ def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> 
 def test_metrics_and_events_are_those_of_the_storage_that_was_attached_again(cache: Any) -> None:
     store(cache, TOKENS)
     read: list[Any] = []
-    cache._exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
+    cache._observer.exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
     params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
-    cache._tier_events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
     assert read == [cache.tier_stats]
-    ((_, _, holds),) = cache._tier_events._tiers
+    ((_, _, holds),) = cache._observer.events._tiers
     keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
     assert holds(keys) == [True] * 4, "the storage that was closed is asked"
 
@@ -162,3 +162,11 @@ def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -
     assert not cache.is_empty
     flush(cache)
     assert cache.is_empty
+
+
+def test_metrics_are_not_read_while_tiers_are_detached(cache: Any) -> None:
+    cache._observer.exporter = SimpleNamespace(export=cache.tier_stats, read_from=lambda read: None)
+    assert cache.detach_storage_backend()[0]
+    step(cache, lambda: False, steps=3)
+    attached, message = attach(cache)
+    assert attached, message

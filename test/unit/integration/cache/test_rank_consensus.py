@@ -188,7 +188,7 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in collectives
     }
     assert called == {
-        ("load_scheduler.py", "super()._all_reduce"),
+        ("radix_cache.py", "super()._all_reduce"),
         ("rank_consensus.py", "torch.distributed.all_reduce"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),

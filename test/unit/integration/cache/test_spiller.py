@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,11 +16,12 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import MAX_STORES_PER_STEP, RETRY_S, Spiller
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
-from sglang_tiered.policy.page_accounting import Fate
+from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Run, Stop
 from sglang_tiered.storage.memory import MemoryEngine
@@ -43,8 +43,8 @@ class Clock:
 class Tier:
     """A host tier over a real tree; its cache's bookkeeping, and a disk that works when told.
 
-    Stands for ``SpillingRadixCache`` where the spiller asks one: locks and stores are SGLang's
-    and the engine's, what is left out is device memory.
+    Stands for ``TieredRadixCache`` where the spiller asks one: locks and stores are SGLang's and
+    the engine's, what is left out is device memory.
     """
 
     def __init__(self, *, alone: bool = True, writes_per_day: int | None = None) -> None:
@@ -62,14 +62,15 @@ class Tier:
         self.tree_core.enable_storage = True
         self.decides_alone = alone
         self.has_small_host = False
-        self.lets_loads_go_first = False
+        self.is_purged = lambda node_id: False
+        self.ongoing_write_through: dict[int, Any] = {}
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[str, object] = {}
         self.queued: list[tuple[int, list[str], torch.Tensor]] = []
         self.num_queued: list[int] = []  # nodes, in the order they were queued
         self.engine = MemoryEngine(1 << 20)
-        self.ledger = HostLedger.of_pool(HOST_PAGES * PAGE, PAGE)
+        self.accounting = PageAccounting(HOST_PAGES * PAGE, PAGE)
         self.is_healthy = True
         self.ended: list[tuple[int, bool]] = []
         self.gate = StoreGate(
@@ -80,10 +81,16 @@ class Tier:
             clock=self.clock,
         )
         self.free_pages = list(range(HOST_PAGES))
+        cache: Any = self
+        self.copies = HostCopies(
+            cache, patience_s=lambda request: 0.0, waiting_stores=list, clock=self.clock
+        )
         self.spiller = Spiller(
-            self,  # type: ignore[arg-type]
-            host_tokens=HOST_PAGES * PAGE,
-            own_tokens=HOST_PAGES * PAGE,
+            cache,
+            self.copies,
+            HostBudget(HOST_PAGES * PAGE, 0),
+            num_loading=lambda: 0,
+            store_ended=lambda chain, num_tokens, is_held: self.ended.append((num_tokens, is_held)),
             clock=self.clock,
         )
 
@@ -95,13 +102,7 @@ class Tier:
     def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
         self.tree_core.dec_host_lock_ref(node_id, lock)
 
-    def num_loading_tokens(self) -> int:
-        return 0
-
-    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
-        self.ended.append((num_tokens, is_held))
-
-    def queue_store(self, node_id: int) -> int | None:
+    def begin_store(self, node_id: int) -> int | None:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         if spec is None:
             return None
@@ -137,7 +138,7 @@ class Tier:
         num_known = result.prefix_len // PAGE
         self.free_pages += pages[:num_known]
         if num_known < len(pages):
-            self.ledger.written(slots[result.prefix_len :])
+            self.accounting.written(slots[result.prefix_len :])
             if offer:
                 self.spiller.offer(result.inserted_host_node, self)  # type: ignore[arg-type]
         return int(result.inserted_host_node)
@@ -153,7 +154,8 @@ class Tier:
                 run = Run(keys, tuple((memoryview(bytearray(100)),) for _ in keys))
                 ok = self.engine.submit_store(run).ok
             ok += [False] * (len(hashes) - admitted)
-            self.ledger.stored(slots, ok, admitted, self.gate.dropped_as)
+            outcomes = store_outcomes(ok, admitted, self.gate.dropped_as)
+            self.accounting.stored(slots, outcomes)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
         del self.queued[:number]
@@ -170,7 +172,7 @@ class Tier:
         result = self.tree_core.drive_host_eviction(ComponentType.FULL, num_tokens)
         freed = 0
         for slots in result.host_frees.pop(ComponentType.FULL, ()):
-            self.ledger.freed(slots)
+            self.accounting.freed(slots)
             freed += len(slots)
             self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
         result.cache_actions.clear()
@@ -194,15 +196,15 @@ def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     assert tier.num_queued == []
-    assert tier.spiller.is_under_way(node)
+    assert tier.spiller.queue.is_under_way(node)
     tier.step()
-    assert tier.num_queued == [node] and tier.spiller.is_under_way(node)
+    assert tier.num_queued == [node] and tier.spiller.queue.is_under_way(node)
     tier.work()
     tier.step()
-    assert not tier.spiller.is_under_way(node) and tier.ended == []
+    assert not tier.spiller.queue.is_under_way(node) and tier.ended == []
     assert tier.stored_of(chain(1, 4)) == 4
     assert tier.evict() == 4 * PAGE  # nothing is pinned any more
-    assert tier.ledger.fates.left[Fate.CLEAN] == 4
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 4
 
 
 def test_scheduler_with_other_ranks_queues_every_store_at_once_and_pins_nothing() -> None:
@@ -233,7 +235,7 @@ def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
     for seed, num_pages, shared in ((1, 8, 4), (2, 8, 4), (3, 3, 2)):
         assert tier.stored_of(chain(seed, num_pages, shared)) == num_pages
     assert tier.evict() == (8 + 4 + 1) * PAGE
-    assert tier.ledger.fates.left[Fate.CLEAN] == 13
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 13
 
 
 def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> None:
@@ -257,7 +259,7 @@ def test_waiting_node_outlives_clean_ones() -> None:
     tier.is_healthy = False
     tier.insert(chain(2, 4))
     assert tier.evict() == 4 * PAGE
-    assert tier.ledger.fates.left[Fate.CLEAN] == 4 and tier.ledger.fates.num_dirty == 4
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 4 and tier.accounting.num_dirty == 4
 
 
 def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
@@ -267,7 +269,7 @@ def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
     while tier.spiller.release_pin():
         pass
     assert tier.evict() == 4 * PAGE
-    assert tier.ledger.fates.left[Fate.LOST_WAITING] == 4
+    assert tier.accounting.left[EvictionOutcome.LOST_WAITING] == 4
     tier.is_healthy = True
     node = tier.insert(chain(1, 4))  # the same content, another node
     tier.run()
@@ -355,7 +357,7 @@ def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() ->
         tier.run()
     assert tier.stored_of(chain(1, 4)) == 4 and tier.stored_of(chain(100, 200)) == 200
     tier.evict()
-    assert tier.ledger.fates.left[Fate.LOST_BUDGET] == 0
+    assert tier.accounting.left[EvictionOutcome.LOST_BUDGET] == 0
     assert set(tier.ended[-2:]) == {(200 * PAGE, True), (4 * PAGE, True)}
 
 
@@ -370,7 +372,7 @@ def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
         tier.run(2)
     assert tier.num_queued == [node] * 4
     tier.evict()
-    assert tier.ledger.fates.left[Fate.LOST_FAILED] == 4
+    assert tier.accounting.left[EvictionOutcome.LOST_FAILED] == 4
 
 
 def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
@@ -403,80 +405,21 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
     tier = Tier()
     tier.is_healthy = False
     tier.insert(chain(1, 4))
-    tier.spiller.backup_skipped(77)
+    tier.copies.remember(77)
     tier.tree_core.reset()
     tier.spiller.clear()
-    tier.ledger.flushed()
+    tier.copies.clear()
+    tier.accounting.flushed()
     tier.is_healthy = True
     tier.run()
-    assert tier.num_queued == [] and tier.ledger.fates.left[Fate.LOST_FLUSHED] == 4
+    assert tier.num_queued == [] and tier.accounting.left[EvictionOutcome.LOST_FLUSHED] == 4
 
 
 def test_detached_tier_unpins_everything() -> None:
     tier = Tier()
     tier.insert(chain(1, 4))
-    tier.spiller.step(None)
+    tier.spiller.abandon()
     assert tier.evict() == 4 * PAGE
-
-
-class Backups:
-    """Skipped host copies: nodes of a device tier, and whether host memory has room."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.has_room = False
-        self.backed_up: set[int] = set()
-        self.tried: list[int] = []
-        core = tier.tree_core
-        tier.tree_core = SimpleNamespace(  # type: ignore[assignment]
-            is_backuped=lambda node: self.look_up(node) in self.backed_up,
-            reset=core.reset,
-        )
-        tier.back_up = self.back_up  # type: ignore[attr-defined]
-
-    def look_up(self, node: int) -> int:
-        if node >= 100:
-            raise KeyError(node)
-        return node
-
-    def back_up(self, node: int) -> bool:
-        self.tried.append(self.look_up(node))
-        if self.has_room:
-            self.backed_up.add(node)
-        return self.has_room
-
-
-def test_skipped_backups_are_made_when_there_is_room_again() -> None:
-    tier = Tier()
-    backups = Backups(tier)
-    for node in (1, 2, 100, 3):
-        tier.spiller.backup_skipped(node)
-    for _ in range(1000):
-        tier.step()
-    assert 10 < len(backups.tried) < 30  # less and less often
-    backups.has_room = True
-    for _ in range(200):
-        tier.step()
-    assert backups.backed_up == {1, 2, 3}
-    assert tier.ledger.num_backups_recovered == 3
-
-
-def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_failed() -> None:
-    """A step may be a prefill of many seconds: one copy a step would be too late for a device that
-    gives up a prompt in as many."""
-    tier = Tier()
-    backups = Backups(tier)
-    for node in range(4):
-        tier.spiller.backup_skipped(node)
-    for _ in range(1000):
-        tier.step()
-    backups.has_room = True
-    tier.spiller.stores_ended()
-    tier.lets_loads_go_first = True
-    tier.step()
-    assert not backups.backed_up
-    tier.lets_loads_go_first = False
-    tier.step()
-    assert backups.backed_up == {0, 1, 2, 3}
 
 
 @settings(max_examples=60, deadline=None)
@@ -513,14 +456,14 @@ def test_no_order_of_events_upsets_the_tree_or_leaves_a_page_pinned(
         elif not tier.ongoing_backup:  # as SGLang, which refuses to flush while stores are queued
             tier.tree_core.reset()
             tier.spiller.clear()
-            tier.ledger.flushed()
+            tier.accounting.flushed()
             tier.free_pages = list(range(HOST_PAGES))
         tier.spiller.queue.check_integrity()
         tier.clock.now += 0.1
     tier.ongoing_prefetch, tier.is_healthy = {}, True
     tier.run(200)
-    assert len(tier.spiller.queue) == 0 and not tier.spiller._locks and not tier.spiller._dirty
+    assert len(tier.spiller.queue) == 0 and len(tier.spiller._locks) == 0
     tier.evict()
     assert len(tier.free_pages) == HOST_PAGES
-    tier.ledger.fates.check_integrity()
-    assert tier.ledger.fates.num_dirty == 0
+    tier.accounting.check_integrity()
+    assert tier.accounting.num_dirty == 0

@@ -14,7 +14,7 @@ from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache import warm_restart
 from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
-from sglang_tiered.integration.identity.tenants import Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
@@ -38,16 +38,17 @@ class Tier:
         self.notes = Notes(FileDevice(directory))
         self.asked: list[tuple[str | None, str | None]] = []
         cache: Any = SimpleNamespace(
-            fence=Fence(),
+            purged_tenants=PurgedTenants(),
             root_node_handle=lambda extra_key: 0,
             prefetch_from_storage=self._prefetch,
-            forget_plan=lambda handle: None,
             has_ongoing_prefetch=lambda handle: False,
             pop_prefetch_loaded_span=lambda handle: (64, 0),
             storage_prefetch_retries=SimpleNamespace(cancel=lambda rid: None),
-            is_loading_or_waiting=lambda: False,
         )
-        self.host = WarmHost(cache, self.notes, 10_000)
+        loads: Any = SimpleNamespace(
+            is_loading_or_waiting=lambda: False, forget=lambda handle: None
+        )
+        self.host = WarmHost(cache, loads, self.notes, 10_000)
 
     def _prefetch(self, *_: Any, extra_key: str | None, cache_salt: str | None) -> None:
         self.asked.append((extra_key, cache_salt))

@@ -1,11 +1,11 @@
-"""A tenant's digest tells its parts apart; the fence keeps a purged tenant from its old nodes."""
+"""A tenant's digest tells its parts apart; the purged keeps a purged tenant from its old nodes."""
 
 from __future__ import annotations
 
 import pytest
 
 from sglang_tiered.integration.admin.http_api import PurgeRequestError, parse_purge
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
 A = tenant_digest("a", "salt")
@@ -30,55 +30,55 @@ def test_the_digest_of_a_tenant_never_changes() -> None:
 
 
 def test_without_a_purge_keys_stay_as_they_are() -> None:
-    fence = Fence()
-    assert not fence
-    assert [fence.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
-    assert not fence.blocks(A)
+    purged = PurgedTenants()
+    assert not purged
+    assert [purged.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
+    assert not purged.blocks(A)
 
 
 def test_a_purged_tenant_goes_by_another_key_and_stays_itself() -> None:
-    fence = Fence()
-    fence.raise_against(A)
-    first = fence.key_of("a", "salt")
+    purged = PurgedTenants()
+    purged.hide(A)
+    first = purged.key_of("a", "salt")
     assert first != "a"
-    assert fence.tenant_of(first, "salt") == A
-    assert fence.blocks(A)
-    assert fence.key_of(first, "salt") == first, "a request may be asked about twice"
-    assert fence.key_of("b", "salt") == "b"
-    assert not fence.blocks(tenant_digest("b", "salt"))
-    fence.raise_against(A)
-    assert fence.key_of(first, "salt") not in {"a", first}, "purged again: another key again"
-    fence.lift()
-    assert fence.key_of("a", "salt") == "a"
-    assert fence.tenant_of(first, "salt") == A
+    assert purged.tenant_of(first, "salt") == A
+    assert purged.blocks(A)
+    assert purged.key_of(first, "salt") == first, "a request may be asked about twice"
+    assert purged.key_of("b", "salt") == "b"
+    assert not purged.blocks(tenant_digest("b", "salt"))
+    purged.hide(A)
+    assert purged.key_of(first, "salt") not in {"a", first}, "purged again: another key again"
+    purged.clear()
+    assert purged.key_of("a", "salt") == "a"
+    assert purged.tenant_of(first, "salt") == A
 
 
 def test_a_purge_of_everything_concerns_all_and_none() -> None:
-    fence = Fence()
-    fence.raise_against(None)
-    nobody = fence.key_of(None, None)
+    purged = PurgedTenants()
+    purged.hide(None)
+    nobody = purged.key_of(None, None)
     assert nobody
-    assert fence.tenant_of(nobody, None) == NO_TENANT
-    both = fence.key_of("a", "salt")
-    fence.raise_against(A)
-    assert fence.key_of(both, "salt") not in {"a", both}
-    assert fence.tenant_of(fence.key_of(both, "salt"), "salt") == A
-    assert fence.blocks(A) and fence.blocks(NO_TENANT)
+    assert purged.tenant_of(nobody, None) == NO_TENANT
+    both = purged.key_of("a", "salt")
+    purged.hide(A)
+    assert purged.key_of(both, "salt") not in {"a", both}
+    assert purged.tenant_of(purged.key_of(both, "salt"), "salt") == A
+    assert purged.blocks(A) and purged.blocks(NO_TENANT)
 
 
 def test_what_sglang_appends_to_a_marked_key_still_counts() -> None:
-    fence = Fence()
-    fence.raise_against(A)
-    assert fence.tenant_of(f"{fence.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
+    purged = PurgedTenants()
+    purged.hide(A)
+    assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
         "a|ns", "salt"
     )
 
 
 def test_a_users_key_is_never_taken_for_a_mark() -> None:
-    fence, other = Fence(), Fence()
-    other.raise_against(A)
+    purged, other = PurgedTenants(), PurgedTenants()
+    other.hide(A)
     forged = other.key_of("a", "salt")
-    assert fence.tenant_of(forged, "salt") != A
+    assert purged.tenant_of(forged, "salt") != A
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_clear_purge_is_taken_as_it_is(body: dict[str, object]) -> None:
 
 def test_ranks_with_one_secret_use_the_same_keys() -> None:
     """SGLang's check of rank divergence ends a server whose ranks match other keys."""
-    ranks = Fence(), Fence()
+    ranks = PurgedTenants(), PurgedTenants()
     for rank in ranks:
         rank.use_secret(1234)
-        rank.raise_against(tenant_digest("a", None))
+        rank.hide(tenant_digest("a", None))
     first, second = (rank.key_of("a", None) for rank in ranks)
     assert first == second != "a"

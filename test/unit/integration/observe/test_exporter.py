@@ -12,7 +12,7 @@ from sglang_tiered.integration.observe.stats import ObjectTierStats, PeerTierSta
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import LoadDecision
-from sglang_tiered.policy.page_accounting import Fate
+from sglang_tiered.policy.page_accounting import EvictionOutcome
 from sglang_tiered.storage.base import Health, JobKind, Reason
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ STATS = TierStats(
     load_s=0.5,
     prefill_tokens_per_s=None,
     load_bytes_per_s=1e9,
-    host_pages_left={Fate.CLEAN: 8, Fate.LOST_WAITING: 3},
+    host_pages_left={EvictionOutcome.CLEAN: 8, EvictionOutcome.LOST_WAITING: 3},
     num_dirty_host_pages=11,
     spill_waiting_tokens=640,
     spill_flight_tokens=64,
