@@ -192,7 +192,6 @@ class CacheWorld:
 
         monkeypatch.setattr(cache, "_all_reduce_attn_groups", reduce)
         monkeypatch.setattr(cache, "tp_world_size", 2)
-        del cache.cache_controller.prefetch  # which answers at once where nobody else is asked
         cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
 
 

@@ -220,7 +220,6 @@ def test_no_class_of_ours_stands_between_ours_and_sglangs() -> None:
 SMALL_LINES = 60
 # Modules below that with one importer, each with the reason why its lines are not there.
 SMALL = {
-    "integration.cache.immediate_query": "a patch of SGLang, by itself so that it is found",
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.disaggregation.transfer_seams": "signatures that only a KV manager has",

@@ -26,6 +26,7 @@
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it asks for a prefill server once a second, on the scheduler's thread; ours is asked for in the background, and answered at the next look. So is which replica of ``--dp-size`` has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | decode promises prefill what storage holds before it is loaded, and fails the request when less arrives; ``decode_loads`` loads first |
+| HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; our index is in memory, and was just asked (``immediate_query``) |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -105,6 +106,11 @@ def register() -> None:
         f"{_SCHEDULER}.get_internal_state",
         _after_internal_state,
         HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.prefetch",
+        _around_prefetch,
+        HookType.AROUND,
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(
@@ -198,6 +204,12 @@ def _register_decode_loads() -> None:
         "DecodeTransferQueue.pop_transferred": decode_loads.after_transfers,
     }.items():
         HookRegistry.register(f"sglang.srt.disaggregation.decode.{method}", hook, HookType.AFTER)
+
+
+def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    from sglang_tiered.integration.cache.immediate_query import around_prefetch
+
+    return around_prefetch(original, *arguments, **named)
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
-from sglang_tiered.integration.cache.immediate_query import answer_at_once
+from sglang_tiered.integration.cache.immediate_query import PlannedHits
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.cache.prefill_prior import probe_prefill
 from sglang_tiered.policy.cost_model import CostModel
@@ -161,8 +161,7 @@ class LoadScheduler:
         self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
         self._num_loaded: dict[CacheRequestHandle, int] = {}
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
-        if cache.decides_alone:
-            answer_at_once(cache.cache_controller)
+        self._hits = PlannedHits(cache.cache_controller, lambda: cache.decides_alone)
 
     # ---- A load begins ----
 
@@ -209,6 +208,7 @@ class LoadScheduler:
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
             return None
+        self._hits.expect(request, hashes[: num_held // cache.page_size])
         tokens = tokens[: num_held + int(cache.tree_core.is_eagle)]
         return Planned(call._replace(new_input_tokens=tokens), is_new)
 

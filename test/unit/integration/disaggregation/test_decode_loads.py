@@ -238,7 +238,6 @@ def test_ranks_agree_in_the_next_step_and_decode_asks_again(
     # Another rank that always says the same.
     monkeypatch.setattr(cache, "_all_reduce_attn_groups", lambda data, op: None)
     monkeypatch.setattr(cache, "tp_world_size", 2)
-    del cache.cache_controller.prefetch  # which answers at once where nobody else is asked
     cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
     entry = decode.arrives()
     assert decode.waits(entry)
