@@ -18,7 +18,7 @@ def left(accounting: PageAccounting) -> dict[EvictionOutcome, int]:
     return {outcome: count for outcome, count in accounting.left.items() if count}
 
 
-def test_page_is_dirty_from_its_writing_to_its_store() -> None:
+def test_page_is_dirty_until_it_is_stored() -> None:
     accounting = PageAccounting(8, 1)
     accounting.written(pages(1, 2, 3))
     assert accounting.num_dirty == 3
@@ -33,7 +33,7 @@ def test_page_is_dirty_from_its_writing_to_its_store() -> None:
     assert accounting.num_dirty == 0
 
 
-def test_page_that_was_dropped_and_stored_later_leaves_clean() -> None:
+def test_dropped_page_that_is_stored_later_leaves_clean() -> None:
     accounting = PageAccounting(8, 1)
     accounting.written(pages(0))
     accounting.stored(pages(0), [EvictionOutcome.LOST_FIRST_TOUCH])
@@ -42,7 +42,7 @@ def test_page_that_was_dropped_and_stored_later_leaves_clean() -> None:
     assert left(accounting) == {EvictionOutcome.CLEAN: 1}
 
 
-def test_loaded_page_leaves_clean_and_its_slot_begins_anew() -> None:
+def test_loaded_page_leaves_clean_and_frees_its_slot() -> None:
     accounting = PageAccounting(8, 1)
     accounting.loaded(pages(5))
     assert accounting.num_dirty == 0
@@ -52,7 +52,7 @@ def test_loaded_page_leaves_clean_and_its_slot_begins_anew() -> None:
     accounting.check_integrity()
 
 
-def test_store_of_a_page_nobody_told_of_does_not_upset_the_count() -> None:
+def test_store_of_an_unreported_page_keeps_the_count() -> None:
     accounting = PageAccounting(8, 1)
     accounting.stored(pages(1, 2), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED])
     assert accounting.num_dirty == 0
@@ -72,7 +72,7 @@ def test_flush_takes_everything_and_says_what_was_dirty() -> None:
     assert accounting.num_dirty == 1
 
 
-def test_kv_that_never_got_a_page_is_counted_beside() -> None:
+def test_kv_without_a_host_page_is_counted() -> None:
     accounting = PageAccounting(1, 1)
     accounting.never_written(7)
     assert left(accounting) == {EvictionOutcome.LOST_HOST_SHORT: 7} and accounting.num_dirty == 0

@@ -40,7 +40,7 @@ def test_operation_arrives_with_what_was_known_of_it() -> None:
 
 
 @pytest.mark.parametrize("call", ["abc", "a", "c", "bc"])
-def test_operation_is_known_by_its_first_and_by_its_last_page(call: str) -> None:
+def test_operation_is_known_by_first_or_last_page(call: str) -> None:
     """A window of another pool covers the last pages only."""
     store = announced("xy", "abc").take(call)
     assert store is not None and store.hashes == ("a", "b", "c")
@@ -52,7 +52,7 @@ def test_operation_that_was_not_announced_takes_nothing() -> None:
     assert len(table) == 2
 
 
-def test_what_never_arrives_is_forgotten_with_the_next_arrival() -> None:
+def test_what_never_arrives_is_forgotten() -> None:
     table = announced("ab", "cde", "fg", "h")
     store = table.take("fg")
     assert store is not None and store.tokens_behind == 1
@@ -68,7 +68,7 @@ def test_chain_that_grew_while_waiting_counts_as_long() -> None:
     assert store is not None and store.prefix_tokens == 5000
 
 
-def test_operation_announced_twice_waits_once_with_the_later_figures() -> None:
+def test_operation_announced_twice_waits_once() -> None:
     table = announced("ab", "c")
     table.announce("abd", num_tokens=30, prefix_tokens=7, tenant=A)
     assert len(table) == 2 and table.num_tokens == 31
@@ -115,7 +115,7 @@ def test_two_threads_lose_nothing() -> None:
     assert taken == list(range(count)) and table.num_tokens == 0
 
 
-def test_what_waits_of_a_purged_tenant_is_known_as_such_when_it_arrives() -> None:
+def test_store_of_a_purged_tenant_arrives_as_purged() -> None:
     for tenant, expected in ((A, [None, B]), (B, [A, None]), (None, [None, None])):
         table = PendingStores(Clock())
         table.announce("ab", num_tokens=2, prefix_tokens=2, tenant=A)

@@ -22,7 +22,7 @@ def test_set_fills_in_order_and_then_refuses() -> None:
     assert residents.num_tokens == 300
 
 
-def test_returning_chain_takes_the_place_of_one_idle_for_longer_than_it_was_away() -> None:
+def test_returning_chain_replaces_one_that_idled_longer() -> None:
     residents = ResidentSet[str](100)
     residents.offer("dead", 100)
     residents.evicted(50)
@@ -31,7 +31,7 @@ def test_returning_chain_takes_the_place_of_one_idle_for_longer_than_it_was_away
     assert residents.offer("returning", 100) == Offer(True, ["dead"])
 
 
-def test_resident_that_has_not_had_its_turn_yet_stays() -> None:
+def test_resident_before_its_turn_stays() -> None:
     residents = ResidentSet[str](100)
     residents.offer("early", 200)
     residents.evicted(50)
@@ -49,7 +49,7 @@ def test_stream_of_new_chains_replaces_what_nobody_used() -> None:
     assert offers[-1].dismissed == [0]
 
 
-def test_stream_of_new_chains_does_not_replace_what_is_used() -> None:
+def test_stream_of_new_chains_replaces_nothing_used() -> None:
     residents = ResidentSet[int](100)
     residents.offer(0, 100)
     residents.offer(0, 100)
@@ -64,7 +64,7 @@ def test_pressure_dismisses_the_least_recently_used() -> None:
     residents.check_integrity()
 
 
-def test_chain_that_must_be_computed_again_outlives_one_that_can_be_loaded() -> None:
+def test_chain_to_compute_outlives_one_to_load() -> None:
     residents = ResidentSet[str](200)
     residents.offer("computed", 100, cost=9.0)
     residents.evicted(100)
@@ -73,7 +73,7 @@ def test_chain_that_must_be_computed_again_outlives_one_that_can_be_loaded() -> 
     assert [residents.evict(), residents.give_up()] == ["loaded", "computed"]
 
 
-def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
+def test_costly_resident_goes_after_long_idleness() -> None:
     residents = ResidentSet[str](200)
     residents.offer("computed", 100, cost=3.0)
     residents.evicted(300)
@@ -83,9 +83,7 @@ def test_costly_resident_goes_once_it_was_idle_for_long_enough() -> None:
 
 
 @pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
-def test_costly_chain_takes_the_place_of_a_cheap_one_used_since(
-    cost: float, accepted: bool
-) -> None:
+def test_costly_chain_replaces_a_cheaper_later_one(cost: float, accepted: bool) -> None:
     residents = ResidentSet[str](100)
     residents.offer("returning", 200)  # too large for now; its last use is remembered
     residents.evicted(30)
@@ -95,7 +93,7 @@ def test_costly_chain_takes_the_place_of_a_cheap_one_used_since(
 
 
 @pytest.mark.parametrize("by_use", [False, True])
-def test_resident_that_reached_the_disk_counts_as_cheap_from_then_on(by_use: bool) -> None:
+def test_resident_that_reached_the_disk_is_cheap(by_use: bool) -> None:
     residents = ResidentSet[str](200)
     residents.offer("a", 100, cost=9.0)
     residents.offer("b", 100, cost=2.0)
@@ -163,7 +161,7 @@ def test_rotation_larger_than_the_tier_still_hits() -> None:
     assert with_residents[0] == 0 and all(hits == 3 for hits in with_residents[1:])
 
 
-def test_dead_chains_do_not_hold_the_places_of_a_rotation_that_follows() -> None:
+def test_dead_chains_leave_room_to_the_next_rotation() -> None:
     rounds = [range(1000, 1016), *[range(48)] * 3]
     hits = simulate(rounds, 9, with_residents=True)
     assert hits[:2] == [0, 0] and hits[2] >= 2 and hits[3] >= 3

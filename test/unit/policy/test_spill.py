@@ -54,13 +54,13 @@ def take_all(queue: SpillQueue[str]) -> list[str]:
     return nodes
 
 
-def test_idle_disk_takes_a_node_at_once_however_large(queue: SpillQueue[str]) -> None:
+def test_idle_disk_takes_the_largest_node_at_once(queue: SpillQueue[str]) -> None:
     queue.add("huge", store(HOST), returned=False)
     assert take(queue) == "huge"
     assert len(queue) == 0 and queue.take(loads_wait=False) is None
 
 
-def test_what_came_back_goes_first_and_then_what_waited_longest(queue: SpillQueue[str]) -> None:
+def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
         queue.add(node, store(10), returned=node == "c")
     queue.promote("b")
@@ -69,7 +69,7 @@ def test_what_came_back_goes_first_and_then_what_waited_longest(queue: SpillQueu
     queue.check_integrity()
 
 
-def test_node_added_again_keeps_its_place_or_gets_a_better_one(queue: SpillQueue[str]) -> None:
+def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
         queue.add(node, store(10), returned=False)
     assert queue.waiting_tokens == 20
@@ -90,7 +90,7 @@ def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
     assert queue.flight_tokens == FLOOR // 3 * 2
 
 
-def test_slow_disk_always_has_a_store_to_follow_the_one_it_writes(queue: SpillQueue[str]) -> None:
+def test_slow_disk_has_a_store_to_follow(queue: SpillQueue[str]) -> None:
     for node in "abc":
         queue.add(node, store(HOST // 2), returned=False)
     for number, node in enumerate("ab"):
@@ -99,9 +99,7 @@ def test_slow_disk_always_has_a_store_to_follow_the_one_it_writes(queue: SpillQu
     assert queue.take(loads_wait=False) is None
 
 
-def test_limit_doubles_while_the_disk_runs_dry_and_halves_when_stores_wait(
-    queue: SpillQueue[str], clock: Clock
-) -> None:
+def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clock: Clock) -> None:
     queue.add("waits", store(10), returned=False)
     for _ in range(20):
         queue.adapt(0.0)
@@ -123,9 +121,7 @@ def test_limit_stays_while_it_does_not_bind(queue: SpillQueue[str]) -> None:
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
-def test_few_waiting_tokens_hold_while_loads_wait_but_not_for_ever(
-    queue: SpillQueue[str], clock: Clock
-) -> None:
+def test_stores_hold_for_loads_but_not_for_ever(queue: SpillQueue[str], clock: Clock) -> None:
     queue.add("a", store(10), returned=False)
     queue.add("b", store(10), returned=True)
     clock.now = MAX_HOLD_S * 0.99
@@ -152,7 +148,7 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
     assert taken == num_taken
 
 
-def test_crowd_gives_up_the_oldest_that_never_came_back(
+def test_crowd_evicts_the_oldest_that_never_returned(
     queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill, "MAX_WAITING", 2)
@@ -164,7 +160,7 @@ def test_crowd_gives_up_the_oldest_that_never_came_back(
     queue.check_integrity()
 
 
-def test_pins_are_lost_in_order_of_value_and_with_their_node(queue: SpillQueue[str]) -> None:
+def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
     for node in "abcd":
         queue.add(node, store(10), returned=node == "a")
         queue.pin(node, 10)
@@ -195,7 +191,7 @@ def test_host_tier_without_tokens_is_refused(clock: Clock) -> None:
         SpillQueue(0, clock)
 
 
-def test_node_is_under_way_until_its_last_store_ends(queue: SpillQueue[str]) -> None:
+def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
     queue.add("a", store(10), returned=False)
     assert queue.is_under_way("a")
     assert take(queue) == "a" and not queue.is_under_way("a")
@@ -208,7 +204,7 @@ def test_node_is_under_way_until_its_last_store_ends(queue: SpillQueue[str]) -> 
     queue.check_integrity()
 
 
-def test_store_offered_again_is_counted_by_its_new_length(queue: SpillQueue[str]) -> None:
+def test_store_offered_again_counts_its_new_length(queue: SpillQueue[str]) -> None:
     queue.add("a", store(10), returned=False)
     queue.add("a", store(4), returned=False)
     assert queue.waiting_tokens == 4 and queue.waiting() == ["a"]

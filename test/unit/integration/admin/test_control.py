@@ -84,7 +84,7 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     return purging.handle(scheduler, purging.PREFIX + "purge", {"id": number, **body})
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> None:
+def test_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1

@@ -125,14 +125,14 @@ def test_node_without_host_copy_is_left_to_sglang(made: Made) -> None:
     assert made.parts.offered == [1] and declined == [9]
 
 
-def test_operation_of_a_store_is_the_one_sglang_began(made: Made) -> None:
+def test_store_has_the_operation_that_sglang_began(made: Made) -> None:
     made.cache.ongoing_backup[5] = "earlier"
     assert made.cache.begin_store(1) is None
     made.upstream["write_backup_storage"] = lambda node: made.cache.ongoing_backup.update({7: node})
     assert made.cache.begin_store(1) == 7
 
 
-def test_nothing_but_the_end_of_a_store_is_told(made: Made) -> None:
+def test_only_the_end_of_a_store_is_told(made: Made) -> None:
     noted: list[int] = []
     made.cache._observer = SimpleNamespace(note=noted.append)
     made.cache.ongoing_backup.update({5: (50, None), 6: (60, None)})
@@ -188,7 +188,7 @@ def test_pools_of_other_components_are_not_kv_pages(made: Made) -> None:
         ([False, False], 0, None, {EvictionOutcome.LOST_WEIGHTS: 2}),
     ],
 )
-def test_page_is_lost_for_the_reason_its_store_ended_with(
+def test_page_is_lost_for_its_stores_reason(
     made: Made,
     ok: Sequence[bool],
     num_admitted: int,
@@ -201,7 +201,7 @@ def test_page_is_lost_for_the_reason_its_store_ended_with(
     assert left(made) == expected
 
 
-def test_loaded_pages_that_the_tree_took_are_clean_and_its_duplicates_no_pages(made: Made) -> None:
+def test_only_loaded_pages_in_the_tree_are_clean(made: Made) -> None:
     operation = SimpleNamespace(handle="request", completed_tokens=3 * PAGE)
     made.cache.ongoing_prefetch = {"request": SimpleNamespace(host_indices=slots(1, 2, 3, 4))}
     loaded: dict[str, int] = {"request": 99}
@@ -215,7 +215,7 @@ def test_loaded_pages_that_the_tree_took_are_clean_and_its_duplicates_no_pages(m
     assert made.storage.accounting.num_dirty == 0
 
 
-def test_kv_evicted_from_the_device_without_host_copy_is_counted(made: Made) -> None:
+def test_kv_evicted_without_host_copy_is_counted(made: Made) -> None:
     made.cache._record_dropped_tokens(3 * PAGE, reason="write_through_unbacked_eviction")
     made.cache._record_dropped_tokens(0, reason="write_through_unbacked_eviction")
     assert left(made) == {EvictionOutcome.LOST_HOST_SHORT: 3}
@@ -227,7 +227,7 @@ def test_reset_empties_parts_and_books(made: Made) -> None:
     assert made.parts.resets == 1 and left(made) == {EvictionOutcome.LOST_FLUSHED: 1}
 
 
-def test_chain_costs_a_load_where_the_disk_has_it(made: Made) -> None:
+def test_chain_on_the_disk_costs_a_load(made: Made) -> None:
     """Or is about to have it; else a prefill."""
     costs = CostModel(page_tokens=PAGE, bytes_per_token=1)
     under_way: set[int] = set()

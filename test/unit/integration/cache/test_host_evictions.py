@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_residents_give_way_to_sliding_windows_that_need_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_residents_give_way_to_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load takes host memory for its window too, and without it all of the load is lost."""
     with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
         cache, num_pages = world.cache, 8

@@ -24,7 +24,7 @@ SPANS = [Span(Tier.NVME, 6), Span(Tier.OBJECT, 4)]
         (0, (HASHES[:6], Tier.NVME)),
     ],
 )
-def test_a_declined_tier_is_probed_with_what_was_declined(
+def test_declined_tier_is_probed_with_declined_pages(
     num_planned: int, probed: tuple[list[str], Tier] | None
 ) -> None:
     calls: list[Any] = []
@@ -35,7 +35,7 @@ def test_a_declined_tier_is_probed_with_what_was_declined(
     assert calls == ([] if probed is None else [probed])
 
 
-def test_a_tier_that_was_just_measured_is_left_alone() -> None:
+def test_tier_just_measured_is_left_alone() -> None:
     loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: False))
     storage: Any = SimpleNamespace()
     LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, 0)

@@ -73,9 +73,7 @@ def reading(cache: Any) -> Disk:
     return disk
 
 
-def test_load_that_was_given_up_keeps_the_scheduler_busy_until_it_is_read(
-    cache: Any, reading: Disk
-) -> None:
+def test_aborted_load_keeps_the_scheduler_busy_until_read(cache: Any, reading: Disk) -> None:
     """SGLang's threads do not stop while they read, and a flush then ends the scheduler."""
     cache.release_aborted_request(ASKER)
     assert not cache.ongoing_prefetch
@@ -85,7 +83,7 @@ def test_load_that_was_given_up_keeps_the_scheduler_busy_until_it_is_read(
     flush(cache)
 
 
-def test_rank_that_has_read_is_idle_no_sooner_than_one_that_has_not(
+def test_ranks_become_idle_together_after_reads(
     cache: Any, reading: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A purge would empty the tree of one rank only, and the next collective would hang."""
@@ -105,7 +103,7 @@ def test_rank_that_has_read_is_idle_no_sooner_than_one_that_has_not(
     step(cache, lambda: is_idle(cache))
 
 
-def test_load_given_up_before_it_is_known_what_is_held_keeps_ranks_busy_until_they_know(
+def test_load_aborted_before_its_answer_keeps_ranks_busy(
     cache: Any,
 ) -> None:
     """A rank whose thread is stopped sooner would leave the others in the threads' collective."""
@@ -212,7 +210,7 @@ def resume(updater: Any, request: Any) -> Any:
 KV = {"tags": ["kv_cache"]}
 
 
-def test_memory_is_released_though_stores_are_under_way_and_the_tier_works_afterwards(
+def test_memory_is_released_while_stores_are_under_way(
     cache: Any,
 ) -> None:
     disk = begin_backlog(cache)
@@ -225,7 +223,7 @@ def test_memory_is_released_though_stores_are_under_way_and_the_tier_works_after
     store(cache, prompt(4))
 
 
-def test_hanging_disk_refuses_a_release_of_memory_and_does_not_end_the_scheduler(
+def test_hanging_disk_refuses_a_release_of_memory(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
@@ -241,7 +239,7 @@ def test_hanging_disk_refuses_a_release_of_memory_and_does_not_end_the_scheduler
     store(cache, prompt(4))
 
 
-def test_load_under_way_is_given_up_for_a_release_of_memory(cache: Any, reading: Disk) -> None:
+def test_load_under_way_is_aborted_for_a_release(cache: Any, reading: Disk) -> None:
     ends_with_the_gate(cache, reading)
     updater = updater_of(cache, [])
     hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
@@ -249,7 +247,7 @@ def test_load_under_way_is_given_up_for_a_release_of_memory(cache: Any, reading:
     store(cache, prompt(1))
 
 
-def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(cache: Any) -> None:
+def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
     updater = updater_of(cache, [])
@@ -262,7 +260,7 @@ def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(c
     store(cache, prompt(4))
 
 
-def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_weights(
+def test_old_kv_after_a_refused_flush_matches_nothing(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
@@ -281,7 +279,7 @@ def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_we
     store(cache, prompt(4))
 
 
-def test_stores_go_on_while_generation_is_paused_so_that_a_flush_is_not_refused_for_ever(
+def test_stores_end_while_generation_is_paused(
     cache: Any,
 ) -> None:
     begin_backlog(cache).goes_on()
@@ -292,7 +290,7 @@ def test_stores_go_on_while_generation_is_paused_so_that_a_flush_is_not_refused_
         hooks._after_pause(None, paused)
 
 
-def test_ranks_come_to_rest_in_the_same_step_whatever_their_disks_do(
+def test_ranks_come_to_rest_in_the_same_step(
     cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as held:

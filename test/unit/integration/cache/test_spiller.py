@@ -192,7 +192,7 @@ def chain(seed: int, num_pages: int, shared: int = 0) -> list[int]:
     return tokens
 
 
-def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
+def test_idle_disk_gets_a_node_at_once() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     assert tier.num_queued == []
@@ -207,7 +207,7 @@ def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
     assert tier.accounting.left[EvictionOutcome.CLEAN] == 4
 
 
-def test_scheduler_with_other_ranks_queues_every_store_at_once_and_pins_nothing() -> None:
+def test_several_ranks_queue_stores_at_once_unpinned() -> None:
     tier = Tier(alone=False)
     nodes = [tier.insert(chain(seed, 4)) for seed in range(20)]
     assert tier.num_queued == nodes
@@ -226,7 +226,7 @@ def test_step_hands_over_no_more_than_its_share() -> None:
     assert len(tier.num_queued) == 3 * MAX_STORES_PER_STEP
 
 
-def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
+def test_node_split_while_waiting_is_stored_whole() -> None:
     tier = Tier()
     tier.insert(chain(1, 8, shared=4))
     tier.insert(chain(2, 8, shared=4))  # splits it at page 4
@@ -238,7 +238,7 @@ def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
     assert tier.accounting.left[EvictionOutcome.CLEAN] == 13
 
 
-def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> None:
+def test_prefix_of_a_split_node_is_offered() -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.is_healthy = False
@@ -262,7 +262,7 @@ def test_waiting_node_outlives_clean_ones() -> None:
     assert tier.accounting.left[EvictionOutcome.CLEAN] == 4 and tier.accounting.num_dirty == 4
 
 
-def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
+def test_node_evicted_while_waiting_is_counted() -> None:
     tier = Tier()
     tier.is_healthy = False
     tier.insert(chain(1, 4))
@@ -276,7 +276,7 @@ def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
     assert tier.num_queued == [node] and tier.stored_of(chain(1, 4)) == 4
 
 
-def test_more_dirty_nodes_than_may_be_pinned_leave_room_to_evict() -> None:
+def test_too_many_dirty_nodes_leave_room_to_evict() -> None:
     tier = Tier()
     tier.is_healthy = False
     for seed in range(12):
@@ -323,7 +323,7 @@ def test_loads_go_first() -> None:
     assert tier.num_queued == [node]
 
 
-def test_sick_disk_is_given_nothing_until_it_is_well() -> None:
+def test_sick_disk_is_given_nothing() -> None:
     tier = Tier()
     tier.is_healthy = False
     node = tier.insert(chain(1, 4))
@@ -341,7 +341,7 @@ def exhaust(tier: Tier) -> None:
     assert tier.gate.outcomes[Outcome.DROPPED_BUDGET] > 0
 
 
-def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() -> None:
+def test_dropped_node_is_offered_to_an_idle_disk() -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.insert(chain(1, 4))
@@ -361,7 +361,7 @@ def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() ->
     assert set(tier.ended[-2:]) == {(200 * PAGE, True), (4 * PAGE, True)}
 
 
-def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
+def test_unstorable_node_is_not_offered_for_ever() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     tier.engine.close()  # refuses every store
@@ -375,7 +375,7 @@ def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
     assert tier.accounting.left[EvictionOutcome.LOST_FAILED] == 4
 
 
-def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
+def test_missing_ancestor_is_stored_before_its_descendant() -> None:
     tier = Tier()
     ancestor = tier.insert(chain(1, 4), offer=False)
     middle = tier.insert(chain(1, 4) + chain(2, 2), offer=False)
@@ -388,7 +388,7 @@ def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_selective_admission_is_offered_ancestors_of_long_chains_only(is_long: bool) -> None:
+def test_selective_admission_gets_ancestors_of_long_chains(is_long: bool) -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.gate._admission.level = Level.SELECTIVE
@@ -433,7 +433,7 @@ def test_detached_tier_unpins_everything() -> None:
         max_size=60,
     )
 )
-def test_no_order_of_events_upsets_the_tree_or_leaves_a_page_pinned(
+def test_no_order_of_events_leaves_a_pin(
     events: list[tuple[Any, ...]],
 ) -> None:
     tier = Tier()

@@ -93,7 +93,7 @@ def finished(purge: Forgetting) -> bool:
     return purge.wait(TIMEOUT_S)
 
 
-def test_a_purge_is_durable_only_once_the_list_on_the_disk_does_not_name_the_tenant(
+def test_purge_is_durable_once_the_list_forgot(
     tier: Tier,
 ) -> None:
     assert finished(tier.host.purge(ACME))
