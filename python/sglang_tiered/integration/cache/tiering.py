@@ -121,9 +121,10 @@ class Tiering:
         storage.use_planner(self.planner)
 
     def detached(self) -> None:
-        """An operator detached the tiers."""
+        """An operator detached the tiers, and SGLang has forgotten the stores under way."""
         self.loads.detached()
         self.stores.abandon()
+        self.stores.unlock_device()
 
     # ---- Loads ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import MAX_STORES_PER_STEP, RETRY_S, Spiller
+from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
 from sglang_tiered.policy.host_budget import HostBudget
@@ -415,11 +417,35 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
     assert tier.num_queued == [] and tier.accounting.left[EvictionOutcome.LOST_FLUSHED] == 4
 
 
+def detach(tier: Tier) -> None:
+    tiering: Any = Tiering.__new__(Tiering)
+    tiering.loads, tiering.stores = SimpleNamespace(detached=lambda: None), tier.spiller
+    tiering.detached()
+
+
 def test_detached_tier_unpins_everything() -> None:
     tier = Tier()
     tier.insert(chain(1, 4))
-    tier.spiller.abandon()
+    detach(tier)
     assert tier.evict() == 4 * PAGE
+
+
+def test_detached_tier_leaves_no_device_lock() -> None:
+    """SGLang forgets the stores under way without handing on their ends."""
+    tier: Any = Tier()
+    core, locks = tier.tree_core, {1: 0}
+    tier.has_small_host = True
+    tier.tree_core = SimpleNamespace(
+        is_full_device_evicted=lambda node: False, has_copied_path=lambda node: False
+    )
+    tier.inc_lock_ref = lambda node: SimpleNamespace(to_dec_params=lambda: locks.update({node: 1}))
+    tier.dec_lock_ref = lambda node, params: locks.update({node: 0})
+    tier.begin_store = lambda node: tier.ongoing_backup.update({7: node}) or 7
+    assert tier.spiller._queue_store(1) == 7 and locks == {1: 1}
+    tier.ongoing_backup.clear()
+    tier.tree_core = core
+    detach(tier)
+    assert locks == {1: 0}
 
 
 @settings(max_examples=60, deadline=None)
