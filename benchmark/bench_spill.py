@@ -31,10 +31,12 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from machine import describe_machine, describe_versions
+from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.page_accounting import HostLedger
+from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
 
@@ -49,7 +51,6 @@ class Tier:
 
     decides_alone = True
     has_small_host = False
-    lets_loads_go_first = False
     takes_stores = True
 
     def __init__(self, num_nodes: int) -> None:
@@ -65,18 +66,23 @@ class Tier:
         self.tree_core.set_hicache_enabled()
         self.tree_core.enable_storage = True
         self.num_tokens = num_nodes * PAGES_PER_NODE * PAGE
-        self.ledger = HostLedger.of_pool(self.num_tokens, PAGE)
+        self.accounting = PageAccounting(self.num_tokens, PAGE)
         self.engine = MemoryEngine(1 << 40)
         self.gate = StoreGate(self.engine, host_tokens=self.num_tokens, page_bytes=100)
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[int, int] = {}
+        self.ongoing_write_through: dict[int, Any] = {}
         self.next_page = 0
         self.next_operation = 0
         self.queued: list[tuple[int, list[str]]] = []
+        cache: Any = self
+        copies = HostCopies(cache, patience_s=lambda request: 0.0, waiting_stores=list)
         self.spiller = Spiller(
-            self,  # type: ignore[arg-type]
-            host_tokens=self.num_tokens,
-            own_tokens=self.num_tokens,
+            cache,
+            copies,
+            HostBudget(self.num_tokens, 0),
+            num_loading=lambda: sum(self.ongoing_prefetch.values()),
+            store_ended=lambda chain, num_tokens, is_held: None,
         )
 
     def inc_host_lock_ref(self, node_id: int) -> Any:
@@ -85,16 +91,13 @@ class Tier:
     def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
         self.tree_core.dec_host_lock_ref(node_id, lock)
 
-    def num_loading_tokens(self) -> int:
-        return sum(self.ongoing_prefetch.values())
-
-    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
-        pass
-
     def tenant_of(self, node_id: int) -> bytes:
         return tenant_digest(*self.tree_core.prefetch_anchor_info(node_id))
 
-    def queue_store(self, node_id: int) -> int:
+    def is_purged(self, node_id: int) -> bool:
+        return False
+
+    def begin_store(self, node_id: int) -> int:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         self.next_operation += 1
         self.queued.append((self.next_operation, spec.hash_value))

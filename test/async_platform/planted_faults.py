@@ -429,24 +429,24 @@ def device_pages_freed_before_their_load(world: World) -> None:
 
 @noticed_as("too-many-lessons")
 def prefill_that_teaches_twice(world: World) -> None:
-    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 
-    cache: Any = SimpleNamespace(_planner=None)
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(note_batch=lambda *_: None))
     world.computed()
     for _ in range(2):
-        LoadingRadixCache.note_batch(cache, [(PAGE, 0)], 0.1)
+        LoadScheduler.note_batch(loads, [(PAGE, 0)], 0.1)
 
 
 @noticed_as("too-many-lessons")
 def prefill_that_teaches_although_it_waits_for_a_load(world: World) -> None:
-    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 
     _, host = world.backed_up(1)
     world.bed.lessons.num_lessons = world.bed.lessons.num_forwards
     slots, consumer = world.load_back(host)
     world.forward(world.allocator.alloc(PAGE), slots, consumer)
-    cache: Any = SimpleNamespace(_planner=None)
-    LoadingRadixCache.note_batch(cache, [(PAGE, 0)], 0.1)
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(note_batch=lambda *_: None))
+    LoadScheduler.note_batch(loads, [(PAGE, 0)], 0.1)
 
 
 def main(names: Iterable[str]) -> None:

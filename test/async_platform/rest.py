@@ -76,9 +76,9 @@ def is_at_rest(scheduler: Any) -> bool:
     cache = scheduler.tree_cache
     if getattr(cache, "storage", None) is None or not scheduler.is_fully_idle():
         return False
-    ledger = cache.storage.ledger
-    waits = ledger.waiting_tokens or ledger.flight_tokens
-    return not (waits or cache._is_under_way() or cache.session.any_holding_kv())
+    queue = None if cache.tiering is None else cache.tiering.stores.queue
+    waits = queue is not None and (queue.waiting_tokens or queue.flight_tokens)
+    return not (waits or cache.is_under_way() or cache.session.any_holding_kv())
 
 
 def leftovers(cache: Any) -> list[str]:

@@ -95,13 +95,13 @@ def copies_begin_at_once_without_a_fence(scheduler: Any) -> None:
 
 def prefills_teach_twice(scheduler: Any) -> None:
     cache = type(scheduler.tree_cache)
-    note = cache.note_batch
+    note = cache.tiering.loads.note_batch
 
     def note_again(self: Any, *arguments: Any) -> None:
         note(self, *arguments)
         note(self, *arguments)
 
-    cache.note_batch = note_again
+    cache.tiering.loads.note_batch = note_again
 
 
 MUTATIONS: dict[str, Callable[[Any], None]] = {

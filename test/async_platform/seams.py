@@ -385,7 +385,7 @@ def _load_scheduling(module: ModuleType) -> None:
 
         return note_batch
 
-    wrap(module.LoadingRadixCache, "note_batch", counting)
+    wrap(module.LoadScheduler, "note_batch", counting)
 
 
 # ---- Streams ----

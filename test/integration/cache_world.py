@@ -185,15 +185,14 @@ class CacheWorld:
         cache = self.cache
 
         def reduce(data: torch.Tensor, op: Any) -> None:
-            questions = cache.agreement._questions
+            questions = cache.tiering.agreement._questions
             if data.dtype == torch.int64:  # what is exchanged in each step
                 for place, question in enumerate(reversed(questions)):
                     data[-1 - place] = min(int(data[-1 - place]), other(question))
 
         monkeypatch.setattr(cache, "_all_reduce_attn_groups", reduce)
         monkeypatch.setattr(cache, "tp_world_size", 2)
-        del cache.cache_controller.prefetch  # which answers at once on a single rank
-        cache.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+        cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
 
 
 @contextmanager

@@ -177,10 +177,6 @@ def test_every_room_of_integration_has_a_floor() -> None:
 STOREYS = {
     "TieredStorage": "its parent only has the calls that SGLang declares and never makes",
     "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
-    **dict.fromkeys(
-        ("SpillingRadixCache", "LoadingRadixCache", "AgreeingRadixCache", "TieredRadixCache"),
-        "one cache in four files: its parts become objects next",
-    ),
 }
 
 
@@ -224,7 +220,6 @@ def test_only_listed_classes_stand_over_sglangs() -> None:
 SMALL_LINES = 60
 # Modules below that with one importer, each with the reason why its lines are not there.
 SMALL = {
-    "integration.cache.immediate_query": "a patch of SGLang, by itself so that it is found",
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",

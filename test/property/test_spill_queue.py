@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_tiered.policy import spill
-from sglang_tiered.policy.spill import SpillQueue
+from sglang_tiered.policy.spill import NodeStore, SpillQueue
 
 HOST = 1000
 MAX_WAITING = 12
+
+
+def store(num_tokens: int) -> NodeStore:
+    return NodeStore("chain", 0, num_tokens)
 
 
 class SpillMachine(RuleBasedStateMachine):
@@ -46,9 +50,9 @@ class SpillMachine(RuleBasedStateMachine):
     def add(self, size: int, returned: bool, pin: bool) -> None:
         self.number += 1
         self.sizes[self.number] = size
-        given_up = self.queue.add(self.number, size, returned=returned)
-        if given_up is not None:
-            self.leave(given_up, "given up")
+        evicted = self.queue.add(self.number, store(size), returned=returned)
+        if evicted is not None:
+            self.leave(evicted, "evicted")
         if pin:
             self.queue.pin(self.number, size)
             self.pinned.add(self.number)
@@ -57,7 +61,7 @@ class SpillMachine(RuleBasedStateMachine):
     def use_again(self, which: int, returned: bool) -> None:
         for node in sorted(self.waiting())[which : which + 1]:
             if returned:
-                assert self.queue.add(node, self.sizes[node], returned=True) is None
+                assert self.queue.add(node, store(self.sizes[node]), returned=True) is None
             else:
                 self.queue.promote(node)
 
@@ -70,23 +74,25 @@ class SpillMachine(RuleBasedStateMachine):
     @rule(loads_wait=st.booleans())
     def take(self, loads_wait: bool) -> None:
         before = self.queue.flight_tokens
-        node = self.queue.take(loads_wait=loads_wait)
-        if node is None:
+        taken = self.queue.take(loads_wait=loads_wait)
+        if taken is None:
             # Nobody starves: with nothing in flight and no loads, whoever waits is taken.
             assert self.flights or loads_wait or not self.waiting()
             return
+        node, size = taken[0], taken[1].num_tokens
         self.leave(node, "taken")
-        size = self.sizes[node]
+        assert size == self.sizes[node]
         num_flights = len(self.flights)
         assert num_flights < spill.MIN_FLIGHTS or before + size <= self.queue.limit_tokens
         self.flights.append((node, size))
-        self.queue.began(node, size)
+        self.queue.began(node, node, store(size))
 
     @precondition(lambda self: self.flights)
     @rule(waited_s=st.floats(0, 3))
     def finish(self, waited_s: float) -> None:
-        assert self.queue.oldest_operation == self.flights.popleft()[0]
-        self.queue.finished()
+        node, _ = self.flights.popleft()
+        ended = self.queue.pop_ended([each for each, _ in self.flights])
+        assert [flight.node for flight in ended] == [node]
         self.queue.adapt(waited_s)
 
     @rule()

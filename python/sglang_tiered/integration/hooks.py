@@ -28,6 +28,7 @@
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
+| HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``immediate_query``) |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -104,6 +105,11 @@ def register() -> None:
     )
     HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _after_internal_state, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.prefetch",
+        _around_prefetch,
+        HookType.AROUND,
+    )
     HookRegistry.register(f"{_SCHEDULER}.__init__", _around_scheduler, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.get_init_info", _after_init_info, HookType.AFTER)
     HookRegistry.register(
@@ -201,6 +207,12 @@ def _register_decode_loads() -> None:
         "DecodeTransferQueue.pop_transferred": decode_loads.after_transfers,
     }.items():
         HookRegistry.register(f"sglang.srt.disaggregation.decode.{method}", hook, HookType.AFTER)
+
+
+def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    from sglang_tiered.integration.cache.immediate_query import around_prefetch
+
+    return around_prefetch(original, *arguments, **named)
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

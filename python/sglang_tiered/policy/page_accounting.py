@@ -1,6 +1,6 @@
 """What is known of every host page: whether NVMe holds it, and if not, why not.
 
-Every page of a radix node's host copy is in one state, and when the tree gives it up the state
+Every page of a radix node's host copy is in one state, and when the tree evicts it the state
 says in which counter it ends: clean, or lost for one reason. A page that is lost is not wrong and
 not an error; it is a prefill to come, and the counters say which limit caused it.
 
@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_tiered.policy.admission import Outcome
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Fate", "PageFates"]
+__all__ = ["EvictionOutcome", "PageAccounting", "store_outcomes"]
 
 
-class Fate(enum.Enum):
+class EvictionOutcome(enum.Enum):
     """What became of a page that left host memory, or of KV that never got a host page."""
 
     CLEAN = "clean"  # NVMe holds it
@@ -44,17 +46,37 @@ class Fate(enum.Enum):
         return _CODES[self]
 
 
-_FATES = tuple(Fate)
-_CODES = {fate: code for code, fate in enumerate(_FATES)}
+_OUTCOMES = tuple(EvictionOutcome)
+_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _FREE = 255
 
 
-class PageFates:
-    """The pages of one host pool. Page numbers are those of the pool."""
+_DROPPED_AS = {
+    Outcome.DROPPED_FIRST_TOUCH: EvictionOutcome.LOST_FIRST_TOUCH,
+    Outcome.DROPPED_BUDGET: EvictionOutcome.LOST_BUDGET,
+    Outcome.DROPPED_BACKLOG: EvictionOutcome.LOST_BACKLOG,
+}
 
-    def __init__(self, num_pages: int) -> None:
-        self._states: NDArray[np.uint8] = np.full(num_pages, _FREE, dtype=np.uint8)
-        self._left = np.zeros(len(_FATES), dtype=np.int64)
+
+def store_outcomes(
+    ok: Sequence[bool], num_admitted: int, why: Outcome | None
+) -> list[EvictionOutcome]:
+    """What a store made of its pages, of which admission let the leading ones in; ``why`` is None
+    where stores were refused, since the pages are of weights that were replaced."""
+    clean, failed = EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED
+    outcomes = [clean if is_ok else failed for is_ok in ok[:num_admitted]]
+    dropped = EvictionOutcome.LOST_WEIGHTS if why is None else _DROPPED_AS.get(why, failed)
+    return [*outcomes, *[dropped] * (len(ok) - num_admitted)]
+
+
+class PageAccounting:
+    """The pages of one host pool of ``num_tokens`` slots. ``host_indices`` are slots of whole
+    pages."""
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._states: NDArray[np.uint8] = np.full(num_tokens // page_size, _FREE, dtype=np.uint8)
+        self._left = np.zeros(len(_OUTCOMES), dtype=np.int64)
         self._num_dirtied = 0  # scheduler thread: written, less dirty ones that left
         self._num_cleaned = 0  # storage thread
 
@@ -64,51 +86,61 @@ class PageFates:
         return self._num_dirtied - self._num_cleaned
 
     @property
-    def left(self) -> dict[Fate, int]:
-        """Pages that left so far, by fate."""
-        return {fate: int(count) for fate, count in zip(_FATES, self._left, strict=True)}
+    def left(self) -> dict[EvictionOutcome, int]:
+        """Pages that left so far."""
+        counts = zip(_OUTCOMES, self._left, strict=True)
+        return {outcome: int(count) for outcome, count in counts}
+
+    def _pages(self, host_indices: ArrayLike) -> NDArray[np.int64]:
+        pages: NDArray[np.int64] = np.asarray(host_indices)[:: self._page_size] // self._page_size
+        return pages
 
     # ---- Scheduler thread ----
 
-    def written(self, pages: NDArray[np.int64]) -> None:
-        """Device memory was copied to these pages; their store has not begun."""
-        self._states[pages] = Fate.LOST_WAITING.code
+    def written(self, host_indices: ArrayLike) -> None:
+        """Device memory is copied to these slots; their store has not begun."""
+        pages = self._pages(host_indices)
+        self._states[pages] = EvictionOutcome.LOST_WAITING.code
         self._num_dirtied += len(pages)
 
-    def loaded(self, pages: NDArray[np.int64]) -> None:
-        """These pages came from NVMe."""
-        self._states[pages] = Fate.CLEAN.code
+    def loaded(self, host_indices: ArrayLike) -> None:
+        """These slots were filled from NVMe and belong to the tree now."""
+        self._states[self._pages(host_indices)] = EvictionOutcome.CLEAN.code
 
-    def freed(self, pages: NDArray[np.int64]) -> None:
-        """The tree gave these pages up."""
+    def freed(self, host_indices: ArrayLike) -> None:
+        """The tree evicted what was in these slots."""
+        pages = self._pages(host_indices)
         states = self._states[pages]
         counts = np.bincount(states, minlength=_FREE + 1)
-        self._left += counts[: len(_FATES)]
-        self._left[Fate.LOST_UNOFFERED.code] += counts[_FREE]
-        self._num_dirtied -= len(pages) - int(counts[Fate.CLEAN.code]) - int(counts[_FREE])
+        self._left += counts[: len(_OUTCOMES)]
+        self._left[EvictionOutcome.LOST_UNOFFERED.code] += counts[_FREE]
+        self._num_dirtied -= (
+            len(pages) - int(counts[EvictionOutcome.CLEAN.code]) - int(counts[_FREE])
+        )
         self._states[pages] = _FREE
 
-    def never_written(self, num_pages: int) -> None:
-        """Device memory gave up KV that has no host copy."""
-        self._left[Fate.LOST_HOST_SHORT.code] += num_pages
+    def never_written(self, num_tokens: int) -> None:
+        """Device memory evicted KV that has no host copy."""
+        self._left[EvictionOutcome.LOST_HOST_SHORT.code] += num_tokens // self._page_size
 
     def flushed(self) -> None:
         """The tree was emptied; no store is under way."""
         num_held = int(np.count_nonzero(self._states != _FREE))
-        num_clean = int(np.count_nonzero(self._states == Fate.CLEAN.code))
-        self._left[Fate.CLEAN.code] += num_clean
-        self._left[Fate.LOST_FLUSHED.code] += num_held - num_clean
+        num_clean = int(np.count_nonzero(self._states == EvictionOutcome.CLEAN.code))
+        self._left[EvictionOutcome.CLEAN.code] += num_clean
+        self._left[EvictionOutcome.LOST_FLUSHED.code] += num_held - num_clean
         self._states[:] = _FREE
         self._num_dirtied = self._num_cleaned
 
     # ---- Storage thread ----
 
-    def stored(self, pages: NDArray[np.int64], fates: Sequence[Fate]) -> None:
+    def stored(self, host_indices: ArrayLike, outcomes: Sequence[EvictionOutcome]) -> None:
         """What a store made of its pages. CLEAN only if NVMe holds the page now."""
-        codes = np.array([fate.code for fate in fates], dtype=np.uint8)
-        clean = Fate.CLEAN.code
+        pages = self._pages(host_indices)
+        codes = np.array([outcome.code for outcome in outcomes], dtype=np.uint8)
+        clean = EvictionOutcome.CLEAN.code
         before = self._states[pages]
-        # A page no one reported as written (a tier attached late) was never counted as dirty.
+        # A page that was not reported as written (a tier attached late) was never counted as dirty.
         self._num_cleaned += int(
             np.count_nonzero((codes == clean) & (before != clean) & (before != _FREE))
         )
@@ -118,4 +150,4 @@ class PageFates:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance; with no store under way."""
         held = self._states[self._states != _FREE]
-        assert self.num_dirty == int(np.count_nonzero(held != Fate.CLEAN.code))
+        assert self.num_dirty == int(np.count_nonzero(held != EvictionOutcome.CLEAN.code))

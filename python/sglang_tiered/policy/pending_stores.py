@@ -1,4 +1,4 @@
-"""Operations that were announced to the storage thread and have not reached it yet.
+"""``PendingStores``: stores that were announced to the storage thread and have not reached it yet.
 
 SGLang queues the store of a radix node on the scheduler thread and carries it out on a thread that
 does one at a time. What admission must know about it (how long the chain is, how long it waited,
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Offer", "Offers"]
+__all__ = ["PendingStore", "PendingStores"]
 
 MAX_WAITING = 4096
 """Beyond it the oldest is forgotten, and counts as short when it arrives."""
 
 
-class Offer(NamedTuple):
+class PendingStore(NamedTuple):
     """An operation that arrived at the storage thread."""
 
     hashes: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Waiting:
     tenant: bytes | None
 
 
-class Offers:
+class PendingStores:
     """The announced operations of one scheduler, oldest first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -83,7 +83,7 @@ class Offers:
             entry.prefix_tokens = max(entry.prefix_tokens, prefix_tokens)
             return True
 
-    def take(self, hashes: Sequence[str]) -> Offer | None:
+    def take(self, hashes: Sequence[str]) -> PendingStore | None:
         """The operation these pages begin or end, with every older one forgotten.
 
         The pages of another pool than KV come first and may be the last ones of the chain only.
@@ -101,7 +101,7 @@ class Offers:
             entry = self._waiting[first]
             self._forget(first)
             waited_s = self._clock() - entry.since
-            return Offer(
+            return PendingStore(
                 entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens, entry.tenant
             )
 

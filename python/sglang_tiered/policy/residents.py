@@ -52,11 +52,11 @@ class Offer(NamedTuple, Generic[Chain]):
 
 
 class ResidentSet(Generic[Chain]):
-    """Chains that stay in the host tier, at most ``capacity`` tokens of them."""
+    """Chains that stay in the host tier, at most ``capacity`` tokens of them, which may be none."""
 
     def __init__(self, capacity: int) -> None:
-        if capacity <= 0:
-            raise ValueError(f"a resident set of {capacity} tokens keeps nothing")
+        if capacity < 0:
+            raise ValueError(f"a resident set cannot keep {capacity} tokens")
         self._capacity = capacity
         self._residents: OrderedDict[Chain, _Resident] = OrderedDict()  # least recently used first
         self._last_used: OrderedDict[Chain, int] = OrderedDict()  # of all chains, likewise
@@ -136,7 +136,7 @@ class ResidentSet(Generic[Chain]):
         """The tier evicted others: time passed."""
         self._evicted += num_tokens
 
-    def give_up(self) -> Chain | None:
+    def evict(self) -> Chain | None:
         """Dismiss the least valuable resident: the tier needs its space (unpin it)."""
         if not self._residents:
             return None

@@ -20,20 +20,21 @@ eviction takes clean pages first. What is worth least loses its pin first: the o
 came back. A node without a pin may be evicted while it waits; that is a loss, and a bounded one.
 
 Pure bookkeeping for one scheduler: no I/O, not thread-safe, the clock is passed in. Sizes are
-tokens. Every node that was added leaves exactly once: taken (``take``), given up (returned by
+tokens. Every node that was added leaves exactly once: taken (``take``), evicted (returned by
 ``add``), discarded or cleared by the caller.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import itertools
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
-__all__ = ["SpillQueue"]
+__all__ = ["Flight", "NodeStore", "SpillQueue"]
 
 Node = TypeVar("Node")
 
@@ -46,22 +47,40 @@ LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 8
 MAX_HOLD_S = 1.0
 
 MAX_WAITING = 16_384
-"""Nodes; about 300 bytes each. Beyond it the least valuable is given up."""
+"""Nodes; about 300 bytes each. Beyond it the least valuable is evicted."""
+
+
+@dataclass(slots=True)
+class NodeStore:
+    """The store of a node, as the node was when it was offered."""
+
+    chain: str  # hash of its last page, which names everything up to it
+    path_start: int
+    path_end: int
+    num_retries: int = 0
+    due: float = 0.0  # when it may be offered again
+
+    @property
+    def num_tokens(self) -> int:
+        return self.path_end - self.path_start
 
 
 @dataclass(slots=True)
 class _Waiting:
-    num_tokens: int
+    store: NodeStore
     since: float
 
 
-class _Flight(NamedTuple):
-    operation: int
-    num_tokens: int
+class Flight(NamedTuple, Generic[Node]):
+    """A store that was handed over."""
+
+    node: Node
+    store: NodeStore
 
 
 class SpillQueue(Generic[Node]):
-    """The dirty nodes of one scheduler and the stores it has handed over."""
+    """Every store of one scheduler that is not done: of the dirty nodes that wait, and of those
+    that were handed over, by operation."""
 
     def __init__(self, host_tokens: int, clock: Callable[[], float]) -> None:
         if host_tokens <= 0:
@@ -73,7 +92,8 @@ class SpillQueue(Generic[Node]):
         self._pinned: tuple[OrderedDict[Node, int], ...] = (OrderedDict(), OrderedDict())
         self._waiting_tokens = 0
         self._pinned_tokens = 0
-        self._flights: deque[_Flight] = deque()
+        self._flights: dict[int, Flight[Node]] = {}  # oldest first
+        self._num_flights_of: Counter[Node] = Counter()
         self._flight_tokens = 0
         self._limit = host_tokens * MIN_SHARE
         self._shrunk_at = clock() - TARGET_WAIT_S
@@ -86,27 +106,38 @@ class SpillQueue(Generic[Node]):
     def __contains__(self, node: Node) -> bool:
         return node in self._waiting[0] or node in self._waiting[1]
 
+    def waiting(self) -> list[Node]:
+        """The nodes that wait."""
+        return [node for waiting in self._waiting for node in waiting]
+
+    def is_under_way(self, node: Node) -> bool:
+        """Whether a node waits for its store, or for the end of it."""
+        return node in self or node in self._num_flights_of
+
     @property
     def waiting_tokens(self) -> int:
         return self._waiting_tokens
 
-    def add(self, node: Node, num_tokens: int, *, returned: bool) -> Node | None:
-        """A node waits from now on; returns one that is given up for it, if any.
+    def add(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
+        """A node waits from now on; returns one that is evicted for it, if any.
 
         ``returned`` says that its content was used again, or computed again after it was lost. A
-        node that waits already keeps its place, or gets a better one.
+        node that waits already keeps its place, or gets a better one, and its store is this one.
         """
         if node in self:
+            waiting = self._waiting[node in self._waiting[1]]
+            self._waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
+            waiting[node].store = store
             if returned:
                 self.promote(node)
             return None
-        given_up = None
+        evicted = None
         if len(self) >= MAX_WAITING:
-            given_up = next(iter(self._waiting[0] or self._waiting[1]))
-            self.discard(given_up)
-        self._waiting[returned][node] = _Waiting(num_tokens, self._clock())
-        self._waiting_tokens += num_tokens
-        return given_up
+            evicted = next(iter(self._waiting[0] or self._waiting[1]))
+            self.discard(evicted)
+        self._waiting[returned][node] = _Waiting(store, self._clock())
+        self._waiting_tokens += store.num_tokens
+        return evicted
 
     def promote(self, node: Node) -> None:
         """A node was used again. Nodes that do not wait are fine."""
@@ -123,7 +154,7 @@ class SpillQueue(Generic[Node]):
         entry = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
         if entry is None:
             return False
-        self._waiting_tokens -= entry.num_tokens
+        self._waiting_tokens -= entry.store.num_tokens
         self._forget_pin(node)
         return True
 
@@ -133,20 +164,21 @@ class SpillQueue(Generic[Node]):
             waiting.clear()
             pinned.clear()
         self._flights.clear()
+        self._num_flights_of.clear()
         self._waiting_tokens = self._pinned_tokens = self._flight_tokens = 0
 
     # ---- Whose turn it is ----
 
-    def take(self, *, loads_wait: bool) -> Node | None:
+    def take(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
         """The node whose store shall begin now, no longer waiting; None when none shall."""
         source = self._waiting[1] or self._waiting[0]
         if not source:
             return None
         node, entry = next(iter(source.items()))
-        if not self._may_begin(entry.num_tokens, loads_wait=loads_wait):
+        if not self._may_begin(entry.store.num_tokens, loads_wait=loads_wait):
             return None
         self.discard(node)
-        return node
+        return node, entry.store
 
     def _may_begin(self, num_tokens: int, *, loads_wait: bool) -> bool:
         dirty = self._waiting_tokens + self._flight_tokens
@@ -174,20 +206,29 @@ class SpillQueue(Generic[Node]):
         return self._limit
 
     @property
-    def oldest_operation(self) -> int | None:
-        return self._flights[0].operation if self._flights else None
+    def has_flights(self) -> bool:
+        return bool(self._flights)
 
-    def began(self, operation: int, num_tokens: int) -> None:
-        """A store was handed over. Operations finish in the order they began."""
-        self._flights.append(_Flight(operation, num_tokens))
-        self._flight_tokens += num_tokens
+    def began(self, operation: int, node: Node, store: NodeStore) -> None:
+        """A store was handed over."""
+        self._flights[operation] = Flight(node, store)
+        self._num_flights_of[node] += 1
+        self._flight_tokens += store.num_tokens
 
-    def finished(self) -> None:
-        """The oldest operation is done."""
-        self._flight_tokens -= self._flights.popleft().num_tokens
+    def pop_ended(self, ongoing: Container[int]) -> list[Flight[Node]]:
+        """The stores that are done: all before the first that is among the ongoing operations, as
+        they end in the order they began."""
+        ended = list(itertools.takewhile(lambda each: each not in ongoing, self._flights))
+        flights = [self._flights.pop(operation) for operation in ended]
+        for flight in flights:
+            self._flight_tokens -= flight.store.num_tokens
+            self._num_flights_of[flight.node] -= 1
+            if not self._num_flights_of[flight.node]:
+                del self._num_flights_of[flight.node]
+        return flights
 
     def adapt(self, waited_s: float) -> None:
-        """Operations finished since the last call; the last one had waited that long to begin."""
+        """Operations ended since the last call; the last one had waited that long to begin."""
         if waited_s > TARGET_WAIT_S:
             now = self._clock()
             if now - self._shrunk_at >= TARGET_WAIT_S:
@@ -225,9 +266,11 @@ class SpillQueue(Generic[Node]):
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance."""
         waiting = [entry for queue in self._waiting for entry in queue.values()]
-        assert self._waiting_tokens == sum(entry.num_tokens for entry in waiting)
+        assert self._waiting_tokens == sum(entry.store.num_tokens for entry in waiting)
         assert self._pinned_tokens == sum(sum(pinned.values()) for pinned in self._pinned)
-        assert self._flight_tokens == sum(flight.num_tokens for flight in self._flights)
+        flights = self._flights.values()
+        assert self._flight_tokens == sum(flight.store.num_tokens for flight in flights)
+        assert self._num_flights_of == Counter(flight.node for flight in flights)
         assert not self._waiting[0].keys() & self._waiting[1].keys()
         for queue, pinned in zip(self._waiting, self._pinned, strict=True):
             assert pinned.keys() <= queue.keys()

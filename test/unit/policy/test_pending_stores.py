@@ -8,14 +8,14 @@ import pytest
 
 from kit.clock import Clock
 from sglang_tiered.policy import pending_stores
-from sglang_tiered.policy.pending_stores import Offer, Offers
+from sglang_tiered.policy.pending_stores import PendingStore, PendingStores
 
 A, B = b"a" * 16, b"b" * 16
 
 
-def announced(*operations: str) -> Offers:
+def announced(*operations: str) -> PendingStores:
     """Operations of one-letter pages; one token a page, each chain as long as its pages."""
-    table = Offers(Clock())
+    table = PendingStores(Clock())
     for pages in operations:
         table.announce(pages, num_tokens=len(pages), prefix_tokens=len(pages), tenant=A)
     return table
@@ -23,20 +23,20 @@ def announced(*operations: str) -> Offers:
 
 def test_operation_arrives_with_its_announced_figures() -> None:
     clock = Clock()
-    table = Offers(clock)
+    table = PendingStores(clock)
     table.announce("abc", num_tokens=192, prefix_tokens=900, tenant=A)
     table.announce("de", num_tokens=128, prefix_tokens=128, tenant=B)
     clock.now = 2.5
-    assert table.take("ab") == Offer(("a", "b", "c"), 900, 2.5, 128, A)
+    assert table.take("ab") == PendingStore(("a", "b", "c"), 900, 2.5, 128, A)
     assert table.take("ab") is None
     assert table.num_tokens == 128
 
 
 @pytest.mark.parametrize("call", ["abc", "a", "c", "bc"])
-def test_operation_is_found_by_first_and_last_page(call: str) -> None:
+def test_operation_is_known_by_first_or_last_page(call: str) -> None:
     """A window of another pool covers the last pages only."""
-    offer = announced("xy", "abc").take(call)
-    assert offer is not None and offer.hashes == ("a", "b", "c")
+    store = announced("xy", "abc").take(call)
+    assert store is not None and store.hashes == ("a", "b", "c")
 
 
 def test_operation_that_was_not_announced_takes_nothing() -> None:
@@ -45,10 +45,10 @@ def test_operation_that_was_not_announced_takes_nothing() -> None:
     assert len(table) == 2
 
 
-def test_lost_operation_is_forgotten_at_the_next_arrival() -> None:
+def test_what_never_arrives_is_forgotten() -> None:
     table = announced("ab", "cde", "fg", "h")
-    offer = table.take("fg")
-    assert offer is not None and offer.tokens_behind == 1
+    store = table.take("fg")
+    assert store is not None and store.tokens_behind == 1
     assert len(table) == 1 and table.num_tokens == 1
     assert table.take("ab") is None
 
@@ -57,16 +57,16 @@ def test_chain_that_grew_while_waiting_counts_as_long() -> None:
     table = announced("ab")
     assert table.lengthen("a", 5000) and table.lengthen("a", 100)
     assert not table.lengthen("b", 5000)
-    offer = table.take("ab")
-    assert offer is not None and offer.prefix_tokens == 5000
+    store = table.take("ab")
+    assert store is not None and store.prefix_tokens == 5000
 
 
-def test_operation_announced_twice_counts_once_with_later_figures() -> None:
+def test_operation_announced_twice_waits_once() -> None:
     table = announced("ab", "c")
     table.announce("abd", num_tokens=30, prefix_tokens=7, tenant=A)
     assert len(table) == 2 and table.num_tokens == 31
     assert table.take("c") is not None
-    assert table.take("ab") == Offer(("a", "b", "d"), 7, 0.0, 0, A)
+    assert table.take("ab") == PendingStore(("a", "b", "d"), 7, 0.0, 0, A)
 
 
 def test_node_without_pages_is_no_operation() -> None:
@@ -88,7 +88,7 @@ def test_emptied_queue_leaves_nothing() -> None:
 
 
 def test_two_threads_lose_nothing() -> None:
-    table = Offers(Clock())
+    table = PendingStores(Clock())
     taken: list[int] = []
     count = 2000
 
@@ -108,11 +108,11 @@ def test_two_threads_lose_nothing() -> None:
     assert taken == list(range(count)) and table.num_tokens == 0
 
 
-def test_waiting_store_of_a_purged_tenant_is_recognized() -> None:
+def test_store_of_a_purged_tenant_arrives_as_purged() -> None:
     for tenant, expected in ((A, [None, B]), (B, [A, None]), (None, [None, None])):
-        table = Offers(Clock())
+        table = PendingStores(Clock())
         table.announce("ab", num_tokens=2, prefix_tokens=2, tenant=A)
         table.announce("cd", num_tokens=2, prefix_tokens=2, tenant=B)
         table.purge(tenant)
-        offers = [table.take("ab"), table.take("cd")]
-        assert [offer.tenant for offer in offers if offer is not None] == expected
+        stores = [table.take("ab"), table.take("cd")]
+        assert [store.tenant for store in stores if store is not None] == expected

@@ -22,7 +22,7 @@ def test_set_fills_in_order_and_then_refuses() -> None:
     assert residents.num_tokens == 300
 
 
-def test_returning_chain_replaces_a_longer_idle_one() -> None:
+def test_returning_chain_replaces_one_that_idled_longer() -> None:
     residents = ResidentSet[str](100)
     residents.offer("dead", 100)
     residents.evicted(50)
@@ -31,7 +31,7 @@ def test_returning_chain_replaces_a_longer_idle_one() -> None:
     assert residents.offer("returning", 100) == Offer(True, ["dead"])
 
 
-def test_resident_stays_until_its_turn() -> None:
+def test_resident_before_its_turn_stays() -> None:
     residents = ResidentSet[str](100)
     residents.offer("early", 200)
     residents.evicted(50)
@@ -49,7 +49,7 @@ def test_stream_of_new_chains_replaces_unused_ones() -> None:
     assert offers[-1].dismissed == [0]
 
 
-def test_stream_of_new_chains_replaces_no_used_one() -> None:
+def test_stream_of_new_chains_replaces_nothing_used() -> None:
     residents = ResidentSet[int](100)
     residents.offer(0, 100)
     residents.offer(0, 100)
@@ -60,30 +60,30 @@ def test_pressure_dismisses_the_least_recently_used() -> None:
     residents = ResidentSet[int](300)
     for chain in (1, 2, 3, 1):
         residents.offer(chain, 100)
-    assert [residents.give_up() for _ in range(4)] == [2, 3, 1, None]
+    assert [residents.evict() for _ in range(4)] == [2, 3, 1, None]
     residents.check_integrity()
 
 
-def test_recomputed_chain_outlives_a_loadable_one() -> None:
+def test_chain_to_compute_outlives_one_to_load() -> None:
     residents = ResidentSet[str](200)
     residents.offer("computed", 100, cost=9.0)
     residents.evicted(100)
     residents.offer("loaded", 100, cost=1.0)
     residents.evicted(100)
-    assert [residents.give_up(), residents.give_up()] == ["loaded", "computed"]
+    assert [residents.evict(), residents.give_up()] == ["loaded", "computed"]
 
 
-def test_costly_resident_leaves_after_a_long_idle_time() -> None:
+def test_costly_resident_goes_after_long_idleness() -> None:
     residents = ResidentSet[str](200)
     residents.offer("computed", 100, cost=3.0)
     residents.evicted(300)
     residents.offer("loaded", 100, cost=1.0)
     residents.evicted(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
-    assert residents.give_up() == "computed"
+    assert residents.evict() == "computed"
 
 
 @pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
-def test_costly_chain_replaces_a_cheap_recent_one(cost: float, accepted: bool) -> None:
+def test_costly_chain_replaces_a_cheaper_later_one(cost: float, accepted: bool) -> None:
     residents = ResidentSet[str](100)
     residents.offer("returning", 200)  # too large for now; its last use is remembered
     residents.evicted(30)
@@ -93,7 +93,7 @@ def test_costly_chain_replaces_a_cheap_recent_one(cost: float, accepted: bool) -
 
 
 @pytest.mark.parametrize("by_use", [False, True])
-def test_resident_on_disk_counts_as_cheap(by_use: bool) -> None:
+def test_resident_that_reached_the_disk_is_cheap(by_use: bool) -> None:
     residents = ResidentSet[str](200)
     residents.offer("a", 100, cost=9.0)
     residents.offer("b", 100, cost=2.0)
@@ -103,7 +103,7 @@ def test_resident_on_disk_counts_as_cheap(by_use: bool) -> None:
         residents.price("a", 1.0)
         residents.price("unknown", 1.0)
     residents.evicted(100)
-    assert residents.give_up() == "a"
+    assert residents.evict() == "a"
 
 
 def test_clear_makes_room_again() -> None:
@@ -161,7 +161,7 @@ def test_rotation_larger_than_the_tier_still_hits() -> None:
     assert with_residents[0] == 0 and all(hits == 3 for hits in with_residents[1:])
 
 
-def test_dead_chains_free_their_places_for_a_rotation() -> None:
+def test_dead_chains_leave_room_to_the_next_rotation() -> None:
     rounds = [range(1000, 1016), *[range(48)] * 3]
     hits = simulate(rounds, 9, with_residents=True)
     assert hits[:2] == [0, 0] and hits[2] >= 2 and hits[3] >= 3
@@ -189,7 +189,7 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
         elif operation == "evict":
             residents.evicted(number * 1000)
         else:
-            pinned.discard(residents.give_up() or -1)
+            pinned.discard(residents.evict() or -1)
             pinned -= {chain for chain in pinned if chain not in residents}
         residents.check_integrity()
         assert pinned == {chain for chain in range(21) if chain in residents}

@@ -13,6 +13,7 @@ from sglang_tiered.policy.spill import (
     MAX_SHARE,
     MIN_SHARE,
     TARGET_WAIT_S,
+    NodeStore,
     SpillQueue,
 )
 
@@ -30,23 +31,32 @@ def queue(clock: Clock) -> SpillQueue[str]:
     return SpillQueue(HOST, clock)
 
 
+def store(num_tokens: int) -> NodeStore:
+    return NodeStore("chain", 100, 100 + num_tokens)
+
+
+def take(queue: SpillQueue[str], *, loads_wait: bool = False) -> str | None:
+    taken = queue.take(loads_wait=loads_wait)
+    return None if taken is None else taken[0]
+
+
 def take_all(queue: SpillQueue[str]) -> list[str]:
     """Every node in turn, on a disk that is done at once."""
     nodes = []
-    while (node := queue.take(loads_wait=False)) is not None:
+    while (node := take(queue)) is not None:
         nodes.append(node)
     return nodes
 
 
-def test_idle_disk_takes_any_node_at_once(queue: SpillQueue[str]) -> None:
-    queue.add("huge", HOST, returned=False)
-    assert queue.take(loads_wait=False) == "huge"
+def test_idle_disk_takes_the_largest_node_at_once(queue: SpillQueue[str]) -> None:
+    queue.add("huge", store(HOST), returned=False)
+    assert take(queue) == "huge"
     assert len(queue) == 0 and queue.take(loads_wait=False) is None
 
 
-def test_returned_nodes_go_first_then_the_oldest(queue: SpillQueue[str]) -> None:
+def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
-        queue.add(node, 10, returned=node == "c")
+        queue.add(node, store(10), returned=node == "c")
     queue.promote("b")
     queue.promote("unknown")
     assert take_all(queue) == ["c", "b", "a", "d"]
@@ -55,36 +65,36 @@ def test_returned_nodes_go_first_then_the_oldest(queue: SpillQueue[str]) -> None
 
 def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
-        queue.add(node, 10, returned=False)
+        queue.add(node, store(10), returned=False)
     assert queue.waiting_tokens == 20
-    queue.add("b", 10, returned=True)
+    queue.add("b", store(10), returned=True)
     assert take_all(queue) == ["b", "a"]
 
 
 def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
     for node in "abcd":
-        queue.add(node, FLOOR // 3, returned=False)
+        queue.add(node, store(FLOOR // 3), returned=False)
     for number, node in enumerate("abc"):
-        assert queue.take(loads_wait=False) == node
-        queue.began(number, FLOOR // 3)
+        assert take(queue) == node
+        queue.began(number, node, store(FLOOR // 3))
     assert queue.take(loads_wait=False) is None
-    assert queue.oldest_operation == 0
-    queue.finished()
-    assert queue.take(loads_wait=False) == "d"
+    assert queue.pop_ended(range(5)) == []
+    assert queue.pop_ended({1, 2}) == [("a", store(FLOOR // 3))]
+    assert take(queue) == "d"
     assert queue.flight_tokens == FLOOR // 3 * 2
 
 
-def test_slow_disk_always_has_a_next_store(queue: SpillQueue[str]) -> None:
+def test_slow_disk_has_a_store_to_follow(queue: SpillQueue[str]) -> None:
     for node in "abc":
-        queue.add(node, HOST // 2, returned=False)
+        queue.add(node, store(HOST // 2), returned=False)
     for number, node in enumerate("ab"):
-        assert queue.take(loads_wait=False) == node
-        queue.began(number, HOST // 2)
+        assert take(queue) == node
+        queue.began(number, node, store(HOST // 2))
     assert queue.take(loads_wait=False) is None
 
 
-def test_limit_doubles_on_idle_and_halves_on_waits(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add("waits", 10, returned=False)
+def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clock: Clock) -> None:
+    queue.add("waits", store(10), returned=False)
     for _ in range(20):
         queue.adapt(0.0)
     assert queue.limit_tokens == HOST * MAX_SHARE
@@ -99,23 +109,23 @@ def test_limit_doubles_on_idle_and_halves_on_waits(queue: SpillQueue[str], clock
 
 def test_unused_limit_does_not_change(queue: SpillQueue[str]) -> None:
     queue.adapt(0.0)  # nothing waits
-    queue.add("waits", 10, returned=False)
-    queue.began(1, 10)
+    queue.add("waits", store(10), returned=False)
+    queue.began(1, "begun", store(10))
     queue.adapt(0.0)  # something is still in flight
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
-def test_loads_delay_few_waiting_tokens_briefly(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add("a", 10, returned=False)
-    queue.add("b", 10, returned=True)
+def test_stores_hold_for_loads_but_not_for_ever(queue: SpillQueue[str], clock: Clock) -> None:
+    queue.add("a", store(10), returned=False)
+    queue.add("b", store(10), returned=True)
     clock.now = MAX_HOLD_S * 0.99
     assert queue.take(loads_wait=True) is None
     clock.now = MAX_HOLD_S
-    assert queue.take(loads_wait=True) == "b"
-    queue.began(1, 10)
+    assert take(queue, loads_wait=True) == "b"
+    queue.began(1, "begun", store(10))
     assert queue.take(loads_wait=True) is None  # one at a time
-    queue.finished()
-    assert queue.take(loads_wait=True) == "a"
+    queue.pop_ended(())
+    assert take(queue, loads_wait=True) == "a"
 
 
 @pytest.mark.parametrize(("share", "num_taken"), [(LOW_SHARE, 0), (HIGH_SHARE, 1), (0.5, 3)])
@@ -124,29 +134,29 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
 ) -> None:
     size = FLOOR // 3
     for number in range(int(HOST * share) // size):
-        queue.add(f"{number}", size, returned=False)
+        queue.add(f"{number}", store(size), returned=False)
     taken = 0
     while queue.take(loads_wait=True) is not None:
-        queue.began(taken, size)
+        queue.began(taken, f"{taken}", store(size))
         taken += 1
     assert taken == num_taken
 
 
-def test_full_queue_drops_the_oldest_unreturned_node(
+def test_crowd_evicts_the_oldest_that_never_returned(
     queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill, "MAX_WAITING", 2)
-    assert queue.add("old", 10, returned=True) is None
-    assert queue.add("new", 10, returned=False) is None
-    assert queue.add("newer", 10, returned=False) == "new"
-    assert queue.add("newest", 10, returned=True) == "newer"
-    assert queue.add("last", 10, returned=False) == "old"
+    assert queue.add("old", store(10), returned=True) is None
+    assert queue.add("new", store(10), returned=False) is None
+    assert queue.add("newer", store(10), returned=False) == "new"
+    assert queue.add("newest", store(10), returned=True) == "newer"
+    assert queue.add("last", store(10), returned=False) == "old"
     queue.check_integrity()
 
 
-def test_pins_are_released_in_order_of_value(queue: SpillQueue[str]) -> None:
+def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
     for node in "abcd":
-        queue.add(node, 10, returned=node == "a")
+        queue.add(node, store(10), returned=node == "a")
         queue.pin(node, 10)
     queue.promote("b")
     queue.discard("c")
@@ -162,14 +172,35 @@ def test_node_that_does_not_wait_is_not_pinned(queue: SpillQueue[str]) -> None:
 
 
 def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
-    queue.add("a", 10, returned=False)
+    queue.add("a", store(10), returned=False)
     queue.pin("a", 10)
-    queue.began(1, 20)
+    queue.began(1, "begun", store(20))
     queue.clear()
     assert (len(queue), queue.pinned_tokens, queue.flight_tokens, queue.waiting_tokens) == (0,) * 4
-    assert queue.oldest_operation is None and "a" not in queue
+    assert not queue.has_flights and "a" not in queue
 
 
 def test_host_tier_without_tokens_is_refused(clock: Clock) -> None:
     with pytest.raises(ValueError, match="nothing to spill"):
         SpillQueue(0, clock)
+
+
+def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
+    queue.add("a", store(10), returned=False)
+    assert queue.is_under_way("a")
+    assert take(queue) == "a" and not queue.is_under_way("a")
+    queue.began(1, "a", store(6))
+    queue.began(2, "a", store(10))
+    queue.pop_ended({2})
+    assert queue.is_under_way("a") and queue.flight_tokens == 10
+    queue.pop_ended(())
+    assert not queue.is_under_way("a") and not queue.has_flights
+    queue.check_integrity()
+
+
+def test_store_offered_again_counts_its_new_length(queue: SpillQueue[str]) -> None:
+    queue.add("a", store(10), returned=False)
+    queue.add("a", store(4), returned=False)
+    assert queue.waiting_tokens == 4 and queue.waiting() == ["a"]
+    assert queue.take(loads_wait=False) == ("a", store(4))
+    queue.check_integrity()

@@ -49,15 +49,15 @@ class Control:
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
         self._checkpoints = conversations.Checkpoints()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
-        self._has_tiers = False  # the scheduler of this process has some
+        self._cache: TieredRadixCache | None = None  # of the scheduler of this process
 
     def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         """Apply the purges of other servers from now on, and give requests keys that tell adapters
         from users."""
         cache = scheduler.tree_cache
-        self._has_tiers = isinstance(cache, TieredRadixCache)
-        if isinstance(cache, TieredRadixCache):
-            cache.purge_as_told = partial(self._purge, scheduler, cache, is_remote=True)
+        self._cache = cache if isinstance(cache, TieredRadixCache) else None
+        if self._cache is not None:
+            self._cache.purge_as_told = partial(self._purge, scheduler, cache, is_remote=True)
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Answer a control message of the tiers; pass on the others."""
@@ -81,7 +81,7 @@ class Control:
         cache = scheduler.tree_cache
         if not flushed or not isinstance(cache, TieredRadixCache):
             return
-        cache.fence.release_all()
+        cache.purged_tenants.release_all()
 
     def around_clear(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Empty memory where SGLang would clear the storage; leave another's storage to SGLang."""
@@ -96,16 +96,18 @@ class Control:
         """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` releases
         the tenants: a flush may be refused, and then the nodes are still there."""
         cache = scheduler.tree_cache
-        if isinstance(cache, TieredRadixCache) and cache.fence and scheduler.is_fully_idle():
+        if (
+            isinstance(cache, TieredRadixCache)
+            and cache.purged_tenants
+            and scheduler.is_fully_idle()
+        ):
             scheduler.flush_cache()
 
     def after_request(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
         """Give a new request the key that it uses here."""
-        if self._has_tiers:
-            request.extra_key = key_of_request(request.extra_key, request.lora_id)
-        purged = TieredRadixCache.fence
-        if purged:
-            request.extra_key = purged.key_of(request.extra_key, request.cache_salt)
+        if self._cache is not None:
+            key = key_of_request(request.extra_key, request.lora_id)
+            request.extra_key = self._cache.purged_tenants.key_of(key, request.cache_salt)
 
     def _answer(self, scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer one message. Every rank gets the same ones in the same order."""
@@ -139,7 +141,8 @@ class Control:
         if cache.storage is None and config is not None and config.nvme is not None:
             del self._purges[number]  # the next request begins the purge again
             return {"error": DETACHED}
-        return {"done": done, "durable": durable, "in_memory": "hidden" if cache.fence else "gone"}
+        in_memory = "hidden" if cache.purged_tenants else "gone"
+        return {"done": done, "durable": durable, "in_memory": in_memory}
 
     def _purge(
         self,
@@ -152,9 +155,8 @@ class Control:
         """Hide the pages of a tenant, or all, in every tier, and propagate the purge to other
         servers unless it came from one of them."""
         # Before the tree is reset, or it would be asked to store what is purged.
-        cache.fence.quarantine(tenant)
-        warm_list = cache.purge_warm_list(tenant)
-        purges = [] if warm_list is None else [warm_list]
+        cache.purged_tenants.quarantine(tenant)
+        purges = _purge_warm_list(cache, tenant)
         if cache.storage is not None:
             purges += [
                 # A server that hears of the one tenant purges the unknown one too.
@@ -183,14 +185,20 @@ class Control:
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
 
+def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Unfinished]:
+    """Keep the prompts of a tenant from being loaded after a restart."""
+    forgotten = None if cache.tiering is None else cache.tiering.warm.purge(tenant)
+    return [] if forgotten is None else [forgotten]
+
+
 def hide_memory(scheduler: Any) -> None:
     """Hide what device and host memory hold until they are emptied, in the next idle moment; the
     tiers keep their pages. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
-    cache.fence.quarantine(None)
+    cache.purged_tenants.quarantine(None)
     _use_new_keys(scheduler, cache)
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
-        request.extra_key = cache.fence.key_of(request.extra_key, request.cache_salt)
+        request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)

@@ -125,13 +125,18 @@ class Checkpoints:
         self, cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
     ) -> _Checkpoint:
         located = _locate(cache, selector)
-        cache.store_soon(located.path)
+        _store_soon(cache, located.path)
         num_known = _num_known(cache, storage, located)
-        tenant = cache.fence.tenant_of(selector.extra_key, selector.cache_salt)
+        tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
         hashes = located.hashes[:num_known]
         work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
         return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
+
+
+def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
+    if cache.tiering is not None:
+        cache.tiering.store_soon(path)
 
 
 def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: _Located) -> int:
@@ -152,14 +157,14 @@ def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
             path = cache.tree_core.collect_path_info([entry.last_node])[0]
         except KeyError:  # evicted, or split at another place
             return
-        cache.store_soon(path)
+        _store_soon(cache, path)
 
 
 def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
     if "rid" in body:
         return cache.recent_requests.get(body["rid"])
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
-    extra_key = cache.fence.key_of(extra_key, cache_salt)
+    extra_key = cache.purged_tenants.key_of(extra_key, cache_salt)
     return Selector(array("q", body["input_ids"]), extra_key, cache_salt)
 
 

@@ -3,50 +3,95 @@
 SGLang asks storage backends how much they hold on a thread of their own, since most must ask a
 disk or a network, and allocates host memory for the answer in the next scheduling step. Under load
 a step lasts as long as a forward pass, so a load begins one pass late and its request misses one
-more. Our index is in memory, so a scheduler that decides alone asks it directly and allocates at
-once; reads begin while the scheduler still takes requests in.
-
-The one patch is ``HybridCacheController.prefetch`` of the one controller, which here does what
-``prefetch_thread_func`` (managers/cache_controller.py) does for each operation.
+more. Our index is in memory, and was asked when the load was planned, so a scheduler that decides
+alone answers at once; reads begin while the scheduler still takes requests in.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-__all__ = ["answer_at_once"]
+__all__ = ["PlannedHits", "around_prefetch"]
+
+_HITS = "_sglang_tiered_hits"
+"""Mark of a controller whose queries are answered here."""
 
 
-def answer_at_once(controller: Any) -> None:
-    """Make ``controller`` answer storage queries within ``prefetch``. Only where no other rank
-    takes part: the ranks' answers are not compared."""
+class PlannedHits:
+    """What the tiers hold for the one request whose load begins, so that its chain is hashed and
+    looked up once. Only where no other rank takes part: the ranks' answers are not compared."""
 
-    def prefetch(
-        handle: CacheRequestHandle,
-        new_input_tokens: Any,
-        last_hash: str | None = None,
-        prefix_keys: list[str] | None = None,
-        extra_pools: list[Any] | None = None,
-        assume_stored: bool = False,
-    ) -> PrefetchOperation:
-        operation = PrefetchOperation(
-            handle,
-            new_input_tokens,
-            last_hash,
-            prefix_keys=prefix_keys,
-            pool_transfers=extra_pools,
-            assume_stored=assume_stored,
-        )
-        hashes, num_tokens = controller._storage_hit_query(operation)  # noqa: SLF001
+    def __init__(self, controller: Any, decides_alone: Callable[[], bool]) -> None:
+        self._controller = controller
+        self._decides_alone = decides_alone
+        self._request: CacheRequestHandle | None = None
+        self._hashes: list[str] = []
+        setattr(controller, _HITS, self)
+
+    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
+        """SGLang is asked next for a load of these pages, which the tiers hold."""
+        self._request, self._hashes = request, hashes
+
+    def knows(self) -> bool:
+        """Whether queries are answered at once."""
+        return self._decides_alone()
+
+    def answer(self, operation: Any) -> None:
+        """Do what ``prefetch_thread_func`` (managers/cache_controller.py) does for an operation."""
+        controller = self._controller
+        is_planned = operation.handle == self._request and not operation.assume_stored
+        if is_planned and not operation.pool_transfers:
+            hashes, num_pages = self._hashes, len(self._hashes)
+            operation.all_hash_values = hashes
+            operation.pool_storage_result.update_kv_hit_pages(num_pages)
+            operation.query_pool_hit_pages = {PoolName.KV: num_pages}
+            num_tokens = num_pages * controller.page_size
+        else:
+            hashes, num_tokens = controller._storage_hit_query(operation)  # noqa: SLF001
         num_tokens = controller._sync_prefetch_hit_query(operation, num_tokens)  # noqa: SLF001
         operation.hash_value = hashes[: num_tokens // controller.page_size]
         operation.storage_hit_count = num_tokens
         controller.prefetch_hit_queue.put(operation)
-        return operation
+        self._request = None
 
-    controller.prefetch = prefetch
+
+def around_prefetch(
+    original: Callable[..., PrefetchOperation],
+    controller: Any,
+    handle: CacheRequestHandle,
+    new_input_tokens: Any,
+    last_hash: str | None = None,
+    prefix_keys: list[str] | None = None,
+    extra_pools: list[Any] | None = None,
+    assume_stored: bool = False,
+) -> PrefetchOperation:
+    """``HybridCacheController.prefetch``, which hands the query to a thread."""
+    hits = getattr(controller, _HITS, None)
+    if hits is None or not hits.knows():
+        return original(
+            controller,
+            handle,
+            new_input_tokens,
+            last_hash,
+            prefix_keys,
+            extra_pools=extra_pools,
+            assume_stored=assume_stored,
+        )
+    operation = PrefetchOperation(
+        handle,
+        new_input_tokens,
+        last_hash,
+        prefix_keys=prefix_keys,
+        pool_transfers=extra_pools,
+        assume_stored=assume_stored,
+    )
+    hits.answer(operation)
+    return operation

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sglang_tiered.integration.cache.tier_timing import Reading, TierMeter
+from sglang_tiered.integration.cache.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.policy.cost_model import (
     TYPICAL_TRANSFER_BYTES,
@@ -74,8 +74,8 @@ class LoadPlanner(Generic[Request]):
         self._always = always  # load everything, what it costs aside
         self.follows = follows  # plan to load everything: another rank knows what there is
         self.tokens = dict.fromkeys(LoadDecision, 0)
-        self.meters = {
-            tier: TierMeter(cost, clock, stale_after_s=STALE_AFTER_S[tier])
+        self.timings = {
+            tier: TierTiming(cost, clock, stale_after_s=STALE_AFTER_S[tier])
             for tier, cost in zip(TIERS, costs.transfers, strict=True)
         }
         self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
@@ -88,13 +88,13 @@ class LoadPlanner(Generic[Request]):
 
     # ---- What things take ----
 
-    def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> Reading:
+    def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> InFlightRead:
         """A load (or a probe) begins to read. Any thread; give the result to ``end_read``."""
-        return self.meters[tier].begin(num_bytes)
+        return self.timings[tier].begin(num_bytes)
 
-    def end_read(self, reading: Reading, *, is_complete: bool) -> None:
+    def end_read(self, read: InFlightRead, *, is_complete: bool) -> None:
         """Its last byte arrived, or some never will. Any thread."""
-        reading.meter.end(reading, is_complete=is_complete)
+        read.timing.end(read, is_complete=is_complete)
 
     def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
@@ -103,12 +103,12 @@ class LoadPlanner(Generic[Request]):
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether nothing has measured the tier for long; asked when a load was declined."""
         self._learn()
-        return self.meters[tier].wants_probe()
+        return self.timings[tier].wants_probe()
 
     def far_order(self) -> list[Tier]:
         """The tiers beyond NVMe, the one first that takes less for a typical load. Any thread."""
         far = FAR_TIERS
-        return sorted(far, key=lambda tier: self.meters[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
+        return sorted(far, key=lambda tier: self.timings[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
 
     def stats(self) -> PlannerStats:
         """A snapshot. Any thread."""
@@ -117,14 +117,14 @@ class LoadPlanner(Generic[Request]):
             load_decisions={} if self.follows else dict(self.tokens),
             prefill_tokens_per_s=prefill.tokens_per_s if prefill.num_observed else None,
             reads={
-                tier: TierReads(meter.num_loads, meter.load_s, meter.bytes_per_s)
-                for tier, meter in self.meters.items()
+                tier: TierReads(timing.num_loads, timing.load_s, timing.bytes_per_s)
+                for tier, timing in self.timings.items()
             },
         )
 
     def _learn(self) -> None:
-        for meter in self.meters.values():
-            meter.learn()
+        for timing in self.timings.values():
+            timing.learn()
 
     # ---- A request's way ----
 

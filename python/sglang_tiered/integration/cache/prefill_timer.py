@@ -53,14 +53,16 @@ class PrefillClock:
 
     @staticmethod
     def _tell(scheduler: Any, batch: Any, seconds: float) -> None:
-        from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+        from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
         cache = scheduler.tree_cache
-        if not isinstance(cache, LoadingRadixCache) or not batch.forward_mode.is_extend():
+        if not isinstance(cache, TieredRadixCache) or cache.tiering is None:
+            return
+        if not batch.forward_mode.is_extend():
             return
         if batch.extend_lens and batch.prefix_lens:
             spans = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
-            cache.note_batch(spans, seconds)
+            cache.tiering.loads.note_batch(spans, seconds)
 
 
 def _waits_for_a_load(batch: Any) -> bool:

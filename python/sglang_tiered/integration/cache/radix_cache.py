@@ -1,15 +1,15 @@
 """``TieredRadixCache``: SGLang's radix cache with the tiers below it.
 
 A subclass of ``UnifiedRadixCache``: SGLang offers sessions, hybrid models, speculative decoding and
-disaggregation to no other class. The tree, the host tier and the device copies are SGLang's; this
-class decides which storage loads begin, when a request waits for one, how large the host tier is,
-and tells admission what each store belongs to.
-Every method runs on the scheduler thread and none waits for a disk.
+disaggregation to no other class. The tree, the host tier and the device copies are SGLang's; each
+override is SGLang's part and one act of ``Tiering``, which decides, ``TierObserver``, which tells,
+or the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own
 shard holds may differ after a crash. So the local index is asked only by a scheduler that decides
 alone; with tensor parallelism the window and the residents work from token counts, which SGLang
-keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs unchanged.
+keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs unchanged: there is
+no ``Tiering`` then, nor in host mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import secrets
 from array import array
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import (
@@ -31,10 +30,13 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
+from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.host_size import (
     SMALL_RATIO,
     check_asked_size,
@@ -42,42 +44,39 @@ from sglang_tiered.integration.cache.host_size import (
     least_of_ranks,
     target_host_bytes,
 )
-from sglang_tiered.integration.cache.purge_exchange import PurgeExchange
-from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.cache.load_scheduler import Prefetch, make_planner
+from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
+from sglang_tiered.integration.cache.quiescing import (
+    LoadsUnderWay,
+    is_under_way,
+    wait_until_quiet,
+)
+from sglang_tiered.integration.cache.rank_consensus import RankAgreement, least_on_every_rank
 from sglang_tiered.integration.cache.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.cache.spilling_cache import SpillingRadixCache
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
-from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
+from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
+from sglang_tiered.integration.cache.warm_restart import remove_list
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.identity.tenants import SECRET_BITS
+from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
 from sglang_tiered.integration.names import CACHE_BACKEND
-from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import TierStats, tier_stats
-from sglang_tiered.policy.residents import ResidentSet
+from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.policy.host_budget import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from sglang.srt.mem_cache.base_prefix_cache import (
         BasePrefixCache,
         CacheInitParams,
-        DecLockRefParams,
+        CacheRequestHandle,
         InitLoadBackParams,
     )
+    from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-    from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.stack.tiers import Unfinished
+    from sglang_tiered.integration.observe.stats import TierStats
 
 __all__ = ["TieredRadixCache", "register"]
-
-# Shares of what the host tier holds beyond device memory (a prefix on the device keeps its host
-# copy). What both leave, a sixth, is the least that running requests find for what they write.
-LOADING_SHARE = 1 / 2
-RESIDENT_SHARE = 1 / 3
-
-WARM_SHARE = 1 / 2
-"""Of it, what is loaded after a restart before anybody asks."""
 
 # What SGLang sets with a storage that is attached, beside the controller's policy.
 _POLICIES = ("prefetch_stop_policy", "write_through_threshold", "is_write_back")
@@ -128,24 +127,21 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
-class TieredRadixCache(SpillingRadixCache):
+class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
-    # Set here because the parent's constructor calls ``reset`` before ours could run.
-    # Chains by the hash of their last page, which a node keeps when the tree splits it.
-    _residents: ResidentSet[str] | None = None
-    _pins: dict[str, tuple[int, DecLockRefParams]]
-    _warm_host: WarmHost | None = None
-    _exporter: MetricsExporter | None = None
-    _tier_events: TierEvents | None = None
-    _purge_exchange: PurgeExchange | None = None
+    tiering: Tiering | None = None
+    _observer: TierObserver | None = None
+    _is_quiescing = False
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     purge_as_told: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
-    @cached_property
-    def recent_requests(self) -> RecentRequests:
-        """For those who ask for a conversation by the id of its last request."""
-        return RecentRequests()
+    def __init__(self, params: CacheInitParams) -> None:
+        self.purged_tenants = PurgedTenants()
+        self.recent_requests = RecentRequests()  # of use to whom asks by a request's id
+        self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
+        self._loads_under_way = LoadsUnderWay()
+        super().__init__(params)  # which calls ``reset``
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         config = TieredConfig.from_environment()
@@ -159,21 +155,327 @@ class TieredRadixCache(SpillingRadixCache):
         if get_disagg().disaggregation_mode == "decode":
             # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
             self.load_back_threshold = 1
-        self.fence.use_secret(least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0])
-        if self.pp_size == 1 and self.storage is not None:
-            own_tokens = self.own_host_tokens()
-            self.begin_loading(int(own_tokens * LOADING_SHARE))
-            if not self.has_small_host:  # whose copies must be free to go
-                self._residents = ResidentSet(int(own_tokens * RESIDENT_SHARE))
-            self._pins = {}
-            if config is not None and config.nvme is not None and config.nvme.warm_host:
-                self._warm_host = WarmHost(self, self.storage.notes, int(own_tokens * WARM_SHARE))
-        if self.storage is not None and self._warm_host is None:
-            remove_list(self.storage.notes)
-        if self._enable_metrics_flag and self.storage is not None:
-            self._exporter = MetricsExporter(self.tier_stats)
+        secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]
+        self.purged_tenants.use_secret(secret)
+        storage = self.storage
+        if storage is None:
+            return
+        if self.pp_size == 1:
+            self.tiering = self._make_tiering(storage, config)
+        else:
+            remove_list(storage.notes)
+        exports = bool(self._enable_metrics_flag)
+        self._observer = TierObserver(self, storage, params, exports=exports)
+
+    def _make_tiering(self, storage: TieredStorage, config: TieredConfig | None) -> Tiering:
+        nvme = None if config is None else config.nvme
+        always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
+        planner = make_planner(self, storage, always=always)
+        agreement = RankAgreement.of_cache(self, INITIAL, RULES)
+        return Tiering(self, storage, planner, agreement, self.host_budget(), warms=warms)
+
+    def host_budget(self) -> HostBudget:
+        """Who may take how much of the host tier."""
+        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
+        device_tokens: int = self.token_to_kv_pool_allocator.size_full
+        return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host)
+
+    def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
+        """Give SGLang the size in bytes: its flag counts whole gigabytes."""
+        size = target_host_bytes(
+            host_bytes,
+            self.token_to_kv_pool_allocator.get_kvcache(),
+            params.sidecar_draft_device_pools,
+            page_size=self.page_size,
+        )
+        get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
+
+    # ---- What the parts ask ----
+
+    @property
+    def storage(self) -> TieredStorage | None:
+        """The attached tiers; None in host mode, or while an operator has detached them."""
+        backend = getattr(self.cache_controller, "storage_backend", None)
+        return backend if isinstance(backend, TieredStorage) else None
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether no other rank must come to the same decisions."""
+        return bool(self.tp_world_size == 1 and self.pp_size == 1)
+
+    @property
+    def has_small_host(self) -> bool:
+        """Whether copies of what the device holds give way in the host tier."""
+        return isinstance(self.tree_core, small_host_core.SmallHostTreeCore)
+
+    def tenant_of(self, node_id: int) -> bytes:
+        """Whose pages a node holds."""
+        return self.purged_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
+
+    def is_purged(self, node_id: int) -> bool:
+        """Whether a node's tenant was purged, and the node is perhaps not out of the tree yet."""
+        return bool(self.purged_tenants) and self.purged_tenants.blocks(self.tenant_of(node_id))
+
+    def begin_store(self, node_id: int) -> int | None:
+        """Have SGLang queue the store of a node; the operation, or None if SGLang declined."""
+        num_before = len(self.ongoing_backup)
+        super().write_backup_storage(node_id)
+        if len(self.ongoing_backup) == num_before:
+            return None
+        operation: int = next(reversed(self.ongoing_backup))
+        return operation
+
+    def begin_copy(self, action: BackupKV) -> int:
+        """Have SGLang copy nodes to host memory; how many tokens of the last one."""
+        written: int = super()._execute_and_commit_kv_backup(action)
+        return written
+
+    def is_backuped(self, node_id: int) -> bool:
+        """SGLang asks before it lets us look for what NVMe holds below a node. In a small host tier
+        the copy of a node on the device may have given way; ``has_host_path`` makes it again.
+        Of the node that stands for a streaming session's own pages the tree knows nothing, and
+        SGLang asks all the same; nothing can be looked for below it."""
+        if is_virtual_node(node_id):
+            return False
+        return self.has_small_host or bool(super().is_backuped(node_id))
+
+    def is_root(self, node_id: int) -> bool:
+        return not is_virtual_node(node_id) and bool(super().is_root(node_id))
+
+    # ---- Loads from the tiers ----
+
+    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
+        """Begin a load of what pays of what the tiers hold, now or in its turn."""
+        call = Prefetch(*args, **kwargs)
+        if self.tiering is None:
+            return self._begin_load(call)
+        planned = self.tiering.plan_load(call)
+        if planned is None:
+            return None
+        result = self._begin_load(planned.call)
+        self.tiering.loads.begun(planned)
+        return result
+
+    def _begin_load(self, call: Prefetch) -> bool | None:
+        result: bool | None = super().prefetch_from_storage(*call)
+        info = self.ongoing_prefetch.get(call.request)
+        if info is not None and self.pp_size == 1:  # a later stage hears of no end
+            self._loads_under_way.begun(info.operation)
+        return result
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        """Whether the request may be admitted now: nothing it waits for is still loading."""
+        tiering = self.tiering
+        return self.load_has_ended(request) and (
+            tiering is None or not tiering.loads.yields(request)
+        )
+
+    def load_has_ended(self, request: CacheRequestHandle) -> bool:
+        """Whether nothing of a request is loading or to be loaded any more."""
+        if self.tiering is not None and self.tiering.loads.is_put_off(request):
+            return not self.tiering.stays_put_off(request)
+        return bool(super().check_prefetch_progress(request))
+
+    def _prefetch_deadline_expired(self, operation: Any) -> bool:
+        """Whether to start with what has arrived; SGLang reduces it over ranks."""
+        expired = bool(super()._prefetch_deadline_expired(operation))
+        return expired or (self.tiering is not None and self.tiering.starts_without(operation))
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        request, end = operation.handle, operation.completed_tokens
+        host_indices = self.ongoing_prefetch[request].host_indices
+        self.prefetch_loaded_tokens_by_reqid.pop(request, None)
+        super()._handle_prefetch_result(operation)
+        num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
+        if self.tiering is not None:
+            self.tiering.loads.ended(request, num_loaded)
+        if self.storage is not None and num_loaded > 0:
+            self.storage.accounting.loaded(host_indices[end - num_loaded : end])
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        if self.tiering is not None:
+            self.tiering.loads.leaves(request)
+        span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
+        return span
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        if self.tiering is not None:
+            self.tiering.loads.unlock_loaded(request)
+        super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        if self.tiering is not None:
+            self.tiering.loads.forget(request)
+        super().release_aborted_request(request)
+
+    def query_storage_hit_length(self, *args: Any, **kwargs: Any) -> int:
+        """Nothing of our tiers. SGLang's decode alone asks, to promise it before it is loaded."""
         if self.storage is not None:
-            self._tier_events = TierEvents.of_cache(self.tree_core, self.storage, params)
+            return 0
+        return int(super().query_storage_hit_length(*args, **kwargs))
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
+        result: tuple[int, int] | None = super().init_load_back(params)
+        if self._observer is not None:
+            self._observer.note(params.best_match_node)
+        if self.tiering is not None:
+            self.tiering.loaded_back(params)
+        return result
+
+    # ---- Copies to host memory, and stores ----
+
+    def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
+        written: int = super()._execute_and_commit_kv_backup(action, write_back)
+        if self.tiering is not None and not write_back:
+            self.tiering.copies.attempted(action.node_ids[-1])
+        return written
+
+    def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        host_indices: torch.Tensor | None = super()._execute_kv_backup(*args, **kwargs)
+        if self.tiering is not None:
+            self.tiering.copies.copied()
+        if host_indices is not None and self.storage is not None:
+            self.storage.accounting.written(host_indices)
+        return host_indices
+
+    def _finish_write_through_ack(self, ack_id: int) -> None:
+        pending = self.ongoing_write_through.get(ack_id)
+        super()._finish_write_through_ack(ack_id)
+        if self.tiering is not None and pending is not None:
+            for node_id in pending.publish_node_ids:
+                self.tiering.residents.offer(node_id)
+
+    def write_backup_storage(self, node_id: int) -> None:
+        """SGLang asks for the store of a node; the spiller decides when it is queued."""
+        if self._is_quiescing or (self.tiering is not None and self.tiering.offer_store(node_id)):
+            return
+        if not self.is_purged(node_id):
+            super().write_backup_storage(node_id)
+
+    def _drain_storage_control_queues_impl(
+        self, n_storage_hit: int | None, n_ack_prefetch: int | None, *args: Any, **kwargs: Any
+    ) -> None:
+        before = dict(self.ongoing_backup)
+        with self._loads_under_way.noting_ends(
+            self.cache_controller, n_storage_hit, n_ack_prefetch
+        ):
+            super()._drain_storage_control_queues_impl(
+                n_storage_hit, n_ack_prefetch, *args, **kwargs
+            )
+        ended = [node for each, (node, _) in before.items() if each not in self.ongoing_backup]
+        if ended and self.tiering is not None:
+            self.tiering.stores_ended()
+        if self._observer is not None:
+            for node_id in ended:
+                self._observer.note(node_id)
+
+    # ---- What leaves memory ----
+
+    def evict_host(
+        self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
+    ) -> int:
+        """Free host tokens, or slots of another component's states. What ``Tiering`` keeps goes
+        only when nothing else is left to evict."""
+        freed: int = super().evict_host(num_tokens, component_type)
+        if self.tiering is None:
+            return freed
+        is_base = component_type is BASE_COMPONENT_TYPE
+        if is_base:
+            self.tiering.residents.evicted(freed)
+        while freed < num_tokens and self.tiering.unlock_one(is_base=is_base):
+            freed += super().evict_host(num_tokens - freed, component_type)
+        return freed
+
+    def _drain_host_frees(self, host_frees: dict[ComponentType, list[torch.Tensor]]) -> None:
+        if self.storage is not None:
+            for host_indices in host_frees.get(BASE_COMPONENT_TYPE, ()):
+                self.storage.accounting.freed(host_indices)
+        super()._drain_host_frees(host_frees)
+
+    def _record_dropped_tokens(self, dropped_tokens: int, reason: str) -> None:
+        super()._record_dropped_tokens(dropped_tokens, reason)
+        if self.storage is not None and dropped_tokens > 0:
+            self.storage.accounting.never_written(dropped_tokens)
+
+    # ---- What requests left in the tree, and what is told of it ----
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        self.note_request(req, up_to)
+
+    def note_request(self, req: Any, up_to: int) -> None:
+        """The tree has a request's first tokens, whose fill ids are up to date."""
+        if self.storage is not None:
+            tokens = array("q", req.full_untruncated_fill_ids[:up_to])
+            selector = Selector(tokens, req.extra_key, req.cache_salt)
+            self.recent_requests.note(str(req.rid), selector)
+
+    def take_events(self) -> list[Any]:
+        events: list[Any] = super().take_events()
+        return events if self._observer is None else events + self._observer.take_events()
+
+    def tier_stats(self) -> TierStats:
+        """A snapshot, for a cache that has a storage."""
+        assert self.storage is not None
+        return stats_of(self.storage, self.tiering)
+
+    # ---- Steps, and agreement between ranks ----
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self.tiering is not None:
+            self.tiering.step()
+        elif self.storage is not None:
+            self.storage.settle_namespace()
+        if self._observer is not None:
+            self._observer.step()
+
+    def _sync_hicache_ready_counts(self) -> Any:
+        if self.tiering is None:
+            return super()._sync_hicache_ready_counts()
+        with self.tiering.agreement.boarding():
+            return super()._sync_hicache_ready_counts()
+
+    def _all_reduce(self, data: torch.Tensor, tp_reduce_op: Any) -> None:
+        if self.tiering is None:
+            super()._all_reduce(data, tp_reduce_op)
+        else:
+            self.tiering.agreement.ride(super()._all_reduce, data, tp_reduce_op)
+
+    # ---- Coming to rest ----
+
+    @property
+    def has_loads_under_way(self) -> bool:
+        """Whether a storage thread may still write to host pages; the same on all ranks."""
+        return bool(self._loads_under_way)
+
+    def is_under_way(self) -> bool:
+        """Whether a copy, a load or a store has not ended."""
+        return is_under_way(self) or self.has_loads_under_way
+
+    def quiesce(self) -> bool:
+        """Bring to an end what is under way: what waits to be stored is dropped, loads are
+        aborted, and what has begun is waited for. Whether all of it ended, the same on all ranks:
+        false if a disk hangs. For calls after which memory is emptied; every rank makes it in one
+        step."""
+        if self.pp_size > 1:
+            return True  # stages are not in the same step
+        storage = self.storage
+        self._is_quiescing = True
+        try:
+            if storage is not None:
+                storage.drop_stores(True)
+            if self.tiering is not None:
+                self.tiering.stores.abandon()
+            return wait_until_quiet(self, self._loads_under_way, super().check_hicache_events)
+        finally:
+            if storage is not None:
+                storage.drop_stores(False)
+            self._is_quiescing = False
+
+    # ---- Life cycle ----
 
     def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """Every rank gets the storage or none: what ranks exchange in a step is longer with it.
@@ -206,7 +508,7 @@ class TieredRadixCache(SpillingRadixCache):
             refusing = least_of_ranks(refusing)
         if refusing == _NO_RANK:
             if self.storage is not None:
-                self._use_storage(self.storage)
+                self._tiers_were_attached(self.storage)
             return True, answer
         detached, why = self.detach_storage_backend()
         if not detached:
@@ -218,172 +520,32 @@ class TieredRadixCache(SpillingRadixCache):
             answer = f"Failed to attach storage backend on rank {refusing}, whose log says why."
         return False, answer
 
-    def _use_storage(self, storage: TieredStorage) -> None:
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        detached, why = super().detach_storage_backend()
+        if detached and self.tiering is not None:
+            self.tiering.detached()
+        return detached, why
+
+    def _tiers_were_attached(self, storage: TieredStorage) -> None:
         """An operator attached the tiers again: what knew the storage before knows this one."""
-        if self._planner is not None:
-            storage.use_planner(self._planner)
-        if self._exporter is not None:
-            self._exporter.read_from(self.tier_stats)
-        if self._tier_events is not None:
-            self._tier_events.use_tiers(tiers_of(storage))
+        if self.tiering is not None:
+            self.tiering.attached(storage)
+        if self._observer is not None:
+            self._observer.attached(storage)
         if self._holds_old_kv:
             storage.change_weights(tree_is_empty=False)
 
-    def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
-        """Give SGLang the size in bytes: its flag counts whole gigabytes."""
-        size = target_host_bytes(
-            host_bytes,
-            self.token_to_kv_pool_allocator.get_kvcache(),
-            params.sidecar_draft_device_pools,
-            page_size=self.page_size,
-        )
-        get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
-
-    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
-        if self._warm_host is not None:
-            self._warm_host.named(kwargs.get("extra_key"), kwargs.get("cache_salt"))
-        return super().prefetch_from_storage(*args, **kwargs)
-
-    # ---- Host tier: which copies stay ----
-
-    def _finish_write_through_ack(self, ack_id: int) -> None:
-        pending = self.ongoing_write_through.get(ack_id)
-        super()._finish_write_through_ack(ack_id)
-        for node_id in pending.publish_node_ids if pending is not None else ():
-            self._offer_resident(node_id)
-
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
-        result: tuple[int, int] | None = super().init_load_back(params)
-        if self._tier_events is not None:
-            self._tier_events.note(params.best_match_node)
-        if self._warm_host is None and self._residents is None:
-            return result
-        path = self.tree_core.collect_path_info([params.best_match_node])[0]
-        # Between a purge and the next reset, keys carry marks that mean nothing later.
-        if self._warm_host is not None and params.req is not None and path and not self.fence:
-            hashes = [self.tree_core.get_last_hash_value(node.node_id) for node in path]
-            self._warm_host.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
-        if self._residents is not None:
-            for node in path:
-                # A longer prompt uses the resident that its prefix is.
-                if self.tree_core.get_last_hash_value(node.node_id) in self._residents:
-                    self._offer_resident(node.node_id)
-            self._offer_resident(params.best_match_node)
-        return result
-
-    def evict_host(
-        self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
-    ) -> int:
-        """Free host tokens, or slots of another component's states, which residents pin too;
-        residents go only when nothing else is left to evict, and what NVMe does not hold yet only
-        after them. What was loaded for requests that wait stays, since the window bounds it; but of
-        other components' states it may take all, so of these what came last goes too."""
-        freed: int = super().evict_host(num_tokens, component_type)
-        is_base = component_type is BASE_COMPONENT_TYPE
-        if self._residents is not None and is_base:
-            self._residents.evicted(freed)
-        while freed < num_tokens and (
-            self._dismiss_resident()
-            or self.release_dirty_pin()
-            or (not is_base and self.unlock_last_loaded())
-        ):
-            freed += super().evict_host(num_tokens - freed, component_type)
-        return freed
-
-    def _dismiss_resident(self) -> bool:
-        dismissed = None if self._residents is None else self._residents.give_up()
-        if dismissed is None:
-            return False
-        self._unpin(dismissed)
-        return True
-
-    def _offer_resident(self, node_id: int) -> None:
-        """Pin the chain that ends in a node, if it is to stay: a pinned node keeps its ancestors,
-        for only leaves are evicted."""
-        if self._residents is None or not self.tree_core.is_backuped(node_id):
-            return
-        chain = self.tree_core.get_last_hash_value(node_id)
-        path = self.tree_core.collect_path_info([node_id])[0]
-        if chain is None or not path:
-            return
-        cost = self.cost_to_bring_back(node_id, chain, path[-1].path_end)
-        offer = self._residents.offer(chain, path[-1].path_end, cost)
-        for dismissed in offer.dismissed:
-            self._unpin(dismissed)
-        if offer.accepted:
-            self._pins[chain] = (node_id, self.inc_host_lock_ref(node_id).to_dec_params())
-
-    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
-        if self._residents is not None:
-            self._residents.price(chain, self._cost(num_tokens, is_held=is_held))
-
-    def _unpin(self, chain: str) -> None:
-        node_id, lock = self._pins.pop(chain)
-        self.dec_host_lock_ref(node_id, lock)
-
-    # ---- KV events ----
-
-    def _drain_storage_control_queues_impl(self, *args: Any, **kwargs: Any) -> Any:
-        before = dict(self.ongoing_backup) if self._tier_events is not None else {}
-        result = super()._drain_storage_control_queues_impl(*args, **kwargs)
-        if self._tier_events is not None:
-            for operation, (node_id, _) in before.items():
-                if operation not in self.ongoing_backup:
-                    self._tier_events.note(node_id)
-        return result
-
-    def take_events(self) -> list[Any]:
-        events: list[Any] = super().take_events()
-        return events if self._tier_events is None else events + self._tier_events.take()
-
-    # ---- What requests left in the tree ----
-
-    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        self.note_request(req, up_to)
-
-    def note_request(self, req: Any, up_to: int) -> None:
-        """The tree has a request's first tokens, whose fill ids are up to date."""
-        if self.storage is not None:
-            tokens = array("q", req.full_untruncated_fill_ids[:up_to])
-            selector = Selector(tokens, req.extra_key, req.cache_salt)
-            self.recent_requests.note(str(req.rid), selector)
-
-    # ---- Life cycle ----
-
-    def check_hicache_events(self) -> None:
-        super().check_hicache_events()
-        if self.storage is not None:
-            self.storage.settle_namespace()
-        if self._warm_host is not None and (self.storage is None or self.storage.knows_namespace):
-            self._warm_host.tick()
-        self._apply_remote_purges()
-        if self._exporter is not None:
-            self._exporter.export()
-
-    def _apply_remote_purges(self) -> None:
-        """Put out of reach what other servers purged: with several ranks, on all in one step."""
-        purges = None if self.storage is None else self.storage.remote_purges
-        if purges is None or self.agreement is None or self.purge_as_told is None:
-            return
-        exchange = self._purge_exchange
-        if exchange is None or exchange.purges is not purges:
-            exchange = self._purge_exchange = PurgeExchange(purges, self.agreement)
-        for tenant in exchange.next():
-            self.purge_as_told(tenant)
-            exchange.applied(tenant)
-
     def reset(self) -> None:
         super().reset()
+        self._loads_under_way.clear()  # SGLang has waited for its threads
         self._holds_old_kv = False
-        if self._residents is not None:
-            self._residents.clear()
-            self._pins.clear()
-        if self._warm_host is not None:
-            self._warm_host.tree_was_reset()
-        if self._tier_events is not None:
-            self._tier_events.tree_was_reset()
+        self.promised.clear()
+        if self.tiering is not None:
+            self.tiering.tree_was_reset()
+        if self._observer is not None:
+            self._observer.tree_was_reset()
         if self.storage is not None:
+            self.storage.accounting.flushed()
             self.storage.tree_was_reset()
 
     @property
@@ -405,20 +567,11 @@ class TieredRadixCache(SpillingRadixCache):
         if self.storage is not None:
             self.storage.change_weights(tree_is_empty=tree_is_empty)
 
-    def tier_stats(self) -> TierStats:
-        """A snapshot, for a cache that has a storage."""
-        assert self.storage is not None
-        return tier_stats(self.storage, None if self._planner is None else self._planner.stats())
-
-    def purge_warm_list(self, tenant: bytes | None) -> Unfinished | None:
-        """A tenant was purged, or all were: its prompts are forgotten too."""
-        return None if self._warm_host is None else self._warm_host.purge(tenant)
-
     def release_host_resources(self) -> None:
-        if self._warm_host is not None:
-            self._warm_host.close()
-        if self._tier_events is not None:
-            self._tier_events.close()
+        if self.tiering is not None:
+            self.tiering.close()
+        if self._observer is not None:
+            self._observer.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

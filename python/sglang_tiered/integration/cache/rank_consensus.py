@@ -3,8 +3,9 @@
 Ranks of tensor parallelism must decide alike, but a rank's clock, its disk and what its shard
 holds are its own. SGLang reduces a small tensor of queue lengths over all ranks in every scheduler
 step, idle or not (``UnifiedRadixCache._sync_hicache_ready_counts``, by minimum). Our values ride
-in that tensor as a few more numbers. A float64 travels as an int64 of the same order, so a minimum
-over ranks is exact to the bit; a rank that has nothing to say sends the largest int64.
+in that tensor as a few more numbers (``boarding``, ``ride``). A float64 travels as an int64 of the
+same order, so a minimum over ranks is exact to the bit; a rank that has nothing to say sends the
+largest int64.
 
 Used on the scheduler thread only. Every rank makes the same calls in the same order between two
 exchanges, as SGLang demands of everything there, so all tensors have the same length.
@@ -16,12 +17,14 @@ import enum
 import math
 import struct
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.utils.rank_consensus_checker import assert_same
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -65,6 +68,19 @@ class RankAgreement:
         self._own: Sequence[float] = (math.nan,) * len(rules)
         self._questions: OrderedDict[Hashable, int] = OrderedDict()
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
+        self._is_boarding = False
+
+    @classmethod
+    def of_cache(
+        cls, cache: UnifiedRadixCache, initial: Sequence[float], rules: Sequence[Rule]
+    ) -> RankAgreement:
+        """Of the ranks that SGLang's exchange reduces over."""
+        attention = (cache.attn_cp_group, cache.attn_tp_group)
+        groups = [group for group in attention if group is not None and group.size() > 1]
+        if not groups and cache.tp_world_size > 1:
+            groups = [cache.tp_group]
+        is_first = all(group.rank() == 0 for group in groups)
+        return cls(initial, rules, is_first=is_first, is_alone=not groups)
 
     @property
     def is_alone(self) -> bool:
@@ -115,6 +131,32 @@ class RankAgreement:
     def forget_all(self) -> None:
         self._questions.clear()
         self._answers.clear()
+
+    @contextmanager
+    def boarding(self) -> Iterator[None]:
+        """SGLang's exchange of a step: the first reduction within it carries our values too."""
+        self._is_boarding = not self._is_alone
+        try:
+            yield
+        finally:
+            self._is_boarding = False
+
+    def ride(
+        self, exchange: Callable[[torch.Tensor, Any], None], data: torch.Tensor, operator: Any
+    ) -> None:
+        """Call ``exchange``, which reduces ``data`` over all ranks, with our values if it is time.
+        [values] int64 then."""
+        if not self._is_boarding:
+            exchange(data, operator)
+            return
+        self._is_boarding = False
+        # Minima of other integers than these could not be added to.
+        assert data.dtype == torch.int64 and operator == torch.distributed.ReduceOp.MIN
+        together = torch.cat([data, self.offer()])
+        exchange(together, operator)
+        data.copy_(together[: len(data)])
+        self.accept(together[len(data) :])
+        assert_same("agreed on %s", self._agreed)
 
     def offer(self) -> torch.Tensor:
         """What this rank sends. [values + questions] int64, to be reduced by minimum."""

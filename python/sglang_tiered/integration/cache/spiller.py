@@ -12,8 +12,7 @@ its path behind the point where it began. Nothing but ids, hashes and token coun
 
 Several ranks must queue the same stores in the same order, and when a store finishes depends on the
 local disk. A scheduler that does not decide alone therefore queues every store at once, as SGLang
-does. Retries of skipped host copies depend on host memory and on whose store ended, which are the
-same on all ranks, and run everywhere.
+does.
 
 Everything runs on the scheduler thread, in bounded work per step, and waits for nothing.
 """
@@ -22,33 +21,29 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
 from sglang_tiered.policy.admission import TouchMemory
-from sglang_tiered.policy.spill import SpillQueue
+from sglang_tiered.policy.spill import NodeStore, SpillQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
-        TreePathNodeInfo,
-        UnifiedTreeCoreInterface,
-    )
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
+    from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.policy.host_budget import HostBudget
 
-__all__ = ["Spiller"]
+__all__ = ["Spiller", "SpillingCache"]
 
 MAX_STORES_PER_STEP = 2
 """About 55 us each. A step that computes anything takes far longer than a disk does for two."""
 
 MAX_ANCESTORS = 4
 """Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
-
-MAX_COPIES_PER_STEP = 4
-"""Of those that were skipped. Of a host tier that is small, they are all of it."""
 
 MAX_LOOKS_PER_STEP = 32
 """Nodes taken in a step, most of them gone when many are: about 1 us each."""
@@ -57,93 +52,78 @@ NUM_SAMPLED_PAGES = 16
 """Leading pages of a node that are looked up to see whether it was computed before."""
 NUM_REMEMBERED_PAGES = 1 << 18
 
-PIN_SHARE, LOADING_SHARE = 1 / 6, 1 / 2
-"""Of what host memory holds beyond device memory: dirty nodes may pin a sixth, and of the half that
-loads may fill what they do not."""
+LOCKED_SHARE = 1 / 2
+"""Of device memory: while running requests and stores lock more, several ranks begin no store that
+locks any."""
 
 RETRY_S, RETRY_GROWTH, MAX_RETRIES, MAX_REMEMBERED = 5.0, 4, 3, 4096
-MAX_PAUSE_STEPS = 64
 
 
-@dataclass(slots=True)
-class _Dirty:
-    """A node as it was when it was offered."""
+class SpillingCache(LockingCache, Protocol):
+    """What the spiller asks of its cache. All but the last five are SGLang's."""
 
-    chain: str  # hash of its last page, which names everything up to it
-    path_start: int
-    path_end: int
-    num_retries: int = 0
-    due: float = 0.0  # when it may be offered again
-
-    @property
-    def num_tokens(self) -> int:
-        return self.path_end - self.path_start
-
-
-class SpillingCache(Protocol):
-    """What the spiller asks of its cache. The first six are SGLang's."""
-
-    tree_core: UnifiedTreeCoreInterface
+    tree_core: Any
     tree_components: Sequence[Any]
-    ongoing_backup: Mapping[int, Any]
+    ongoing_backup: Collection[int]
     ongoing_prefetch: Collection[Any]
+    token_to_kv_pool_allocator: Any
 
-    def inc_host_lock_ref(self, node_id: int) -> Any: ...
-    def dec_host_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
+    def inc_lock_ref(self, node_id: int) -> Any: ...
+    def dec_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
 
     @property
     def has_small_host(self) -> bool: ...
     @property
     def decides_alone(self) -> bool: ...
-    @property
-    def lets_loads_go_first(self) -> bool: ...
 
-    def tenant_of(self, node_id: int) -> bytes: ...
-    def num_loading_tokens(self) -> int: ...
-    def queue_store(self, node_id: int) -> int | None: ...
-    def back_up(self, node_id: int) -> bool: ...
-    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None: ...
+    def tenant_of(self, node_id: int) -> bytes:
+        """Whose pages a node holds."""
+        ...
+
+    def is_purged(self, node_id: int) -> bool:
+        """Whether a node's tenant was purged, and the node is perhaps not out of the tree yet."""
+        ...
+
+    def begin_store(self, node_id: int) -> int | None:
+        """Have SGLang queue the store of a node; the operation, or None if SGLang declined."""
+        ...
 
 
 class Spiller:
-    """One per cache. ``own_tokens``: what host memory holds beyond device memory."""
+    """One per cache. ``num_loading``: tokens that loads take. ``store_ended``: told of a store that
+    was dropped, or that succeeded after it had been dropped, by its chain, the chain's length and
+    whether it is held now."""
 
     def __init__(
         self,
         cache: SpillingCache,
+        copies: HostCopies,
+        budget: HostBudget,
         *,
-        host_tokens: int,
-        own_tokens: int,
+        num_loading: Callable[[], int],
+        store_ended: Callable[[str, int, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._own_tokens = own_tokens
+        self._copies = copies
+        self._budget = budget
+        self._num_loading = num_loading
+        self._store_ended = store_ended
         self._clock = clock
-        self._queue = SpillQueue[int](host_tokens, clock)
-        self._dirty: dict[int, _Dirty] = {}
-        self._locks: dict[int, DecLockRefParams] = {}
-        self._flying: dict[int, tuple[int, _Dirty]] = {}  # operation to node
-        self._flying_nodes: set[int] = set()
-        self._dropped: OrderedDict[int, _Dirty] = OrderedDict()
+        self._queue = SpillQueue[int](budget.host_tokens, clock)
+        self._locks: HostLocks[int] = HostLocks(cache)
+        # By operation: what must stay on the device until it is stored.
+        self._device_locks: dict[int, tuple[int, DecLockRefParams]] = {}
+        self._dropped: OrderedDict[int, NodeStore] = OrderedDict()
         self._touches = TouchMemory(NUM_REMEMBERED_PAGES)
-        self._skipped: OrderedDict[int, None] = OrderedDict()
-        self._pause_steps = self._next_pause = 0
         # A pin of another component's state could starve a pool whose eviction knows no pins.
         # In a small host tier what waits for its store keeps its copy anyway.
         self._may_pin = len(cache.tree_components) == 1 and not cache.has_small_host
 
     @property
     def queue(self) -> SpillQueue[int]:
-        """For metrics and tests."""
+        """Every store that is not done."""
         return self._queue
-
-    def waiting(self) -> Iterable[int]:
-        """Nodes that wait for their store."""
-        return self._dirty.keys()
-
-    def is_under_way(self, node_id: int) -> bool:
-        """Whether a node waits for its store, or for the end of it."""
-        return node_id in self._queue or node_id in self._flying_nodes
 
     # ---- What SGLang asks for ----
 
@@ -155,73 +135,75 @@ class Spiller:
         hashes = core.get_hash_values(node_id)
         if not self._cache.decides_alone or not hashes:
             self._announce(node, hashes, node.path_end, storage)
-            self._cache.queue_store(node_id)
+            self._queue_store(node_id)
             return
         for ancestor in path[:-1]:
             self._queue.promote(ancestor.node_id)
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
-        dirty = _Dirty(hashes[-1], node.path_start, node.path_end)
+        store = NodeStore(hashes[-1], node.path_start, node.path_end)
         if dropped is not None and self._cache.has_small_host:
-            dirty.num_retries = dropped.num_retries  # copied again for this retry
-        self._wait(node_id, dirty, returned=returned)
+            store.num_retries = dropped.num_retries  # copied again for this retry
+        self._wait(node_id, store, returned=returned)
 
-    def _wait(self, node_id: int, dirty: _Dirty, *, returned: bool) -> None:
-        self._dirty[node_id] = dirty
-        given_up = self._queue.add(node_id, dirty.num_tokens, returned=returned)
-        if given_up is not None:
-            self._dirty.pop(given_up)
-            self._unlock(given_up)
+    def _wait(self, node_id: int, store: NodeStore, *, returned: bool) -> None:
+        evicted = self._queue.add(node_id, store, returned=returned)
+        if evicted is not None:
+            self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
-            self._locks[node_id] = self._cache.inc_host_lock_ref(node_id).to_dec_params()
-            self._queue.pin(node_id, dirty.num_tokens)
+            self._locks.lock(node_id, node_id)
+            self._queue.pin(node_id, store.num_tokens)
             self._limit_pins()
 
-    def backup_skipped(self, node_id: int) -> None:
-        """Host memory was short: a node stays on the device without a host copy."""
-        self._skipped[node_id] = None
-        if len(self._skipped) > MAX_REMEMBERED:
-            self._skipped.popitem(last=False)
-
-    def stores_ended(self) -> None:
-        """SGLang has taken the results of stores, on all ranks those of the same: what they read
-        may give way now, to copies that were skipped."""
-        self._pause_steps = self._next_pause = 0
+    def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
+        """A checkpoint waits until these nodes are stored. Copies to host memory come first, and
+        bring the store with them. What a disk holds already is asked only where no other rank must
+        queue the same stores; asking for them twice costs nothing."""
+        core = self._cache.tree_core
+        for node in path:
+            node_id = node.node_id
+            last = core.get_last_hash_value(node_id)
+            if self._cache.decides_alone and last is not None and storage.holds(last):
+                continue
+            if not core.is_backuped(node_id):
+                if not self._copies.back_up(node_id):
+                    self._copies.remember(node_id)
+            elif self._copies.is_being_copied(node_id):
+                continue
+            elif self._queue.is_under_way(node_id):
+                self._queue.promote(node_id)
+            else:
+                self.offer(node_id, storage)
 
     # ---- Every step ----
 
-    def step(self, storage: TieredStorage | None) -> None:
+    def step(self, storage: TieredStorage) -> None:
         """Bounded work of one scheduler step."""
-        if storage is not None and self._flying:
-            self._reap(storage)  # first, since what was stored makes room for copies
-        if self._skipped and not self._cache.lets_loads_go_first:
-            self._back_up_again(storage)
-        if storage is None:
-            self.abandon()
-            return
+        self._reap(storage)  # first, since what was stored makes room for copies
+        self._copies.retry()
         if self._queue:
             self._begin(storage)
-        elif self._dropped and not self._flying:
+        elif self._dropped and not self._queue.has_flights:
             self._offer_again(storage)
-        storage.ledger.waiting_tokens = self._queue.waiting_tokens
-        storage.ledger.flight_tokens = self._queue.flight_tokens
 
     def _reap(self, storage: TieredStorage) -> None:
         """Notice the stores whose result SGLang has taken."""
-        ongoing = self._cache.ongoing_backup
-        num_flying = len(self._flying)
-        while (operation := self._queue.oldest_operation) is not None and operation not in ongoing:
-            self._queue.finished()
-            node_id, dirty = self._flying.pop(operation)
-            self._flying_nodes.discard(node_id)
-            is_held = storage.holds(dirty.chain)
-            if not is_held or dirty.num_retries:
-                self._cache.store_ended(dirty.chain, dirty.path_end, is_held=is_held)
+        ended = self._queue.pop_ended(self._cache.ongoing_backup)
+        for node_id, store in ended:
+            is_held = storage.holds(store.chain)
+            if not is_held or store.num_retries:
+                self._store_ended(store.chain, store.path_end, is_held)
             if not is_held:
-                self._remember(node_id, dirty)
-        if len(self._flying) < num_flying:
+                self._remember(node_id, store)
+        if ended:
             self._queue.adapt(storage.gate.waited_s)
+
+    def unlock_device(self) -> None:
+        """SGLang has taken results of stores: what these kept on the device may go."""
+        ongoing = self._cache.ongoing_backup
+        for operation in [each for each in self._device_locks if each not in ongoing]:
+            self._cache.dec_lock_ref(*self._device_locks.pop(operation))
 
     def _begin(self, storage: TieredStorage) -> None:
         if not storage.takes_stores:
@@ -229,33 +211,32 @@ class Spiller:
         loads_wait = bool(self._cache.ongoing_prefetch)
         num_stores = 0
         for _ in range(MAX_LOOKS_PER_STEP):
-            node_id = self._queue.take(loads_wait=loads_wait)
-            if node_id is None:
+            taken = self._queue.take(loads_wait=loads_wait)
+            if taken is None:
                 break
-            num_stores += self._store(node_id, storage)
+            num_stores += self._store(*taken, storage)
             if num_stores >= MAX_STORES_PER_STEP:
                 break
 
-    def _store(self, node_id: int, storage: TieredStorage) -> int:
+    def _store(self, node_id: int, store: NodeStore, storage: TieredStorage) -> int:
         """Queue the stores of a node whose turn it is; how many."""
-        dirty = self._dirty.pop(node_id)
         try:
             path = self._cache.tree_core.collect_path_info([node_id])[0]
         except KeyError:  # evicted, and counted when its pages were freed
             return 0
         chain_tokens = path[-1].path_end
-        own = next(at for at, node in enumerate(path) if node.path_end > dirty.path_start)
+        own = next(at for at, node in enumerate(path) if node.path_end > store.path_start)
         nodes = [*self._missing_ancestors(path[:own], chain_tokens, storage), *path[own:]]
         for node in nodes:
-            self._hand_over(node, chain_tokens, dirty.num_retries, storage)
-        self._unlock(node_id)  # now that the stores hold locks of their own
+            self._hand_over(node, chain_tokens, store.num_retries, storage)
+        self._locks.unlock(node_id)  # now that the stores hold locks of their own
         return len(nodes)
 
     def _missing_ancestors(
         self, path: tuple[TreePathNodeInfo, ...], chain_tokens: int, storage: TieredStorage
     ) -> list[TreePathNodeInfo]:
         """Ancestors that NVMe does not hold (admission dropped them while the chain was short, or
-        they were given up): without them the tier could not serve what is below."""
+        they were evicted): without them the tier could not serve what is below."""
         gate, core = storage.gate, self._cache.tree_core
         missing: list[TreePathNodeInfo] = []
         if not gate.takes_everything and not gate.wants_ancestors(chain_tokens):
@@ -285,13 +266,38 @@ class Spiller:
         hashes = core.get_hash_values(node_id)
         self._dropped.pop(node_id, None)
         self._announce(node, hashes, chain_tokens, storage)
-        operation = self._cache.queue_store(node_id)
-        if operation is None:
-            return
-        dirty = _Dirty(hashes[-1], node.path_start, node.path_end, num_retries)
-        self._queue.began(operation, dirty.num_tokens)
-        self._flying[operation] = node_id, dirty
-        self._flying_nodes.add(node_id)
+        operation = self._queue_store(node_id)
+        if operation is not None:
+            store = NodeStore(hashes[-1], node.path_start, node.path_end, num_retries)
+            self._queue.began(operation, node_id, store)
+
+    def _queue_store(self, node_id: int) -> int | None:
+        """Queue a store now; the operation, or None if there is none: SGLang declined it, or the
+        node's host pages are still being copied, and then comes the store with the end of the
+        copy."""
+        cache, core = self._cache, self._cache.tree_core
+        if cache.is_purged(node_id) or self._copies.is_being_copied(node_id):
+            return None
+        # The host copy cannot go while it is read, and the device must not evict a node whose
+        # copy it could not keep: SGLang counts only what is locked there as unevictable.
+        needs_device = (
+            cache.has_small_host
+            and not core.is_full_device_evicted(node_id)
+            and not core.has_copied_path(node_id)
+        )
+        if needs_device and not cache.decides_alone and self._locks_too_much():
+            return None
+        operation = cache.begin_store(node_id)
+        if operation is not None and needs_device:
+            self._device_locks[operation] = node_id, cache.inc_lock_ref(node_id).to_dec_params()
+        return operation
+
+    def _locks_too_much(self) -> bool:
+        """Whether stores lock as much of device memory as they may; alike on all ranks. One that
+        decides alone queues no more than the disk takes."""
+        protected: int = self._cache.tree_core.full_protected_size()
+        device_tokens: int = self._cache.token_to_kv_pool_allocator.size_full
+        return bool(self._device_locks) and protected > device_tokens * LOCKED_SHARE
 
     def _announce(
         self, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
@@ -305,19 +311,19 @@ class Spiller:
 
     # ---- What was dropped, and may be offered again ----
 
-    def _remember(self, node_id: int, dirty: _Dirty) -> None:
-        if dirty.num_retries >= MAX_RETRIES:
+    def _remember(self, node_id: int, store: NodeStore) -> None:
+        if store.num_retries >= MAX_RETRIES:
             return
-        dirty.due = self._clock() + RETRY_S * RETRY_GROWTH**dirty.num_retries
-        dirty.num_retries += 1
-        self._dropped[node_id] = dirty
+        store.due = self._clock() + RETRY_S * RETRY_GROWTH**store.num_retries
+        store.num_retries += 1
+        self._dropped[node_id] = store
         if len(self._dropped) > MAX_REMEMBERED:
             self._dropped.popitem(last=False)
 
     def _offer_again(self, storage: TieredStorage) -> None:
         """One node a step, while nothing else wants the disk."""
-        node_id, dirty = next(iter(self._dropped.items()))
-        if self._clock() < dirty.due:
+        node_id, store = next(iter(self._dropped.items()))
+        if self._clock() < store.due:
             return
         if self._cache.ongoing_prefetch or not storage.gate.takes_everything:
             return
@@ -328,38 +334,13 @@ class Spiller:
             is_there = self._cache.tree_core.is_backuped(node_id)
         except KeyError:
             return
-        if storage.holds(dirty.chain):
+        if storage.holds(store.chain):
             return
         if is_there:
-            self._wait(node_id, dirty, returned=False)
+            self._wait(node_id, store, returned=False)
         elif self._cache.has_small_host:  # which let the copy go; the next one brings the offer
-            self._remember(node_id, dirty)
-            self.backup_skipped(node_id)
-
-    # ---- Host copies that were skipped for lack of host memory ----
-
-    def _back_up_again(self, storage: TieredStorage | None) -> None:
-        """Try the skipped nodes until one fails, then pause, longer after each failure. Counts
-        steps and stores, not seconds, so that all ranks try at the same time."""
-        if self._pause_steps > 0:
-            self._pause_steps -= 1
-            return
-        for _ in range(min(MAX_COPIES_PER_STEP, len(self._skipped))):
-            node_id, _ = self._skipped.popitem(last=False)
-            try:
-                if self._cache.tree_core.is_backuped(node_id):
-                    continue
-                is_there = self._cache.back_up(node_id)
-            except KeyError:
-                continue
-            if not is_there:
-                self._skipped[node_id] = None
-                self._next_pause = min(MAX_PAUSE_STEPS, max(1, 2 * self._next_pause))
-                self._pause_steps = self._next_pause
-                return
-            self._next_pause = 0
-            if storage is not None:
-                storage.ledger.num_backups_recovered += 1
+            self._remember(node_id, store)
+            self._copies.remember(node_id)
 
     # ---- Pins ----
 
@@ -368,23 +349,18 @@ class Spiller:
         node_id = self._queue.unpin_one()
         if node_id is None:
             return False
-        self._unlock(node_id)
+        self._locks.unlock(node_id)
         return True
 
     def _limit_pins(self) -> None:
         """Dirty nodes stay in what neither residents nor loads need."""
-        limit = self._own_tokens * PIN_SHARE
+        limit = self._budget.pinned_tokens
         taken = self._queue.pinned_tokens + self._queue.flight_tokens
         if taken <= limit:
             return
-        limit += max(0.0, self._own_tokens * LOADING_SHARE - self._cache.num_loading_tokens())
+        limit += self._budget.unused_by_loads(self._num_loading())
         while self._queue.pinned_tokens + self._queue.flight_tokens > limit and self.release_pin():
             pass
-
-    def _unlock(self, node_id: int) -> None:
-        lock = self._locks.pop(node_id, None)
-        if lock is not None:
-            self._cache.dec_host_lock_ref(node_id, lock)
 
     # ---- Life cycle ----
 
@@ -392,18 +368,11 @@ class Spiller:
         """The tree was emptied, and its locks with it."""
         self._queue.clear()
         self._locks.clear()
-        self._flying.clear()
-        self._flying_nodes.clear()
-        self._dirty.clear()
+        self._device_locks.clear()
         self._dropped.clear()
-        self._skipped.clear()
 
     def abandon(self) -> None:
         """The tier was detached, or memory is about to be emptied: nothing needs to stay."""
-        for node_id in list(self._locks):
-            self._unlock(node_id)
+        self._locks.unlock_all_but()
         self._queue.clear()
-        self._flying.clear()
-        self._flying_nodes.clear()
-        self._dirty.clear()
         self._dropped.clear()

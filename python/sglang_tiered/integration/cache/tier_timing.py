@@ -1,4 +1,4 @@
-"""``TierMeter``: what reads of one tier take, noted on any thread, learnt on the scheduler's."""
+"""``TierTiming``: what reads of one tier take, noted on any thread, learnt on the scheduler's."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import TransferCost
 
-__all__ = ["Reading", "TierMeter"]
+__all__ = ["InFlightRead", "TierTiming"]
 
 MAX_FINISHED = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class InFlightRead:
     """Reads under way."""
 
-    meter: TierMeter
+    timing: TierTiming
     num_bytes: int
     begun_at: float
-    told_s: float = 0.0
+    reported_s: float = 0.0
 
 
-class TierMeter:
+class TierTiming:
     """``begin`` and ``end`` may be called by any thread, the rest by the scheduler thread. Nothing
     is called with its lock held."""
 
@@ -38,24 +38,24 @@ class TierMeter:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._lock = threading.Lock()
-        self._readings: list[Reading] = []
+        self._in_flight: list[InFlightRead] = []
         self._finished: deque[tuple[int, float, bool]] = deque(maxlen=MAX_FINISHED)
         self._measured_at = clock()
         self.num_loads = 0
         self.load_s = 0.0
 
-    def begin(self, num_bytes: int) -> Reading:
+    def begin(self, num_bytes: int) -> InFlightRead:
         """A load (or a probe) begins to read."""
-        reading = Reading(self, num_bytes, self._clock())
+        read = InFlightRead(self, num_bytes, self._clock())
         with self._lock:
-            self._readings.append(reading)
-        return reading
+            self._in_flight.append(read)
+        return read
 
-    def end(self, reading: Reading, *, is_complete: bool) -> None:
+    def end(self, read: InFlightRead, *, is_complete: bool) -> None:
         """Its last byte arrived, or some never will."""
         with self._lock:
-            self._readings.remove(reading)
-        self._finished.append((reading.num_bytes, self._clock() - reading.begun_at, is_complete))
+            self._in_flight.remove(read)
+        self._finished.append((read.num_bytes, self._clock() - read.begun_at, is_complete))
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -80,17 +80,17 @@ class TierMeter:
             self.cost.observe(num_bytes, seconds)
             self._measured_at = self._clock()
         with self._lock:
-            readings = list(self._readings)
-        for reading in readings:
-            self._learn_from(reading)
+            reads = list(self._in_flight)
+        for read in reads:
+            self._learn_from(read)
 
-    def _learn_from(self, reading: Reading) -> None:
-        """A read that goes on for twice as long as expected has told something already, and again
+    def _learn_from(self, read: InFlightRead) -> None:
+        """A read that goes on for twice as long as expected has said something already, and again
         each time that doubles: requests must not wait one after the other for a disk that hangs
         until it has answered once."""
-        elapsed_s = self._clock() - reading.begun_at
-        expected_s = self.cost.seconds(reading.num_bytes)
-        if elapsed_s > 2 * max(expected_s, reading.told_s):
-            reading.told_s = elapsed_s
-            self.cost.observe(reading.num_bytes, elapsed_s)
+        elapsed_s = self._clock() - read.begun_at
+        expected_s = self.cost.seconds(read.num_bytes)
+        if elapsed_s > 2 * max(expected_s, read.reported_s):
+            read.reported_s = elapsed_s
+            self.cost.observe(read.num_bytes, elapsed_s)
             self._measured_at = self._clock()

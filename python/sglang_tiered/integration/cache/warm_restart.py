@@ -17,7 +17,7 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
@@ -30,10 +30,10 @@ from sglang_tiered.storage.region.files import WARM_NAME
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+    from sglang_tiered.integration.identity.tenants import PurgedTenants
     from sglang_tiered.storage.region.notes import Notes
 
-__all__ = ["WarmHost", "remove_list"]
+__all__ = ["ColdStart", "WarmHost", "remove_list"]
 
 SAVE_INTERVAL_S = 30.0
 RID_PREFIX = "sglang-tiered-warm-"
@@ -68,11 +68,47 @@ class _Rewrite:
     durable: bool = False  # valid once done
 
 
+class WarmingCache(Protocol):
+    """What this asks of its cache. All but the first are SGLang's."""
+
+    purged_tenants: PurgedTenants
+    storage_prefetch_retries: Any
+
+    def root_node_handle(self, extra_key: str | None) -> int: ...
+    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
+    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
+
+
+class Loads(Protocol):
+    """Of ``LoadScheduler``."""
+
+    def is_loading_or_waiting(self) -> bool: ...
+    def forget(self, request: CacheRequestHandle) -> None: ...
+
+
+class ColdStart:
+    """In the place of ``WarmHost`` where no prefix is to be in host memory after a restart."""
+
+    def __init__(self, notes: Notes) -> None:
+        remove_list(notes)
+
+    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None: ...
+    def named(self, extra_key: str | None, cache_salt: str | None) -> None: ...
+    def tick(self) -> None: ...
+    def tree_was_reset(self) -> None: ...
+    def close(self) -> None: ...
+
+    def purge(self, tenant: bytes | None) -> None:
+        """There is nothing to wait for."""
+
+
 class WarmHost:
     """One per scheduler; scheduler thread, but for the thread that writes."""
 
-    def __init__(self, cache: LoadingRadixCache, notes: Notes, capacity: int) -> None:
+    def __init__(self, cache: WarmingCache, loads: Loads, notes: Notes, capacity: int) -> None:
         self._cache = cache
+        self._loads = loads
         self._list = WarmList(capacity)
         self._capacity = capacity
         self._waiting: deque[_Named] = deque()
@@ -97,7 +133,7 @@ class WarmHost:
         tokens = req.full_untruncated_fill_ids[:num_tokens]
         content = WarmChain(
             tokens.tobytes(),
-            self._cache.fence.tenant_of(req.extra_key, req.cache_salt),
+            self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
             tenant_digest(req.extra_key, req.cache_salt),
         )
         self._list.used(chain, content, prefixes=prefixes)
@@ -142,7 +178,7 @@ class WarmHost:
             self._loading = None
             if not self._waiting:
                 logger.info("host tier warmed with %d tokens", self.num_tokens_loaded)
-        if self._waiting and not cache.is_loading_or_waiting():
+        if self._waiting and not self._loads.is_loading_or_waiting():
             self._begin(self._waiting.popleft())
 
     def _begin(self, named: _Named) -> None:
@@ -159,7 +195,7 @@ class WarmHost:
             extra_key=named.extra_key,
             cache_salt=named.cache_salt,
         )
-        self._cache.forget_plan(handle)
+        self._loads.forget(handle)  # for which no request waits
         self._loading = handle
 
     # ---- Writing ----

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import _req_radix_key
 from sglang.srt.runtime_context import get_memory
 
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -66,7 +66,7 @@ def after_handshakes(_: Any, queue: Any, *__: Any, **___: Any) -> None:
 
 
 def _loads(cache: Any) -> bool:
-    return isinstance(cache, LoadingRadixCache) and cache.plans_loads
+    return isinstance(cache, TieredRadixCache) and cache.tiering is not None
 
 
 def _may_load(entry: DecodeRequest) -> bool:
@@ -105,9 +105,9 @@ def after_match(_: Any, queue: Any, req: Req, prefix_match: Any) -> None:
     if (
         prefix_match is not None
         and prefix_match.needs_local_restore
-        and isinstance(queue.tree_cache, LoadingRadixCache)
+        and isinstance(queue.tree_cache, TieredRadixCache)
     ):
-        queue.tree_cache.lock_promised(req.cache_request_handle, req.best_match_node)
+        queue.tree_cache.promised.lock(req.cache_request_handle, req.best_match_node)
 
 
 def after_preallocation(result: Any, queue: Any, *_: Any, **__: Any) -> None:
@@ -128,10 +128,10 @@ def after_preallocation(result: Any, queue: Any, *_: Any, **__: Any) -> None:
 def after_transfers(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     """Unlock host copies that are on their way to the device: the copy itself locks them."""
     cache = queue.tree_cache
-    if isinstance(cache, LoadingRadixCache) and cache.has_promised:
+    if isinstance(cache, TieredRadixCache) and cache.promised:
         waiting = {
             entry.req.cache_request_handle
             for entry in queue.queue
             if entry.hicache_restore_lock is None
         }
-        cache.unlock_promised(waiting)
+        cache.promised.unlock_all_but(waiting)

@@ -9,9 +9,9 @@ from sglang_tiered.storage.stack.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.integration.storage.page_accounting import HostLedger
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
+    from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import EngineStats
     from sglang_tiered.storage.object.stats import ObjectStats
@@ -21,6 +21,7 @@ __all__ = [
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
+    "SpillStats",
     "TierReads",
     "TierStats",
     "tier_stats",
@@ -87,7 +88,8 @@ class TierStats:
     """The statistics of every part, and what admission made of the pages that were offered."""
 
     nvme: EngineStats
-    host: HostLedger  # itself: its counters go on
+    host: PageAccounting  # itself: its counters go on
+    spill: SpillStats
     planner: PlannerStats
     reads: TierReads  # of NVMe
     admission: dict[Outcome, int]
@@ -105,10 +107,22 @@ class TierStats:
         return {name: reason for name, reason in found.items() if reason}
 
 
+@dataclass(frozen=True, slots=True)
+class SpillStats:
+    """What waits to be stored, and host copies that were skipped for lack of host memory."""
+
+    waiting_tokens: int = 0
+    flight_tokens: int = 0
+    num_backups_skipped: int = 0
+    num_backups_recovered: int = 0
+
+
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
-def tier_stats(storage: TieredStorage, planner: PlannerStats | None = None) -> TierStats:
+def tier_stats(
+    storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
+) -> TierStats:
     """Take a snapshot. Memory only, any thread."""
     planner, layered = planner or _NO_PLANNER, storage.layered_engine
     reads = {tier: planner.reads.get(tier, TierReads()) for tier in Tier}
@@ -121,7 +135,8 @@ def tier_stats(storage: TieredStorage, planner: PlannerStats | None = None) -> T
         beside = PeerTierStats(layered.peers.stats(), moved_here, reads[Tier.PEER])
     return TierStats(
         nvme=storage.region_engine.stats(),
-        host=storage.ledger,
+        host=storage.accounting,
+        spill=spill or SpillStats(),
         planner=planner,
         reads=reads[Tier.NVME],
         admission=storage.gate.outcomes,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.policy.admission import Admission, Level, WriteBudget, backlog_pressure
-from sglang_tiered.policy.pending_stores import Offers
+from sglang_tiered.policy.pending_stores import PendingStores
 from sglang_tiered.storage.base import Stop
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StoreGate:
         self._host_tokens = host_tokens
         self._page_bytes = page_bytes
         self._clock = clock
-        self._offers = Offers(clock)
+        self._pending = PendingStores(clock)
         budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock)
         self._admission = Admission(budget=budget)
         self._charging = threading.Lock()
@@ -88,14 +88,14 @@ class StoreGate:
         tenant: bytes = UNKNOWN_TENANT,
     ) -> None:
         """The store of a node's KV pages is about to be queued (scheduler thread)."""
-        self._offers.announce(
+        self._pending.announce(
             hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
         )
 
     def purge(self, tenant: bytes | None) -> None:
         """What a tenant (None: every one) has queued, or has not stored yet of the operation under
         way, is dropped. The caller holds ``lock``."""
-        self._offers.purge(tenant)
+        self._pending.purge(tenant)
         if tenant is None or tenant == self.tenant:
             self._num_admitted = 0
 
@@ -120,31 +120,31 @@ class StoreGate:
 
         Pages that still wait are not queued twice: from now on they count as part of it.
         """
-        if not hashes or self._offers.lengthen(hashes[0], prefix_tokens):
+        if not hashes or self._pending.lengthen(hashes[0], prefix_tokens):
             return False
         return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
 
     def tree_was_reset(self) -> None:
         """SGLang emptied its queue."""
-        self._offers.clear()
+        self._pending.clear()
 
     def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
         """How many leading pages of one call to store."""
         if not hashes:
             return 0
         if not self._continues(hashes, is_kv=is_kv):
-            offer = self._offers.take(hashes)
-            self.tenant = UNKNOWN_TENANT if offer is None else offer.tenant or UNKNOWN_TENANT
-            if offer is not None and offer.tenant is None:
-                self._begin(offer.hashes, 0)
-            elif offer is not None:
-                self.waited_s = offer.waited_s
-                pinned_share = offer.tokens_behind / self._host_tokens
-                backlog = backlog_pressure(offer.waited_s, pinned_share)
-                self._decide(offer.hashes, offer.prefix_tokens, backlog)
+            store = self._pending.take(hashes)
+            self.tenant = UNKNOWN_TENANT if store is None else store.tenant or UNKNOWN_TENANT
+            if store is not None and store.tenant is None:
+                self._begin(store.hashes, 0)
+            elif store is not None:
+                self.waited_s = store.waited_s
+                pinned_share = store.tokens_behind / self._host_tokens
+                backlog = backlog_pressure(store.waited_s, pinned_share)
+                self._decide(store.hashes, store.prefix_tokens, backlog)
             elif is_kv:
                 self._decide(tuple(hashes), 0, None)
-            else:  # nobody knows what will become of its KV
+            else:  # what will become of its KV is not known
                 return len(hashes) if self._admission.level is Level.OPEN else 0
         if self.blocked and (
             self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))

@@ -32,12 +32,12 @@ from sglang_tiered.integration.identity.namespace_search import NamespaceSearch,
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.remote_purges import RemotePurges
 from sglang_tiered.integration.storage.tiers import lossy_codec, open_far_tiers, open_shard
 from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
+from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.storage.base import Health, Run, Stop
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.stack.forgetting import LateForgetting, LayeredForgetting
@@ -107,8 +107,8 @@ class TieredStorage(ZeroCopyStorage):
         self._dropping_stores = False  # memory is about to be emptied
         self._storing: Job | None = None  # on the backup thread
         self._planner: ReadPlanner | None = None
-        self.transfers: TierTransfers  # from when the host pools are registered, like the ledger
-        self.ledger: HostLedger  # from when the host pools are registered
+        self.transfers: TierTransfers  # from when the host pools are registered
+        self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # nobody will have this namespace again
 
@@ -211,7 +211,7 @@ class TieredStorage(ZeroCopyStorage):
         self._set_claim()
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
-        self.ledger = HostLedger.of_pool(self.mem_pool_host.logical_size, self._page_size())
+        self.accounting = PageAccounting(self.mem_pool_host.logical_size, self._page_size())
         self._gate = StoreGate(
             self.region_engine,
             host_tokens=self.mem_pool_host.logical_size,
@@ -582,7 +582,7 @@ class TieredStorage(ZeroCopyStorage):
         stored += [False] * (len(hashes) - admitted)
         if is_kv and not dropping:  # or the flush counts them
             why = None if suspended else self.gate.dropped_as
-            self.ledger.stored(host_indices, stored, admitted, why)
+            self.accounting.stored(host_indices, store_outcomes(stored, admitted, why))
         return stored
 
     def _pool(self, name: PoolName) -> Any:

@@ -101,15 +101,15 @@ class TierTransfers:
         return layered.submit_load(run, deadline_s=deadline_s, tenant=tenant)
 
     def _read(
-        self, submit: Callable[[Run], Job], run: Run, tier: Tier, taught_after_s: float = 0.0
+        self, submit: Callable[[Run], Job], run: Run, tier: Tier, min_informative_s: float = 0.0
     ) -> list[bool]:
         """Read from one tier; the planner learns from it if it takes so long or longer."""
         begun = time.monotonic()
-        reading = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
+        read = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
         served = self.finish(submit(run))
-        if self._planner is not None and reading is not None:
-            is_lesson = time.monotonic() - begun >= taught_after_s
-            self._planner.end_read(reading, is_complete=all(served) and is_lesson)
+        if self._planner is not None and read is not None:
+            is_informative = time.monotonic() - begun >= min_informative_s
+            self._planner.end_read(read, is_complete=all(served) and is_informative)
         return served
 
     def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
@@ -129,9 +129,9 @@ class TierTransfers:
             assert self._layered is not None
             submit = partial(self._layered.far[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
 
-        def read(num_pages: int, taught_after_s: float) -> None:
+        def read(num_pages: int, min_informative_s: float) -> None:
             run = Run(keys[:num_pages], pages[:num_pages])
-            self._read(submit, run, tier, taught_after_s)
+            self._read(submit, run, tier, min_informative_s)
 
         if tier is Tier.NVME:
             read_in_steps(read, len(hashes))
@@ -144,8 +144,8 @@ def read_in_steps(
     num_pages: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Call ``read(pages, taught_after_s)`` for one page, then for all, more than once while that
-    is quick. What takes less than its ``taught_after_s`` is not to be learnt from.
+    """Call ``read(pages, min_informative_s)`` for one page, then for all, more than once while that
+    is quick. What takes less than its ``min_informative_s`` is not to be learnt from.
 
     A disk that is limited (a cloud volume, a throttled container) lets a little pass at full speed
     after a rest. So a quick single page proves nothing, and believing it cost the next request up

@@ -1,8 +1,8 @@
 """``tiered``: this package's policies, the real classes, on modelled tiers.
 
-``Admission``, ``WriteBudget``, ``PrefetchWindow``, ``ResidentSet`` and ``CostModel`` are what a
-server runs; the log is ``RegionLog``. The order of the calls is that of ``integration``, for a
-scheduler that decides alone.
+``Admission``, ``WriteBudget``, ``HostBudget``, ``PrefetchWindow``, ``ResidentSet`` and
+``CostModel`` are what a server runs; the log is ``RegionLog``. The order of the calls is that of
+``integration``, for a scheduler that decides alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sglang_tiered.policy.admission import (
     backlog_pressure,
 )
 from sglang_tiered.policy.cost_model import CostModel
+from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.policy.residents import ResidentSet
 from sglang_tiered.trace.replay.radix import RadixStack, Store
@@ -34,11 +35,9 @@ if TYPE_CHECKING:
     from sglang_tiered.trace.replay.timing import Hardware
     from sglang_tiered.trace.replay.totals import Totals
 
-__all__ = ["LOADING_SHARE", "PAGE_TOKENS", "RESIDENT_SHARE", "TieredStack", "page_keys"]
+__all__ = ["PAGE_TOKENS", "TieredStack", "page_keys"]
 
 # As in ``integration``, which cannot be imported without SGLang; a test compares them.
-LOADING_SHARE = 1 / 2
-RESIDENT_SHARE = 1 / 3
 STALE_AFTER_S = 3.0
 PAGE_TOKENS = 64
 
@@ -65,10 +64,10 @@ class TieredStack(RadixStack):
         self, sizes: TierSizes, hardware: Hardware, totals: Totals, *, unit_tokens: int
     ) -> None:
         super().__init__(sizes, hardware, totals, unit_tokens=unit_tokens)
-        own_tokens = max(sizes.host_tokens - sizes.device_tokens, sizes.host_tokens // 4)
-        self._residents: ResidentSet[int] = ResidentSet(max(1, int(own_tokens * RESIDENT_SHARE)))
+        budget = HostBudget(sizes.host_tokens, sizes.device_tokens)
+        self._residents: ResidentSet[int] = ResidentSet(budget.resident_tokens)
         self._resident_chains: dict[int, tuple[int, ...]] = {}
-        self._window: PrefetchWindow[Job] = PrefetchWindow(max(1, int(own_tokens * LOADING_SHARE)))
+        self._window: PrefetchWindow[Job] = PrefetchWindow(budget.loading_tokens)
         self._costs = CostModel(
             page_tokens=unit_tokens, bytes_per_token=hardware.kv_bytes_per_token
         )
@@ -79,11 +78,11 @@ class TieredStack(RadixStack):
         pages_per_unit = max(1, unit_tokens // PAGE_TOKENS)
         self._scale = pages_per_unit
         self._now_s = 0.0
-        budget = None
+        writes = None
         if sizes.writes_per_day is not None:
-            budget = WriteBudget(sizes.writes_per_day, lambda: self._now_s)
+            writes = WriteBudget(sizes.writes_per_day, lambda: self._now_s)
         self._admission = Admission(
-            budget=budget, memory=TouchMemory(max(1024, TOUCH_SLOTS // pages_per_unit))
+            budget=writes, memory=TouchMemory(max(1024, TOUCH_SLOTS // pages_per_unit))
         )
         self._log: RegionLog | None = None
         if self._has_nvme:
@@ -269,7 +268,7 @@ class TieredStack(RadixStack):
     # ---- Host tier ----
 
     def _make_more_room(self) -> bool:
-        chain = self._residents.give_up()
+        chain = self._residents.evict()
         if chain is None:
             return False
         self._unpin(self._resident_chains.pop(chain))

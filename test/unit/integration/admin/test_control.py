@@ -74,7 +74,7 @@ def request(extra_key: str | None) -> Any:
 @pytest.fixture(autouse=True)
 def purged(monkeypatch: pytest.MonkeyPatch) -> PurgedTenants:
     purged = PurgedTenants()
-    monkeypatch.setattr(TieredRadixCache, "fence", purged)
+    monkeypatch.setattr(TieredRadixCache, "purged_tenants", purged, raising=False)
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
     )

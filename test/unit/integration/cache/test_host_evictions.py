@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_residents_give_way_to_sliding_windows_that_need_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_residents_give_way_to_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load takes host memory for its window too, and without it all of the load is lost."""
     with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
         cache, num_pages = world.cache, 8
@@ -24,7 +22,7 @@ def test_residents_give_way_to_sliding_windows_that_need_host_memory(
             world.compute(prompt(number, num_pages))
         world.until(lambda: world.num_stored() and not cache.ongoing_backup)
         cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
-        assert cache._residents.num_tokens > 0
+        assert cache.tiering.residents.num_tokens > 0
         windows = cache.components[ComponentType.SWA]
         free_tokens = windows._swa_kv_pool_host.available_size()
         assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None

@@ -51,7 +51,7 @@ def arrive(planner: LoadPlanner[str], request: str, num_held: int, num_new: int)
     return planner.arrives(request, num_held=num_held, num_new=num_new, num_before=0, num_ahead=0)
 
 
-def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not() -> None:
+def test_only_what_loads_faster_is_loaded() -> None:
     fast, _ = make_planner()
     assert arrive(fast, "r", 6400, 6500) == 6400
     fast.begins("r")
@@ -66,7 +66,7 @@ def test_a_prefix_that_loads_faster_is_loaded_and_one_that_loads_slower_is_not()
     }
 
 
-def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() -> None:
+def test_slow_loads_are_declined_until_a_probe() -> None:
     planner, now = make_planner()
     for _ in range(6):
         load(planner, now, 1 << 20, 30.0)
@@ -78,11 +78,11 @@ def test_loads_that_turn_out_slow_are_declined_and_a_probe_brings_them_back() ->
     for _ in range(8):
         load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
-    assert planner.meters[Tier.NVME].num_loads == 14
-    assert planner.meters[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+    assert planner.timings[Tier.NVME].num_loads == 14
+    assert planner.timings[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
 
 
-def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:
+def test_hanging_disk_is_declined_before_it_answers() -> None:
     planner, now = make_planner()
     assert arrive(planner, "first", 6400, 6500) == 6400
     reading = planner.begin_read(6400 * BYTES_PER_TOKEN)
@@ -96,14 +96,14 @@ def test_a_disk_that_hangs_is_declined_before_it_has_answered_once() -> None:
     planner.end_read(reading, is_complete=False)
 
 
-def test_a_request_that_is_attempted_again_is_counted_once() -> None:
+def test_request_attempted_again_is_counted_once() -> None:
     planner, _ = make_planner()
     for _ in range(3):
         arrive(planner, "r", 64, 6500)
     assert planner.tokens[LoadDecision.ABSENT] == 6500 - 64
 
 
-def test_a_slow_load_is_taken_behind_a_queue_that_hides_it() -> None:
+def test_slow_load_hides_behind_a_queue() -> None:
     planner, _ = make_planner(load_token_s=2 * TOKEN_S)
     for number in range(20):
         arrive(planner, f"cold-{number}", 0, 6400)
@@ -113,7 +113,7 @@ def test_a_slow_load_is_taken_behind_a_queue_that_hides_it() -> None:
     assert arrive(planner, "r", 6400, 6500) == 0
 
 
-def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -> None:
+def test_waiting_ends_when_reads_are_late() -> None:
     planner, now = make_planner()
     arrive(planner, "r", 6400, 6500)
 
@@ -128,7 +128,7 @@ def test_waiting_goes_on_while_reads_are_in_time_and_ends_when_they_are_late() -
     assert planner.tokens[LoadDecision.GAVE_UP] == 6400
 
 
-def test_a_rank_that_another_loads_for_gives_up_no_load_by_its_own_speed() -> None:
+def test_following_rank_drops_no_load_by_its_speed() -> None:
     planner, now = make_planner(follows=True)
     assert arrive(planner, "r", 6400, 6500) == 6400
     load(planner, now, 64 << 20, 1000.0)  # of a bucket that was slow once
@@ -138,7 +138,7 @@ def test_a_rank_that_another_loads_for_gives_up_no_load_by_its_own_speed() -> No
     assert not planner.tokens[LoadDecision.GAVE_UP]
 
 
-def test_the_last_of_a_load_that_is_lost_without_it_is_worth_waiting_for_all_of_it() -> None:
+def test_wait_for_the_last_weighs_the_whole_load() -> None:
     planner, _ = make_planner(load_token_s=2 * TOKEN_S)
     asked = {"num_missing": 640, "num_before": 5760, "num_ahead": 0, "is_read": True}
     assert not planner.should_wait("r", **asked)
@@ -147,7 +147,7 @@ def test_the_last_of_a_load_that_is_lost_without_it_is_worth_waiting_for_all_of_
     assert planner.tokens[LoadDecision.GAVE_UP] == 640 + 5000 + 640
 
 
-def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
+def test_load_waiting_for_its_turn_is_not_late() -> None:
     planner, now = make_planner()
     arrive(planner, "r", 6400, 6500)
     asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
@@ -157,7 +157,7 @@ def test_a_load_that_waits_for_its_turn_is_not_late() -> None:
     assert planner.should_wait("r", **asked, is_read=True)
 
 
-def test_a_load_may_wait_for_host_memory_as_long_as_it_gains_and_an_unknown_one_never() -> None:
+def test_load_waits_for_room_while_it_gains() -> None:
     planner, _ = make_planner()
     assert planner.patience_s("a") == 0.0
     planner.arrives("a", num_held=6_400, num_new=6_401, num_before=0, num_ahead=0)
@@ -170,7 +170,7 @@ def test_a_load_may_wait_for_host_memory_as_long_as_it_gains_and_an_unknown_one_
     assert always.patience_s("a") == 7.0
 
 
-def test_a_put_off_load_is_given_up_when_those_ahead_take_longer_than_computing() -> None:
+def test_put_off_load_behind_too_many_is_dropped() -> None:
     planner, _ = make_planner()
     arrive(planner, "r", 6400, 6500)
     assert planner.gains_by_its_turn("r", num_ahead=6400)
@@ -180,7 +180,7 @@ def test_a_put_off_load_is_given_up_when_those_ahead_take_longer_than_computing(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 5000)), max_size=40))
-def test_the_queue_is_as_long_as_what_waits_in_it(events: list[tuple[int, bool, int]]) -> None:
+def test_queue_is_as_long_as_what_waits(events: list[tuple[int, bool, int]]) -> None:
     planner, _ = make_planner(load_token_s=1.0)  # so that nothing is loaded
     waiting: dict[str, int] = {}
     for number, comes, length in events:
@@ -219,7 +219,7 @@ def test_when_told_to_load_always_no_price_counts() -> None:
     assert planner.should_wait("r", **asked, is_read=True)
 
 
-def test_a_long_prefill_lets_a_load_that_is_nearly_there_into_its_batch() -> None:
+def test_long_prefill_lets_a_close_load_in() -> None:
     planner, now = make_planner()
     arrive(planner, "returning", 6400, 6500)
     planner.begins("returning")
@@ -230,7 +230,7 @@ def test_a_long_prefill_lets_a_load_that_is_nearly_there_into_its_batch() -> Non
     assert not planner.yields("returning", left_s)  # its own prefill is short
 
 
-def test_nobody_yields_for_longer_than_a_share_of_its_own_prefill() -> None:
+def test_no_request_yields_beyond_its_share() -> None:
     planner, now = make_planner()
     arrive(planner, "new", 0, 64_000)
     assert planner.yields("new", 0.0)
@@ -240,7 +240,7 @@ def test_nobody_yields_for_longer_than_a_share_of_its_own_prefill() -> None:
     assert not planner.yields("new", 0.01)
 
 
-def test_nobody_yields_to_a_load_that_hangs_or_was_never_begun() -> None:
+def test_no_request_yields_to_a_hanging_load() -> None:
     planner, now = make_planner()
     arrive(planner, "returning", 6400, 6500)
     arrive(planner, "new", 0, 64_000)

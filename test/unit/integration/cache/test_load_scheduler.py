@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
 from sglang_tiered.policy.cost_model import TransferCost
+from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
     """A window of 4 pages, and NVMe that holds two prompts, one of them longer than the window."""
     with cache_world(tmp_path / "kv", monkeypatch) as world:
         world.store(RETURNING, SHORT)
-        world.cache.begin_loading(4 * PAGE)
+        world.cache.tiering.loads._window = PrefetchWindow(4 * PAGE)
         yield world
 
 
@@ -45,11 +46,11 @@ def put_off(world: CacheWorld, name: str) -> Any:
     world.asks(name, SHORT)
     world.cache.check_hicache_events()
     request = world.asks(name, SHORT)
-    assert world.cache._window.num_tokens(name) == PAGE
+    assert world.cache.tiering.loads._window.num_tokens(name) == PAGE
     return request
 
 
-def test_a_cold_request_does_not_wait_for_a_load_that_overfills_the_window(
+def test_cold_request_waits_for_no_overfilling_load(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.has_ranks(monkeypatch)
@@ -61,7 +62,7 @@ def test_a_cold_request_does_not_wait_for_a_load_that_overfills_the_window(
     assert world.cache.load_has_ended(world.asks("cold", COLD))
 
 
-def test_a_cold_request_does_not_wait_behind_many_that_wait_for_their_turn(
+def test_cold_request_waits_behind_no_put_off_ones(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.has_ranks(monkeypatch)
@@ -74,12 +75,12 @@ def test_a_cold_request_does_not_wait_behind_many_that_wait_for_their_turn(
 
 
 @pytest.mark.parametrize("whose", ["this rank", "another rank"])
-def test_a_put_off_load_that_gains_no_more_on_one_rank_is_given_up_by_all(
+def test_load_useless_to_one_rank_all_drop(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     gains = {"this rank": True, "another rank": True}
     world.has_ranks(monkeypatch, lambda question: 1 << 40 if gains["another rank"] else 0)
-    planner = world.cache._planner
+    planner = world.cache.tiering.planner
     monkeypatch.setattr(planner, "gains_by_its_turn", lambda *_, **__: gains["this rank"])
     overfill(world)
     request = put_off(world, "late")
@@ -98,7 +99,7 @@ def test_a_put_off_load_that_gains_no_more_on_one_rank_is_given_up_by_all(
 
 
 @pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
-def test_a_request_weighs_all_that_it_loses_when_it_gives_up(
+def test_request_weighs_all_that_it_would_lose(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     has_window: bool,
@@ -111,14 +112,14 @@ def test_a_request_weighs_all_that_it_loses_when_it_gives_up(
         operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
         operation.completed_tokens = 12 * PAGE
         weighed: dict[str, Any] = {}
-        costs = world.cache._planner.costs
+        costs = world.cache.tiering.planner.costs
         monkeypatch.setattr(costs, "should_wait", lambda **asked: weighed.update(asked) or True)
         assert not world.cache._prefetch_deadline_expired(operation)
         assert weighed["num_saved"] == num_saved * PAGE
         assert weighed["num_before"] == num_before * PAGE
 
 
-def test_a_request_whose_window_never_comes_does_not_wait_for_ever(
+def test_request_without_its_window_waits_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its KV is there, and a read of the window hangs."""
@@ -127,13 +128,13 @@ def test_a_request_whose_window_never_comes_does_not_wait_for_ever(
         operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
         operation.completed_tokens = len(RETURNING)
         now = [0.0]
-        monkeypatch.setattr(world.cache._planner, "_clock", lambda: now[0])
+        monkeypatch.setattr(world.cache.tiering.planner, "_clock", lambda: now[0])
         assert not world.cache._prefetch_deadline_expired(operation)
         now[0] += 2 * len(RETURNING)  # computing takes a second per token
         assert world.cache._prefetch_deadline_expired(operation)
 
 
-def test_a_load_is_not_cut_where_no_window_lies(
+def test_load_is_cut_only_where_windows_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three quarters of it would hide behind the queue, but only all of it can be used."""
@@ -147,7 +148,7 @@ def test_a_load_is_not_cut_where_no_window_lies(
         cache.storage.batch_set_v2(
             [PoolTransfer(PoolName.SWA, host_indices=windows, keys=hashes[-2:])]
         )
-        costs = cache._planner.costs
+        costs = cache.tiering.planner.costs
         load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
         costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
         world.asks("cold", prompt(3, 24))
@@ -171,50 +172,42 @@ def host_hit(world: CacheWorld) -> int:
     return int(match.host_hit_length)
 
 
-def test_a_load_that_ended_holds_nothing_but_its_prefix_before_its_request_is_looked_at(
-    world: CacheWorld, loaded: Any
-) -> None:
+def test_ended_load_holds_only_its_prefix(world: CacheWorld, loaded: Any) -> None:
     assert world.cache.cache_controller.prefetch_tokens_occupied == 0
-    assert world.cache._num_loading_tokens() == len(RETURNING)
+    assert world.cache.tiering.loads.num_tokens() == len(RETURNING)
 
 
-def test_a_loaded_prefix_is_not_evicted_before_its_request_is_admitted(
-    world: CacheWorld, loaded: Any
-) -> None:
+def test_loaded_prefix_stays_until_its_request_is_admitted(world: CacheWorld, loaded: Any) -> None:
     assert host_hit(world) == len(RETURNING)
     # The scheduler looks at the request, and device memory is too full for it.
     assert world.cache.load_has_ended(loaded)
     assert world.cache.pop_prefetch_loaded_span(loaded)[0] == len(RETURNING)
     assert host_hit(world) == len(RETURNING)
-    assert world.cache._num_loading_tokens() == len(RETURNING)
+    assert world.cache.tiering.loads.num_tokens() == len(RETURNING)
     world.cache.finish_storage_prefetch_admission(loaded, len(RETURNING), reason=None)
     assert host_hit(world) == 0
-    assert world.cache._num_loading_tokens() == 0
+    assert world.cache.tiering.loads.num_tokens() == 0
 
 
 @pytest.mark.parametrize("end", ["abort", "reset"])
-def test_nothing_of_a_load_stays_locked_whose_request_is_never_admitted(
-    world: CacheWorld, loaded: Any, end: str
-) -> None:
+def test_unadmitted_request_leaves_nothing_locked(world: CacheWorld, loaded: Any, end: str) -> None:
     assert host_hit(world) == len(RETURNING)
     if end == "abort":
         world.cache.release_aborted_request(loaded)
     else:
         world.cache.reset()
-    assert host_hit(world) == 0 and world.cache._num_loading_tokens() == 0
-    assert not world.cache.unlock_last_loaded()
+    assert host_hit(world) == 0 and world.cache.tiering.loads.num_tokens() == 0
+    assert not world.cache.tiering.loads.unlock_last_loaded()
 
 
-def test_a_load_that_no_request_waits_for_stays_evictable(world: CacheWorld) -> None:
+def test_load_without_a_request_stays_evictable(world: CacheWorld) -> None:
     warming = world.asks("warming", RETURNING)
-    world.cache.forget_plan(warming)
+    world.cache.tiering.loads.forget(warming)
     world.until(lambda: warming not in world.cache.ongoing_prefetch)
     assert host_hit(world) == 0
 
 
-def test_what_was_loaded_last_gives_way_to_sliding_windows_that_need_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_loaded_gives_way_to_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long queue would leave none of them for new copies."""
     with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
         world.store(RETURNING)

@@ -10,15 +10,16 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
 
-class Cache(LoadingRadixCache):
+class Cache(TieredRadixCache):
     """Only what the clock tells."""
 
     def __init__(self) -> None:
         self.told: list[tuple[list[tuple[int, int]], float]] = []
+        self.tiering: Any = SimpleNamespace(loads=self)
 
     def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
         self.told.append((spans, seconds))
@@ -67,7 +68,7 @@ class Machine:
 SPANS = [(100, 0), (1, 900)]
 
 
-def test_on_a_cpu_a_batch_takes_what_its_launch_takes() -> None:
+def test_cpu_batch_takes_what_its_launch_takes() -> None:
     machine = Machine()
     batch = make_batch("cpu")
     machine.launch(batch, 0.5)
@@ -75,7 +76,7 @@ def test_on_a_cpu_a_batch_takes_what_its_launch_takes() -> None:
     assert machine.told == [(SPANS, 0.5)]
 
 
-def test_on_an_accelerator_a_batch_does_not_pay_for_the_one_before() -> None:
+def test_accelerator_batch_pays_not_for_the_last() -> None:
     machine = Machine()
     first, second = make_batch("cuda"), make_batch("cuda")
     machine.launch(first, 0.0)
@@ -87,9 +88,7 @@ def test_on_an_accelerator_a_batch_does_not_pay_for_the_one_before() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_decodes_and_batches_that_wait_for_copies_teach_nothing(
-    device: str, overlaps: bool
-) -> None:
+def test_decodes_and_waiting_batches_teach_nothing(device: str, overlaps: bool) -> None:
     machine = Machine()
     for batch in (make_batch(device, extends=False), make_batch(device, consumer=2)):
         machine.launch(batch, 0.5)
@@ -97,7 +96,7 @@ def test_decodes_and_batches_that_wait_for_copies_teach_nothing(
     assert machine.told == []
 
 
-def test_a_batch_whose_result_comes_behind_the_next_launch_teaches_once() -> None:
+def test_batch_with_a_late_result_teaches_once() -> None:
     machine = Machine()
     first, second = make_batch("cpu"), make_batch("cpu", extends=False)
     machine.launch(first, 0.5)
@@ -107,7 +106,7 @@ def test_a_batch_whose_result_comes_behind_the_next_launch_teaches_once() -> Non
     assert machine.told == [(SPANS, 0.5)]
 
 
-def test_a_batch_is_forgotten_with_its_result_and_others_are_not() -> None:
+def test_batch_is_forgotten_with_its_own_result() -> None:
     machine = Machine()
     waits, learns = make_batch("cuda", consumer=1), make_batch("cuda")
     machine.launch(waits, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
+from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.storage.stack.tiers import Span, Tier
 
 HASHES = [f"{number:064x}" for number in range(10)]
@@ -24,25 +24,21 @@ SPANS = [Span(Tier.NVME, 6), Span(Tier.OBJECT, 4)]
         (0, (HASHES[:6], Tier.NVME)),
     ],
 )
-def test_a_declined_tier_is_probed_with_what_was_declined(
+def test_declined_tier_is_probed_with_declined_pages(
     num_planned: int, probed: tuple[list[str], Tier] | None
 ) -> None:
     calls: list[Any] = []
     transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
-    cache: Any = SimpleNamespace(
-        _planner=SimpleNamespace(wants_probe=lambda tier: True),
-        storage=SimpleNamespace(transfers=transfers),
-    )
-    LoadingRadixCache._probe_declined(cache, HASHES, SPANS, num_planned)
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: True))
+    storage: Any = SimpleNamespace(transfers=transfers)
+    LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, num_planned)
     assert calls == ([] if probed is None else [probed])
 
 
-def test_a_tier_that_was_just_measured_is_left_alone() -> None:
+def test_tier_just_measured_is_left_alone() -> None:
     calls: list[Any] = []
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: False))
     transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
-    cache: Any = SimpleNamespace(
-        _planner=SimpleNamespace(wants_probe=lambda tier: False),
-        storage=SimpleNamespace(transfers=transfers),
-    )
-    LoadingRadixCache._probe_declined(cache, HASHES, SPANS, 0)
+    storage: Any = SimpleNamespace(transfers=transfers)
+    LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, 0)
     assert calls == []

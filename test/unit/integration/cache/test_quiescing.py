@@ -23,8 +23,7 @@ from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step,
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.load_scheduler import LoadingRadixCache
-from sglang_tiered.integration.identity.tenants import PurgedTenants
+from sglang_tiered.integration.cache.load_scheduler import Prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +58,7 @@ def is_idle(cache: Any) -> bool:
 
 def begin_load(cache: Any) -> None:
     """As SGLang does, whether or not it pays."""
-    prefetch = super(LoadingRadixCache, cache).prefetch_from_storage
-    prefetch(ASKER, cache.root_node_handle(None), TOKENS)
+    cache._begin_load(Prefetch(ASKER, cache.root_node_handle(None), TOKENS))
     assert ASKER in cache.ongoing_prefetch
 
 
@@ -75,9 +73,7 @@ def reading(cache: Any) -> Disk:
     return disk
 
 
-def test_load_that_was_given_up_keeps_the_scheduler_busy_until_it_is_read(
-    cache: Any, reading: Disk
-) -> None:
+def test_aborted_load_keeps_the_scheduler_busy_until_read(cache: Any, reading: Disk) -> None:
     """SGLang's threads do not stop while they read, and a flush then ends the scheduler."""
     cache.release_aborted_request(ASKER)
     assert not cache.ongoing_prefetch
@@ -87,7 +83,7 @@ def test_load_that_was_given_up_keeps_the_scheduler_busy_until_it_is_read(
     flush(cache)
 
 
-def test_rank_that_has_read_is_idle_no_sooner_than_one_that_has_not(
+def test_ranks_become_idle_together_after_reads(
     cache: Any, reading: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A purge would empty the tree of one rank only, and the next collective would hang."""
@@ -107,7 +103,7 @@ def test_rank_that_has_read_is_idle_no_sooner_than_one_that_has_not(
     step(cache, lambda: is_idle(cache))
 
 
-def test_load_given_up_before_it_is_known_what_is_held_keeps_ranks_busy_until_they_know(
+def test_load_aborted_before_its_answer_keeps_ranks_busy(
     cache: Any,
 ) -> None:
     """A rank whose thread is stopped sooner would leave the others in the threads' collective."""
@@ -214,7 +210,7 @@ def resume(updater: Any, request: Any) -> Any:
 KV = {"tags": ["kv_cache"]}
 
 
-def test_memory_is_released_though_stores_are_under_way_and_the_tier_works_afterwards(
+def test_memory_is_released_while_stores_are_under_way(
     cache: Any,
 ) -> None:
     disk = begin_backlog(cache)
@@ -227,7 +223,7 @@ def test_memory_is_released_though_stores_are_under_way_and_the_tier_works_after
     store(cache, prompt(4))
 
 
-def test_hanging_disk_refuses_a_release_of_memory_and_does_not_end_the_scheduler(
+def test_hanging_disk_refuses_a_release_of_memory(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
@@ -243,7 +239,7 @@ def test_hanging_disk_refuses_a_release_of_memory_and_does_not_end_the_scheduler
     store(cache, prompt(4))
 
 
-def test_load_under_way_is_given_up_for_a_release_of_memory(cache: Any, reading: Disk) -> None:
+def test_load_under_way_is_aborted_for_a_release(cache: Any, reading: Disk) -> None:
     ends_with_the_gate(cache, reading)
     updater = updater_of(cache, [])
     hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
@@ -251,7 +247,7 @@ def test_load_under_way_is_given_up_for_a_release_of_memory(cache: Any, reading:
     store(cache, prompt(1))
 
 
-def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(cache: Any) -> None:
+def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
     updater = updater_of(cache, [])
@@ -260,32 +256,31 @@ def test_update_of_weights_finds_nothing_under_way_that_keeps_old_kv_in_memory(c
     assert updater.scheduler.is_fully_idle()
     flush(cache)  # as SGLang does once the weights are there
     hooks._after_weight_update(None, updater, request)
-    assert not cache.fence
+    assert not cache.purged_tenants
     store(cache, prompt(4))
 
 
-def test_old_kv_that_a_refused_flush_left_in_memory_matches_nothing_under_new_weights(
+def test_old_kv_after_a_refused_flush_matches_nothing(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(cache), "fence", PurgedTenants())
     disk = begin_backlog(cache)
     updater = updater_of(cache, [])
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
     request = SimpleNamespace(flush_cache=True)
     hooks._before_weight_update(updater, request)
     hooks._after_weight_update(None, updater, request)
-    assert cache.fence.key_of(None, None) is not None
+    assert cache.purged_tenants.key_of(None, None) is not None
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
     updater.scheduler.flush_cache = lambda: flush(cache) or True
     control = Control()
     control.after_idle(None, updater.scheduler)
     control.after_flush(True, updater.scheduler)
-    assert not cache.fence
+    assert not cache.purged_tenants
     store(cache, prompt(4))
 
 
-def test_stores_go_on_while_generation_is_paused_so_that_a_flush_is_not_refused_for_ever(
+def test_stores_end_while_generation_is_paused(
     cache: Any,
 ) -> None:
     begin_backlog(cache).goes_on()
@@ -296,7 +291,7 @@ def test_stores_go_on_while_generation_is_paused_so_that_a_flush_is_not_refused_
         hooks._after_pause(None, paused)
 
 
-def test_ranks_come_to_rest_in_the_same_step_whatever_their_disks_do(
+def test_ranks_come_to_rest_in_the_same_step(
     cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as held:

@@ -46,32 +46,32 @@ def load(cache: Any, tokens: list[int]) -> list[bool]:
     return loaded
 
 
-def test_storage_attached_again_goes_on_teaching_what_loads_take(cache: Any) -> None:
+def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:
     store(cache, TOKENS)
     attach_again(cache)
-    meter = cache._planner.meters[Tier.NVME]
-    cache._planner.wants_probe()  # which learns
+    meter = cache.tiering.planner.timings[Tier.NVME]
+    cache.tiering.planner.wants_probe()  # which learns
     before = meter.num_loads
     assert load(cache, TOKENS) == [True] * 4
-    cache._planner.wants_probe()
+    cache.tiering.planner.wants_probe()
     assert meter.num_loads > before
     assert cache.tier_stats().reads.num_loads == meter.num_loads
 
 
-def test_metrics_and_events_are_those_of_the_storage_that_was_attached_again(cache: Any) -> None:
+def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     store(cache, TOKENS)
     read: list[Any] = []
-    cache._exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
+    cache._observer.exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
     params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
-    cache._tier_events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
     assert read == [cache.tier_stats]
-    ((_, _, holds),) = cache._tier_events._tiers
+    ((_, _, holds),) = cache._observer.events._tiers
     keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
     assert holds(keys) == [True] * 4, "the storage that was closed is asked"
 
 
-def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_ones(
+def test_old_weights_kv_is_not_stored_after_attaching(
     cache: Any,
 ) -> None:
     compute(cache, TOKENS)
@@ -86,9 +86,7 @@ def test_kv_of_weights_replaced_while_detached_is_not_stored_as_that_of_the_new_
     store(cache, TOKENS)
 
 
-def test_server_whose_tiers_cannot_be_attached_goes_on_and_can_attach_them_later(
-    cache: Any, tmp_path: Path
-) -> None:
+def test_failed_attach_can_be_repeated_later(cache: Any, tmp_path: Path) -> None:
     store(cache, TOKENS)
     flush(cache)
     assert cache.detach_storage_backend()[0]
@@ -107,7 +105,7 @@ def test_server_whose_tiers_cannot_be_attached_goes_on_and_can_attach_them_later
     store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
 
 
-def test_tiers_that_one_rank_cannot_attach_are_attached_on_none(tmp_path: Path) -> None:
+def test_tiers_are_attached_on_all_ranks_or_none(tmp_path: Path) -> None:
     """Else the ranks' next exchange, longer with the tiers, ends the server; and those of another
     DP rank would wait for nobody when they are attached again."""
     ranks = run("attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **environment())
@@ -123,7 +121,7 @@ def test_tiers_that_one_rank_cannot_attach_are_attached_on_none(tmp_path: Path) 
         assert "on rank 1, whose log says why" in rank["refused"][1][1]
 
 
-def test_stage_of_a_pipeline_does_not_wait_for_stages_that_hear_of_an_attach_after_it(
+def test_pipeline_stage_refuses_to_attach_tiers_late(
     cache: Any,
 ) -> None:
     assert cache.detach_storage_backend()[0]
@@ -133,7 +131,7 @@ def test_stage_of_a_pipeline_does_not_wait_for_stages_that_hear_of_an_attach_aft
     assert cache.storage is None
 
 
-def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache: Any) -> None:
+def test_nvme_takes_pages_after_a_session_of_updates(cache: Any) -> None:
     scheduler = SimpleNamespace(
         tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: True
     )
@@ -154,7 +152,7 @@ def test_nvme_takes_pages_again_once_a_session_of_weight_updates_has_ended(cache
     assert cache.storage.num_kept(keys_of(TOKENS)) == 4
 
 
-def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -> None:
+def test_kv_in_memory_during_updates_waits_for_flush(cache: Any) -> None:
     compute(cache, TOKENS)
     settle(cache)
     cache.evict(EvictParams(num_tokens=len(TOKENS)))
@@ -162,3 +160,11 @@ def test_kv_of_a_session_that_memory_still_holds_waits_for_a_flush(cache: Any) -
     assert not cache.is_empty
     flush(cache)
     assert cache.is_empty
+
+
+def test_metrics_are_not_read_while_tiers_are_detached(cache: Any) -> None:
+    cache._observer.exporter = SimpleNamespace(export=cache.tier_stats, read_from=lambda read: None)
+    assert cache.detach_storage_backend()[0]
+    step(cache, lambda: False, steps=3)
+    attached, message = attach(cache)
+    assert attached, message

@@ -38,7 +38,7 @@ def exchange(ranks: list[RankAgreement]) -> None:
         rank.accept(reduced.clone())
 
 
-def test_first_ranks_values_reach_every_rank_to_the_bit() -> None:
+def test_first_ranks_values_reach_every_rank_exactly() -> None:
     ranks = make_ranks(3, Rule.FIRST, Rule.FIRST)
     exact = (0.1 + 0.2, -1e-300)
     for rank, values in zip(ranks, [exact, (-5.0, -6.0), (9.0, 10.0)], strict=True):
@@ -69,7 +69,7 @@ def test_every_float_survives_and_orders(rule: Rule) -> None:
             assert [rank.agreed for rank in ranks] == [(expected,)] * 2
 
 
-def test_share_returns_what_was_agreed_not_what_was_just_measured() -> None:
+def test_share_returns_what_was_agreed_not_measured() -> None:
     """A decision between two exchanges must not see a value that only this rank knows."""
     ranks = make_ranks(2, Rule.FIRST)
     assert [rank.share((float(number),)) for number, rank in enumerate(ranks)] == [(7.0,)] * 2
@@ -87,7 +87,7 @@ def test_silence_keeps_the_last_agreed_value() -> None:
     assert [rank.agreed for rank in ranks] == [(7.0, 4.0)] * 2
 
 
-def test_question_is_answered_by_the_exchange_with_the_least_of_all_ranks() -> None:
+def test_question_is_answered_with_the_least_value() -> None:
     ranks = make_ranks(2, Rule.LARGEST)
     assert [rank.ask("a", value) for rank, value in zip(ranks, (640, 192), strict=True)] == [
         None,
@@ -111,7 +111,7 @@ def test_question_is_answered_by_the_exchange_with_the_least_of_all_ranks() -> N
     assert [(rank.ask("a", 9), rank.ask("b", 9)) for rank in ranks] == [(5, 0)] * 2
 
 
-def test_forgotten_question_is_not_answered_by_an_old_value() -> None:
+def test_forgotten_question_gets_no_old_answer() -> None:
     ranks = make_ranks(2)
     for rank in ranks:
         rank.ask("answered", 1)
@@ -125,7 +125,7 @@ def test_forgotten_question_is_not_answered_by_an_old_value() -> None:
     assert [rank.ask("answered", 9) for rank in ranks] == [3, 3]
 
 
-def test_answers_nobody_takes_are_bounded_and_the_newest_stay() -> None:
+def test_untaken_answers_are_bounded_and_newest_stay() -> None:
     ranks = make_ranks(2)
     for number in range(MAX_ANSWERS + 10):
         for rank in ranks:
@@ -150,7 +150,7 @@ def test_wrong_number_of_values_is_refused() -> None:
         alone.share((1.0, 2.0))
 
 
-def test_ranks_that_share_and_ask_at_random_never_differ() -> None:
+def test_ranks_that_share_at_random_never_differ() -> None:
     """Every rank measures something else; what each sees is the same at every moment."""
     source = random.Random(0)
     ranks = make_ranks(3, Rule.FIRST, Rule.LARGEST)
@@ -188,7 +188,7 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in collectives
     }
     assert called == {
-        ("load_scheduler.py", "super()._all_reduce"),
+        ("radix_cache.py", "super()._all_reduce"),
         ("rank_consensus.py", "torch.distributed.all_reduce"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),

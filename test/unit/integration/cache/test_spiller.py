@@ -17,11 +17,13 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import MAX_STORES_PER_STEP, RETRY_S, Spiller
+from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
-from sglang_tiered.policy.page_accounting import Fate
+from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Run, Stop
 from sglang_tiered.storage.memory import MemoryEngine
@@ -43,8 +45,8 @@ class Clock:
 class Tier:
     """A host tier over a real tree; its cache's bookkeeping, and a disk that works when told.
 
-    Stands for ``SpillingRadixCache`` where the spiller asks one: locks and stores are SGLang's
-    and the engine's, what is left out is device memory.
+    Stands for ``TieredRadixCache`` where the spiller asks one: locks and stores are SGLang's and
+    the engine's, what is left out is device memory.
     """
 
     def __init__(self, *, alone: bool = True, writes_per_day: int | None = None) -> None:
@@ -62,14 +64,15 @@ class Tier:
         self.tree_core.enable_storage = True
         self.decides_alone = alone
         self.has_small_host = False
-        self.lets_loads_go_first = False
+        self.is_purged = lambda node_id: False
+        self.ongoing_write_through: dict[int, Any] = {}
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[str, object] = {}
         self.queued: list[tuple[int, list[str], torch.Tensor]] = []
         self.num_queued: list[int] = []  # nodes, in the order they were queued
         self.engine = MemoryEngine(1 << 20)
-        self.ledger = HostLedger.of_pool(HOST_PAGES * PAGE, PAGE)
+        self.accounting = PageAccounting(HOST_PAGES * PAGE, PAGE)
         self.is_healthy = True
         self.ended: list[tuple[int, bool]] = []
         self.gate = StoreGate(
@@ -80,10 +83,16 @@ class Tier:
             clock=self.clock,
         )
         self.free_pages = list(range(HOST_PAGES))
+        cache: Any = self
+        self.copies = HostCopies(
+            cache, patience_s=lambda request: 0.0, waiting_stores=list, clock=self.clock
+        )
         self.spiller = Spiller(
-            self,  # type: ignore[arg-type]
-            host_tokens=HOST_PAGES * PAGE,
-            own_tokens=HOST_PAGES * PAGE,
+            cache,
+            self.copies,
+            HostBudget(HOST_PAGES * PAGE, 0),
+            num_loading=lambda: 0,
+            store_ended=lambda chain, num_tokens, is_held: self.ended.append((num_tokens, is_held)),
             clock=self.clock,
         )
 
@@ -95,13 +104,7 @@ class Tier:
     def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
         self.tree_core.dec_host_lock_ref(node_id, lock)
 
-    def num_loading_tokens(self) -> int:
-        return 0
-
-    def store_ended(self, chain: str, num_tokens: int, *, is_held: bool) -> None:
-        self.ended.append((num_tokens, is_held))
-
-    def queue_store(self, node_id: int) -> int | None:
+    def begin_store(self, node_id: int) -> int | None:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         if spec is None:
             return None
@@ -137,7 +140,7 @@ class Tier:
         num_known = result.prefix_len // PAGE
         self.free_pages += pages[:num_known]
         if num_known < len(pages):
-            self.ledger.written(slots[result.prefix_len :])
+            self.accounting.written(slots[result.prefix_len :])
             if offer:
                 self.spiller.offer(result.inserted_host_node, self)  # type: ignore[arg-type]
         return int(result.inserted_host_node)
@@ -153,7 +156,8 @@ class Tier:
                 run = Run(keys, tuple((memoryview(bytearray(100)),) for _ in keys))
                 ok = self.engine.submit_store(run).ok
             ok += [False] * (len(hashes) - admitted)
-            self.ledger.stored(slots, ok, admitted, self.gate.dropped_as)
+            outcomes = store_outcomes(ok, admitted, self.gate.dropped_as)
+            self.accounting.stored(slots, outcomes)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
         del self.queued[:number]
@@ -170,7 +174,7 @@ class Tier:
         result = self.tree_core.drive_host_eviction(ComponentType.FULL, num_tokens)
         freed = 0
         for slots in result.host_frees.pop(ComponentType.FULL, ()):
-            self.ledger.freed(slots)
+            self.accounting.freed(slots)
             freed += len(slots)
             self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
         result.cache_actions.clear()
@@ -190,22 +194,22 @@ def chain(seed: int, num_pages: int, shared: int = 0) -> list[int]:
     return tokens
 
 
-def test_idle_disk_gets_a_node_in_the_step_that_offers_it() -> None:
+def test_idle_disk_gets_a_node_at_once() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     assert tier.num_queued == []
-    assert tier.spiller.is_under_way(node)
+    assert tier.spiller.queue.is_under_way(node)
     tier.step()
-    assert tier.num_queued == [node] and tier.spiller.is_under_way(node)
+    assert tier.num_queued == [node] and tier.spiller.queue.is_under_way(node)
     tier.work()
     tier.step()
-    assert not tier.spiller.is_under_way(node) and tier.ended == []
+    assert not tier.spiller.queue.is_under_way(node) and tier.ended == []
     assert tier.stored_of(chain(1, 4)) == 4
     assert tier.evict() == 4 * PAGE  # nothing is pinned any more
-    assert tier.ledger.fates.left[Fate.CLEAN] == 4
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 4
 
 
-def test_scheduler_with_other_ranks_queues_every_store_at_once_and_pins_nothing() -> None:
+def test_several_ranks_queue_stores_at_once_unpinned() -> None:
     tier = Tier(alone=False)
     nodes = [tier.insert(chain(seed, 4)) for seed in range(20)]
     assert tier.num_queued == nodes
@@ -224,7 +228,7 @@ def test_step_hands_over_no_more_than_its_share() -> None:
     assert len(tier.num_queued) == 3 * MAX_STORES_PER_STEP
 
 
-def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
+def test_node_split_while_waiting_is_stored_whole() -> None:
     tier = Tier()
     tier.insert(chain(1, 8, shared=4))
     tier.insert(chain(2, 8, shared=4))  # splits it at page 4
@@ -233,10 +237,10 @@ def test_node_that_was_split_while_it_waited_is_stored_whole() -> None:
     for seed, num_pages, shared in ((1, 8, 4), (2, 8, 4), (3, 3, 2)):
         assert tier.stored_of(chain(seed, num_pages, shared)) == num_pages
     assert tier.evict() == (8 + 4 + 1) * PAGE
-    assert tier.ledger.fates.left[Fate.CLEAN] == 13
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 13
 
 
-def test_prefix_of_a_split_node_is_offered_even_where_ancestors_are_not() -> None:
+def test_prefix_of_a_split_node_is_offered() -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.is_healthy = False
@@ -257,24 +261,24 @@ def test_waiting_node_outlives_clean_ones() -> None:
     tier.is_healthy = False
     tier.insert(chain(2, 4))
     assert tier.evict() == 4 * PAGE
-    assert tier.ledger.fates.left[Fate.CLEAN] == 4 and tier.ledger.fates.num_dirty == 4
+    assert tier.accounting.left[EvictionOutcome.CLEAN] == 4 and tier.accounting.num_dirty == 4
 
 
-def test_node_evicted_while_it_waited_is_counted_and_skipped() -> None:
+def test_node_evicted_while_waiting_is_counted() -> None:
     tier = Tier()
     tier.is_healthy = False
     tier.insert(chain(1, 4))
     while tier.spiller.release_pin():
         pass
     assert tier.evict() == 4 * PAGE
-    assert tier.ledger.fates.left[Fate.LOST_WAITING] == 4
+    assert tier.accounting.left[EvictionOutcome.LOST_WAITING] == 4
     tier.is_healthy = True
     node = tier.insert(chain(1, 4))  # the same content, another node
     tier.run()
     assert tier.num_queued == [node] and tier.stored_of(chain(1, 4)) == 4
 
 
-def test_more_dirty_nodes_than_may_be_pinned_leave_room_to_evict() -> None:
+def test_too_many_dirty_nodes_leave_room_to_evict() -> None:
     tier = Tier()
     tier.is_healthy = False
     for seed in range(12):
@@ -321,7 +325,7 @@ def test_loads_go_first() -> None:
     assert tier.num_queued == [node]
 
 
-def test_sick_disk_is_given_nothing_until_it_is_well() -> None:
+def test_sick_disk_is_given_nothing() -> None:
     tier = Tier()
     tier.is_healthy = False
     node = tier.insert(chain(1, 4))
@@ -339,7 +343,7 @@ def exhaust(tier: Tier) -> None:
     assert tier.gate.outcomes[Outcome.DROPPED_BUDGET] > 0
 
 
-def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() -> None:
+def test_dropped_node_is_offered_to_an_idle_disk() -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.insert(chain(1, 4))
@@ -355,11 +359,11 @@ def test_dropped_node_is_offered_again_once_the_disk_is_idle_and_not_before() ->
         tier.run()
     assert tier.stored_of(chain(1, 4)) == 4 and tier.stored_of(chain(100, 200)) == 200
     tier.evict()
-    assert tier.ledger.fates.left[Fate.LOST_BUDGET] == 0
+    assert tier.accounting.left[EvictionOutcome.LOST_BUDGET] == 0
     assert set(tier.ended[-2:]) == {(200 * PAGE, True), (4 * PAGE, True)}
 
 
-def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
+def test_unstorable_node_is_not_offered_for_ever() -> None:
     tier = Tier()
     node = tier.insert(chain(1, 4))
     tier.engine.close()  # refuses every store
@@ -370,10 +374,10 @@ def test_node_that_cannot_be_stored_is_not_offered_for_ever() -> None:
         tier.run(2)
     assert tier.num_queued == [node] * 4
     tier.evict()
-    assert tier.ledger.fates.left[Fate.LOST_FAILED] == 4
+    assert tier.accounting.left[EvictionOutcome.LOST_FAILED] == 4
 
 
-def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
+def test_missing_ancestor_is_stored_before_its_descendant() -> None:
     tier = Tier()
     ancestor = tier.insert(chain(1, 4), offer=False)
     middle = tier.insert(chain(1, 4) + chain(2, 2), offer=False)
@@ -386,7 +390,7 @@ def test_ancestor_the_disk_does_not_hold_goes_before_its_descendant() -> None:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_selective_admission_is_offered_ancestors_of_long_chains_only(is_long: bool) -> None:
+def test_selective_admission_gets_ancestors_of_long_chains(is_long: bool) -> None:
     tier = Tier(writes_per_day=100_000)
     exhaust(tier)
     tier.gate._admission.level = Level.SELECTIVE
@@ -403,80 +407,45 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
     tier = Tier()
     tier.is_healthy = False
     tier.insert(chain(1, 4))
-    tier.spiller.backup_skipped(77)
+    tier.copies.remember(77)
     tier.tree_core.reset()
     tier.spiller.clear()
-    tier.ledger.flushed()
+    tier.copies.clear()
+    tier.accounting.flushed()
     tier.is_healthy = True
     tier.run()
-    assert tier.num_queued == [] and tier.ledger.fates.left[Fate.LOST_FLUSHED] == 4
+    assert tier.num_queued == [] and tier.accounting.left[EvictionOutcome.LOST_FLUSHED] == 4
+
+
+def detach(tier: Tier) -> None:
+    tiering: Any = Tiering.__new__(Tiering)
+    tiering.loads, tiering.stores = SimpleNamespace(detached=lambda: None), tier.spiller
+    tiering.detached()
 
 
 def test_detached_tier_unpins_everything() -> None:
     tier = Tier()
     tier.insert(chain(1, 4))
-    tier.spiller.step(None)
+    detach(tier)
     assert tier.evict() == 4 * PAGE
 
 
-class Backups:
-    """Skipped host copies: nodes of a device tier, and whether host memory has room."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.has_room = False
-        self.backed_up: set[int] = set()
-        self.tried: list[int] = []
-        core = tier.tree_core
-        tier.tree_core = SimpleNamespace(  # type: ignore[assignment]
-            is_backuped=lambda node: self.look_up(node) in self.backed_up,
-            reset=core.reset,
-        )
-        tier.back_up = self.back_up  # type: ignore[attr-defined]
-
-    def look_up(self, node: int) -> int:
-        if node >= 100:
-            raise KeyError(node)
-        return node
-
-    def back_up(self, node: int) -> bool:
-        self.tried.append(self.look_up(node))
-        if self.has_room:
-            self.backed_up.add(node)
-        return self.has_room
-
-
-def test_skipped_backups_are_made_when_there_is_room_again() -> None:
-    tier = Tier()
-    backups = Backups(tier)
-    for node in (1, 2, 100, 3):
-        tier.spiller.backup_skipped(node)
-    for _ in range(1000):
-        tier.step()
-    assert 10 < len(backups.tried) < 30  # less and less often
-    backups.has_room = True
-    for _ in range(200):
-        tier.step()
-    assert backups.backed_up == {1, 2, 3}
-    assert tier.ledger.num_backups_recovered == 3
-
-
-def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_failed() -> None:
-    """A step may be a prefill of many seconds: one copy a step would be too late for a device that
-    gives up a prompt in as many."""
-    tier = Tier()
-    backups = Backups(tier)
-    for node in range(4):
-        tier.spiller.backup_skipped(node)
-    for _ in range(1000):
-        tier.step()
-    backups.has_room = True
-    tier.spiller.stores_ended()
-    tier.lets_loads_go_first = True
-    tier.step()
-    assert not backups.backed_up
-    tier.lets_loads_go_first = False
-    tier.step()
-    assert backups.backed_up == {0, 1, 2, 3}
+def test_detached_tier_leaves_no_device_lock() -> None:
+    """SGLang forgets the stores under way without handing on their ends."""
+    tier: Any = Tier()
+    core, locks = tier.tree_core, {1: 0}
+    tier.has_small_host = True
+    tier.tree_core = SimpleNamespace(
+        is_full_device_evicted=lambda node: False, has_copied_path=lambda node: False
+    )
+    tier.inc_lock_ref = lambda node: SimpleNamespace(to_dec_params=lambda: locks.update({node: 1}))
+    tier.dec_lock_ref = lambda node, params: locks.update({node: 0})
+    tier.begin_store = lambda node: tier.ongoing_backup.update({7: node}) or 7
+    assert tier.spiller._queue_store(1) == 7 and locks == {1: 1}
+    tier.ongoing_backup.clear()
+    tier.tree_core = core
+    detach(tier)
+    assert locks == {1: 0}
 
 
 @settings(max_examples=60, deadline=None)
@@ -490,7 +459,7 @@ def test_room_that_stores_leave_is_taken_in_the_next_step_however_often_copies_f
         max_size=60,
     )
 )
-def test_no_order_of_events_upsets_the_tree_or_leaves_a_page_pinned(
+def test_no_order_of_events_leaves_a_pin(
     events: list[tuple[Any, ...]],
 ) -> None:
     tier = Tier()
@@ -513,14 +482,14 @@ def test_no_order_of_events_upsets_the_tree_or_leaves_a_page_pinned(
         elif not tier.ongoing_backup:  # as SGLang, which refuses to flush while stores are queued
             tier.tree_core.reset()
             tier.spiller.clear()
-            tier.ledger.flushed()
+            tier.accounting.flushed()
             tier.free_pages = list(range(HOST_PAGES))
         tier.spiller.queue.check_integrity()
         tier.clock.now += 0.1
     tier.ongoing_prefetch, tier.is_healthy = {}, True
     tier.run(200)
-    assert len(tier.spiller.queue) == 0 and not tier.spiller._locks and not tier.spiller._dirty
+    assert len(tier.spiller.queue) == 0 and len(tier.spiller._locks) == 0
     tier.evict()
     assert len(tier.free_pages) == HOST_PAGES
-    tier.ledger.fates.check_integrity()
-    assert tier.ledger.fates.num_dirty == 0
+    tier.accounting.check_integrity()
+    assert tier.accounting.num_dirty == 0

@@ -38,16 +38,17 @@ class Tier:
         self.notes = Notes(FileDevice(directory))
         self.asked: list[tuple[str | None, str | None]] = []
         cache: Any = SimpleNamespace(
-            fence=PurgedTenants(),
+            purged_tenants=PurgedTenants(),
             root_node_handle=lambda extra_key: 0,
             prefetch_from_storage=self._prefetch,
-            forget_plan=lambda handle: None,
             has_ongoing_prefetch=lambda handle: False,
             pop_prefetch_loaded_span=lambda handle: (64, 0),
             storage_prefetch_retries=SimpleNamespace(cancel=lambda rid: None),
-            is_loading_or_waiting=lambda: False,
         )
-        self.host = WarmHost(cache, self.notes, 10_000)
+        loads: Any = SimpleNamespace(
+            is_loading_or_waiting=lambda: False, forget=lambda handle: None
+        )
+        self.host = WarmHost(cache, loads, self.notes, 10_000)
 
     def _prefetch(self, *_: Any, extra_key: str | None, cache_salt: str | None) -> None:
         self.asked.append((extra_key, cache_salt))
@@ -92,7 +93,7 @@ def finished(purge: Forgetting) -> bool:
     return purge.wait(TIMEOUT_S)
 
 
-def test_a_purge_is_durable_only_once_the_list_on_the_disk_does_not_name_the_tenant(
+def test_purge_is_durable_once_the_list_forgot(
     tier: Tier,
 ) -> None:
     assert finished(tier.host.purge(ACME))

@@ -192,7 +192,7 @@ def decode(
 
 def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
     _load_native_hash_module.cache_clear()
-    decode.cache.begin_loading(DEVICE_TOKENS)
+    decode.cache._make_tiering(decode.cache.storage, TieredConfig.from_environment())
     assert _load_native_hash_module.cache_info().currsize == 1
 
 
@@ -238,8 +238,7 @@ def test_deferred_load_is_retried_after_rank_agreement(
     # Another rank that always says the same.
     monkeypatch.setattr(cache, "_all_reduce_attn_groups", lambda data, op: None)
     monkeypatch.setattr(cache, "tp_world_size", 2)
-    del cache.cache_controller.prefetch  # which answers at once where nobody else is asked
-    cache.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+    cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
     entry = decode.arrives()
     assert decode.waits(entry)
     decode.until(lambda: not decode.waits(entry))
@@ -251,12 +250,12 @@ def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:
     decode.store()
     promised, failed = decode.arrives(), decode.arrives()
     decode.until(lambda: not decode.waits(promised))
-    assert decode.cache._planner.queue_wait_s > 0
+    assert decode.cache.tiering.planner.queue_wait_s > 0
     decode.promise(promised)
     decode.queue.queue.remove(failed)
     decode_loads.after_preallocation(([], [failed]), decode.queue)
-    assert decode.cache._planner.queue_wait_s == 0
-    assert decode.cache._num_loading_tokens() == 0
+    assert decode.cache.tiering.planner.queue_wait_s == 0
+    assert decode.cache.tiering.loads.num_tokens() == 0
 
 
 def test_promised_copies_stay_locked_until_copied(decode: Decode) -> None:
@@ -271,4 +270,4 @@ def test_promised_copies_stay_locked_until_copied(decode: Decode) -> None:
     assert decode.restores(entry) == promised
     entry.hicache_restore_lock = cache.lock(entry.req.best_match_node)
     decode_loads.after_transfers(None, transfers)
-    assert not cache.has_promised
+    assert not cache.promised

@@ -13,14 +13,14 @@ from sglang_tiered.integration.observe.stats import (
     ObjectTierStats,
     PeerTierStats,
     PlannerStats,
+    SpillStats,
     TierReads,
     TierStats,
 )
-from sglang_tiered.integration.storage.page_accounting import HostLedger
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import LoadDecision
-from sglang_tiered.policy.page_accounting import PageFates
+from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
 from sglang_tiered.storage.object.stats import ObjectStats
@@ -51,12 +51,13 @@ ENGINE = EngineStats(
     num_regions_stuck=0,
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
 )
-HOST = HostLedger(PageFates(4), 64, waiting_tokens=640, flight_tokens=64, num_backups_skipped=12)
-HOST.fates.written(np.array([0]))
-HOST.fates.freed(np.array([0]))  # before it was stored
+HOST = PageAccounting(256, 64)
+HOST.written(np.arange(64))
+HOST.freed(np.arange(64))  # before it was stored
 STATS = TierStats(
     nvme=ENGINE,
     host=HOST,
+    spill=SpillStats(waiting_tokens=640, flight_tokens=64, num_backups_skipped=12),
     planner=PlannerStats({LoadDecision.LOAD: 128}, None, {}),
     reads=TierReads(2, 0.5, 1e9),
     admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},

@@ -227,7 +227,7 @@ def test_reset_tree_leaves_no_announcement() -> None:
     tier = Tier()
     tier.announce(hashes(*"ab"), VERY_LONG)
     tier.gate.tree_was_reset()
-    assert len(tier.gate._offers) == 0
+    assert len(tier.gate._pending) == 0
 
 
 def test_level_is_logged_when_it_changes_and_at_most_once_a_minute(

@@ -187,11 +187,11 @@ def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fi
 
 
 def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
-    storage, fence = make.open(make_pool(0)), PurgedTenants()
+    storage, purged = make.open(make_pool(0)), PurgedTenants()
     sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)
-        tenant = fence.tenant_of(key, "salt")
+        tenant = purged.tenant_of(key, "salt")
         storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
     assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
@@ -261,7 +261,7 @@ def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
     storage = make.open(make_pool(0))
     storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
     storage.tree_was_reset()
-    assert len(storage.gate._offers) == 0
+    assert len(storage.gate._pending) == 0
 
 
 def test_every_rank_of_a_latent_attention_model_keeps_books_of_what_is_stored(

@@ -14,11 +14,11 @@ class Disk:
         self.reads: list[int] = []
         self.lessons: list[int] = []
 
-    def read(self, num_pages: int, taught_after_s: float) -> None:
+    def read(self, num_pages: int, min_informative_s: float) -> None:
         taken_s = self.seconds.pop(0)
         self.now += taken_s
         self.reads.append(num_pages)
-        if taken_s >= taught_after_s:
+        if taken_s >= min_informative_s:
             self.lessons.append(num_pages)
 
     def probe(self, num_pages: int) -> None:

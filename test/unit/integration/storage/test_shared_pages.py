@@ -192,7 +192,7 @@ def test_pages_are_stored_once_and_loaded_by_every_rank(ranks: Ranks) -> None:
         assert storage.batch_exists(KEYS) == 3
         assert load(storage) == [True] * 3
         assert torch.equal(pool.kv_buffer[5:8], expected)
-        assert storage.ledger.fates.num_dirty == 0
+        assert storage.accounting.num_dirty == 0
     assert ranks.shards() == [SHARD]
     assert storages[0].region_engine.stats().capacity_bytes == 64 * MiB
 

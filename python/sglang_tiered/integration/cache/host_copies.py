@@ -1,0 +1,234 @@
+"""``HostCopies``: copies of nodes in host memory, and who waits for room for one.
+
+SGLang skips a copy without a word while host memory is short; here it is made later. In a small
+host tier a copy of what the device holds may have given way, and is made again before a load is put
+below it; and there a load may have to wait until stores leave it room.
+
+Retries of skipped copies depend on host memory and on whose store ended, which are the same on all
+ranks, and run everywhere. Everything runs on the scheduler thread and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+
+from sglang_tiered.integration.cache.host_locks import LockingCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+__all__ = ["CopyingCache", "HostCopies"]
+
+MAX_COPIES_PER_STEP = 4
+"""Of those that were skipped. Of a host tier that is small, they are all of it."""
+
+MAX_REMEMBERED = 4096
+MAX_PAUSE_STEPS = 64
+
+
+class CopyingCache(LockingCache, Protocol):
+    """What this asks of its cache. All but the last three are SGLang's."""
+
+    tree_core: Any
+    cache_controller: Any
+    ongoing_write_through: Mapping[int, Any]
+    ongoing_backup: Mapping[int, Any]
+    ongoing_prefetch: Mapping[Any, Any]
+
+    @property
+    def has_small_host(self) -> bool:
+        """Whether copies of what the device holds give way in the host tier."""
+        ...
+
+    @property
+    def decides_alone(self) -> bool: ...
+
+    def begin_copy(self, action: BackupKV) -> int:
+        """Have SGLang copy nodes to host memory; how many tokens of the last one."""
+        ...
+
+
+class HostCopies:
+    """One per cache. ``patience_s``: how long a request's load may be kept waiting and still gain;
+    ``waiting_stores``: nodes that wait for their store."""
+
+    def __init__(
+        self,
+        cache: CopyingCache,
+        *,
+        patience_s: Callable[[Any], float],
+        waiting_stores: Callable[[], Iterable[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._patience_s = patience_s
+        self._waiting_stores = waiting_stores
+        self._clock = clock
+        self._skipped: OrderedDict[int, None] = OrderedDict()
+        self._pause_steps = self._next_pause = 0
+        self.num_skipped = self.num_recovered = 0
+        # In a small host tier: until when a request's load waits for room, and what is counted when
+        # it is asked for and something was copied or stored since.
+        self._waits_for_room: dict[CacheRequestHandle, float] = {}
+        self._must_stay: int | None = None
+
+    # ---- Copies ----
+
+    def attempted(self, node_id: int) -> None:
+        """SGLang was to copy the nodes down to this one."""
+        if not self._cache.tree_core.is_backuped(node_id):
+            self.remember(node_id)
+            self.num_skipped += 1
+
+    def remember(self, node_id: int) -> None:
+        """Host memory was short: a node stays on the device without a host copy, for now."""
+        self._skipped[node_id] = None
+        if len(self._skipped) > MAX_REMEMBERED:
+            self._skipped.popitem(last=False)
+
+    def back_up(self, node_id: int) -> bool:
+        """Copy a node to host memory; whether all of it is there now. Raises ``KeyError`` if the
+        node is gone."""
+        cache, core = self._cache, self._cache.tree_core
+        if core.is_backuped(node_id):
+            return True
+        if cache.has_small_host:
+            for part in core.parts_to_copy(node_id):
+                if cache.begin_copy(BackupKV([part])) == 0 and part != node_id:
+                    self.remember(part)
+        else:
+            cache.begin_copy(core.build_backup_kv_action(node_id))
+        return bool(core.is_backuped(node_id))
+
+    def has_host_path(self, node_id: int) -> bool:
+        """Whether a load may be put below a node: SGLang drops it where the device alone holds what
+        is above. In a small host tier, copies that gave way are made again if there is room."""
+        cache, core = self._cache, self._cache.tree_core
+        if not cache.has_small_host or core.has_copied_path(node_id):
+            return True
+        path = core.collect_path_info([node_id])[0]
+        if path and path[-1].path_end > cache.cache_controller.mem_pool_host.logical_size:
+            return False
+        # What is copied first must not give way to what is copied next.
+        lock = cache.inc_host_lock_ref(node_id).to_dec_params()
+        try:
+            return all(self.back_up(node.node_id) for node in path)
+        finally:
+            cache.dec_host_lock_ref(node_id, lock)
+
+    def is_being_copied(self, node_id: int) -> bool:
+        """Whether host pages of a node are not filled yet. SGLang calls a node backed up once its
+        copy is queued, and the copy also waits for the forward under way. The same on all ranks."""
+        under_way = self._cache.ongoing_write_through.values()
+        return any(node_id in pending.publish_node_ids for pending in under_way)
+
+    def retry(self) -> None:
+        """Try the skipped nodes until one fails, then pause, longer after each failure. Counts
+        steps and stores, not seconds, so that all ranks try at the same time."""
+        if not self._skipped or self._loads_go_first():
+            return
+        if self._pause_steps > 0:
+            self._pause_steps -= 1
+            return
+        for _ in range(min(MAX_COPIES_PER_STEP, len(self._skipped))):
+            node_id, _ = self._skipped.popitem(last=False)
+            try:
+                if self._cache.tree_core.is_backuped(node_id):
+                    continue
+                is_there = self.back_up(node_id)
+            except KeyError:
+                continue
+            if not is_there:
+                self._skipped[node_id] = None
+                self._next_pause = min(MAX_PAUSE_STEPS, max(1, 2 * self._next_pause))
+                self._pause_steps = self._next_pause
+                return
+            self._next_pause = 0
+            self.num_recovered += 1
+
+    # ---- Room, in a small host tier ----
+
+    def stores_in_the_way(
+        self,
+        request: CacheRequestHandle,
+        num_tokens: int,
+        storage: TieredStorage,
+        *,
+        num_loading: int,
+    ) -> int:
+        """Tokens whose stores a load of ``num_tokens`` waits for, since host memory has no room for
+        it before, beside the ``num_loading`` of others; 0 if it may begin.
+
+        A copy stays until it is stored, and in a small host tier such copies may be most of it.
+        A load waits for room only where one rank decides alone, since ranks do not know of each
+        other how long a store takes, and only while stores go on and the load still gains."""
+        cache = self._cache
+        if num_tokens == 0 or not cache.has_small_host or not cache.decides_alone:
+            return 0
+        if not storage.takes_stores:
+            return 0
+        must_stay = self._tokens_that_must_stay()
+        host_tokens: int = cache.cache_controller.mem_pool_host.logical_size
+        taken = must_stay + num_loading
+        in_the_way = min(min(num_tokens, host_tokens) + taken - host_tokens, must_stay)
+        if in_the_way <= 0:
+            return 0
+        now = self._clock()
+        until = self._waits_for_room.setdefault(request, now + self._patience_s(request))
+        return in_the_way if now < until else 0
+
+    def _tokens_that_must_stay(self) -> int:
+        """Of copies that are being made, wait to be stored, or are being stored."""
+        if self._must_stay is None:
+            cache = self._cache
+            making = [pending.publish_node_ids for pending in cache.ongoing_write_through.values()]
+            nodes = {node_id for node_ids in making for node_id in node_ids}
+            nodes.update(node_id for node_id, _ in cache.ongoing_backup.values())
+            nodes.update(self._waiting_stores())
+            self._must_stay = cache.tree_core.num_tokens(nodes)
+        return self._must_stay
+
+    def _loads_go_first(self) -> bool:
+        """Whether a load waits for host memory, which no skipped copy may take before it."""
+        if not self._waits_for_room:
+            return False
+        now = self._clock()
+        return any(now < until for until in self._waits_for_room.values())
+
+    def stops_waiting(self, request: CacheRequestHandle) -> None:
+        """Unknown requests are fine."""
+        self._waits_for_room.pop(request, None)
+
+    def copied(self) -> None:
+        """A copy was begun."""
+        self._must_stay = None
+
+    def stores_ended(self) -> None:
+        """SGLang has taken the results of stores, on all ranks those of the same: in a small host
+        tier what they read may give way now, to copies that were skipped."""
+        self._must_stay = None
+        if self._cache.has_small_host:
+            self._pause_steps = self._next_pause = 0
+
+    def note_room(self) -> None:
+        """A step: loads that have got their host memory, or what there was of it, wait no longer;
+        and what must stay is counted again."""
+        for request in self._waits_for_room:
+            info = self._cache.ongoing_prefetch.get(request)
+            if info is not None and info.operation.host_indices is not None:
+                self._waits_for_room[request] = 0.0
+        self._must_stay = None
+
+    def clear(self) -> None:
+        """The tree was emptied."""
+        self._skipped.clear()
+        self._waits_for_room.clear()
+        self._must_stay = None

@@ -1,0 +1,60 @@
+"""``HostLocks``: host copies that must stay, by what they stay for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
+
+__all__ = ["HostLocks"]
+
+Reason = TypeVar("Reason")
+
+
+class LockingCache(Protocol):
+    """What this asks of SGLang's cache."""
+
+    def inc_host_lock_ref(self, node_id: int) -> Any: ...
+    def dec_host_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
+
+
+class HostLocks(Generic[Reason]):
+    """At most one lock for each reason; the scheduler thread's. A locked node keeps its ancestors,
+    since only leaves are evicted."""
+
+    def __init__(self, cache: LockingCache) -> None:
+        self._cache = cache
+        self._locks: dict[Reason, tuple[int, DecLockRefParams]] = {}
+
+    def __contains__(self, reason: Reason) -> bool:
+        return reason in self._locks
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    def __iter__(self) -> Iterator[Reason]:
+        """The reasons, oldest first."""
+        return iter(list(self._locks))
+
+    def lock(self, reason: Reason, node_id: int) -> None:
+        """Keep the host copies up to a node, in the place of what the reason kept before."""
+        lock = node_id, self._cache.inc_host_lock_ref(node_id).to_dec_params()
+        self.unlock(reason)
+        self._locks[reason] = lock
+
+    def unlock(self, reason: Reason) -> None:
+        """Unknown reasons are fine."""
+        if reason in self._locks:
+            self._cache.dec_host_lock_ref(*self._locks.pop(reason))
+
+    def unlock_all_but(self, kept: Container[Reason] = ()) -> None:
+        for reason in self:
+            if reason not in kept:
+                self.unlock(reason)
+
+    def clear(self) -> None:
+        """The tree was emptied, and its locks with it."""
+        self._locks.clear()

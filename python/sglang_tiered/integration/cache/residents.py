@@ -1,0 +1,84 @@
+"""``Residents``: chains that stay in host memory, pinned while they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.policy.residents import ResidentSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Residents"]
+
+
+class ResidentCache(LockingCache, Protocol):
+    """What this asks of SGLang's cache."""
+
+    tree_core: Any
+
+
+class Residents:
+    """``ResidentSet`` over SGLang's tree; the scheduler thread's. A chain goes by the hash of its
+    last page, which a node keeps when the tree splits it.
+
+    ``cost_of``: seconds per token to bring a chain back that ends in a node with this hash and is
+    so many tokens long.
+    """
+
+    def __init__(
+        self, cache: ResidentCache, capacity: int, cost_of: Callable[[int, str, int], float]
+    ) -> None:
+        self._core = cache.tree_core
+        self._set: ResidentSet[str] = ResidentSet(capacity)
+        self._cost_of = cost_of
+        self._pins: HostLocks[str] = HostLocks(cache)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._set.num_tokens
+
+    def offer(self, node_id: int) -> None:
+        """A node was copied to host memory or loaded back: pin the chain that ends in it, if it is
+        to stay."""
+        if not self._core.is_backuped(node_id):
+            return
+        chain = self._core.get_last_hash_value(node_id)
+        path = self._core.collect_path_info([node_id])[0]
+        if chain is None or not path:
+            return
+        num_tokens = path[-1].path_end
+        offer = self._set.offer(chain, num_tokens, self._cost_of(node_id, chain, num_tokens))
+        for dismissed in offer.dismissed:
+            self._pins.unlock(dismissed)
+        if offer.accepted:
+            self._pins.lock(chain, node_id)
+
+    def used(self, node_id: int) -> None:
+        """A chain was loaded back. A longer prompt uses the resident that its prefix is."""
+        for node in self._core.collect_path_info([node_id])[0]:
+            if self._core.get_last_hash_value(node.node_id) in self._set:
+                self.offer(node.node_id)
+        self.offer(node_id)
+
+    def price(self, chain: str, cost: float) -> None:
+        """What a token of a chain costs to bring back from now on, if it is a resident."""
+        self._set.price(chain, cost)
+
+    def evicted(self, num_tokens: int) -> None:
+        """The tier evicted others."""
+        self._set.evicted(num_tokens)
+
+    def dismiss_one(self) -> bool:
+        """Unpin the resident that is worth least; False if there is none."""
+        chain = self._set.evict()
+        if chain is None:
+            return False
+        self._pins.unlock(chain)
+        return True
+
+    def clear(self) -> None:
+        """The tree was emptied."""
+        self._set.clear()
+        self._pins.clear()

@@ -1,0 +1,306 @@
+"""``Tiering``: what decides over a cache's tiers, and ``TierObserver``: what tells of them.
+
+Both are made once, when SGLang has built the host tier and opened the storage, and live as long as
+the cache. An operator may detach the storage and attach it again: an act of ``Tiering`` looks once
+whether there is one, and its parts are handed it. Scheduler thread only; nothing here waits for a
+disk, but for the start and the end.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_tiered.integration.cache.host_copies import CopyingCache, HostCopies
+from sglang_tiered.integration.cache.load_scheduler import (
+    LoadingCache,
+    LoadScheduler,
+    Planned,
+    Prefetch,
+)
+from sglang_tiered.integration.cache.purge_exchange import PurgeExchange
+from sglang_tiered.integration.cache.residents import Residents
+from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
+from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
+from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
+from sglang_tiered.integration.observe.exporter import MetricsExporter
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.integration.observe.stats import SpillStats, tier_stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
+
+    from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.policy.host_budget import HostBudget
+
+__all__ = ["TierObserver", "TieredCache", "Tiering", "stats_of"]
+
+MIN_COST_S = 1e-6
+
+
+class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
+    """What ``Tiering`` and its parts ask of their cache."""
+
+    ongoing_backup: dict[int, Any]
+    ongoing_prefetch: dict[Any, Any]
+    purge_as_told: Callable[[bytes | None], object] | None
+
+    @property
+    def storage(self) -> TieredStorage | None:
+        """The attached tiers; None while an operator has detached them."""
+        ...
+
+    def root_node_handle(self, extra_key: str | None) -> int: ...
+    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
+    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
+
+
+class Tiering:
+    """Loads, copies to host memory, stores, and what stays there. ``warms``: whether the prefixes
+    that came back last are loaded after a restart."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        storage: TieredStorage,
+        planner: LoadPlanner[CacheRequestHandle],
+        agreement: RankAgreement,
+        budget: HostBudget,
+        *,
+        warms: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self.planner = planner
+        self.copies = HostCopies(
+            cache,
+            patience_s=planner.patience_s,
+            waiting_stores=self._waiting_stores,
+            clock=clock,
+        )
+        self.loads = LoadScheduler(
+            cache, planner, agreement, self.copies, window_tokens=budget.loading_tokens
+        )
+        self.residents = Residents(cache, budget.resident_tokens, self.cost_to_bring_back)
+        self.stores = Spiller(
+            cache,
+            self.copies,
+            budget,
+            num_loading=self.loads.num_tokens,
+            store_ended=self._store_ended,
+            clock=clock,
+        )
+        self.warm: WarmHost | ColdStart = ColdStart(storage.notes)
+        if warms:
+            self.warm = WarmHost(cache, self.loads, storage.notes, budget.warm_tokens)
+        self._purges: PurgeExchange | None = (
+            None  # of the storage that is attached, if it hears any
+        )
+        storage.use_planner(planner)
+        if cache.has_small_host:
+            core = cache.tree_core
+            core.max_copy_tokens = max(cache.page_size, int(budget.host_tokens * COPY_SHARE))
+            core.may_give_up = lambda node_id: not self.stores.queue.is_under_way(node_id)
+            core.is_stored = self._is_stored if cache.decides_alone else None
+
+    @property
+    def agreement(self) -> RankAgreement:
+        """What ranks agree on."""
+        return self.loads.agreement
+
+    # ---- Attached and detached ----
+
+    def attached(self, storage: TieredStorage) -> None:
+        """An operator attached the tiers again."""
+        storage.use_planner(self.planner)
+
+    def detached(self) -> None:
+        """An operator detached the tiers, and SGLang has forgotten the stores under way."""
+        self.loads.detached()
+        self.stores.abandon()
+        self.stores.unlock_device()
+
+    # ---- Loads ----
+
+    def plan_load(self, call: Prefetch) -> Planned | None:
+        """What SGLang shall load of a prefix; None for nothing, or not yet."""
+        self.warm.named(call.extra_key, call.cache_salt)
+        storage = self._cache.storage
+        return Planned(call, False) if storage is None else self.loads.plan(call, storage)
+
+    def stays_put_off(self, request: CacheRequestHandle) -> bool:
+        """Whether a request whose load was put off goes on waiting."""
+        storage = self._cache.storage
+        return storage is not None and self.loads.stays_put_off(request, storage)
+
+    def starts_without(self, operation: Any) -> bool:
+        """Whether a request starts with what has arrived of its load."""
+        storage = self._cache.storage
+        return storage is not None and self.loads.starts_without(operation, storage)
+
+    # ---- Stores ----
+
+    def offer_store(self, node_id: int) -> bool:
+        """SGLang asks for the store of a node, which is queued in its turn; False if SGLang shall
+        do so itself."""
+        storage = self._cache.storage
+        if storage is None or not self._cache.tree_core.is_backuped(node_id):
+            return False
+        self.stores.offer(node_id, storage)
+        return True
+
+    def store_soon(self, path: Any) -> None:
+        """A checkpoint waits until the nodes of a path are stored."""
+        storage = self._cache.storage
+        if storage is not None:
+            self.stores.store_soon(path, storage)
+
+    def stores_ended(self) -> None:
+        """SGLang has taken the results of stores."""
+        self.copies.stores_ended()
+        self.stores.unlock_device()
+
+    # ---- What stays in host memory ----
+
+    def unlock_one(self, *, is_base: bool) -> bool:
+        """Let something be evicted that was kept; False if nothing else is. Residents go before
+        what NVMe does not hold yet. What was loaded for requests that wait stays, since the window
+        bounds it; but of other components' states it may take all, so of these what came last goes
+        too."""
+        return (
+            self.residents.dismiss_one()
+            or self.stores.release_pin()
+            or (not is_base and self.loads.unlock_last_loaded())
+        )
+
+    def loaded_back(self, params: Any) -> None:
+        """A request's prefix was matched, and copied to the device."""
+        node_id, core = params.best_match_node, self._cache.tree_core
+        path = core.collect_path_info([node_id])[0]
+        # Between a purge and the next reset, keys carry marks that mean nothing later.
+        if params.req is not None and path and not self._cache.purged_tenants:
+            hashes = [core.get_last_hash_value(node.node_id) for node in path]
+            self.warm.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
+        self.residents.used(node_id)
+
+    def cost_to_bring_back(self, node_id: int, chain: str, num_tokens: int) -> float:
+        """Seconds per token to have a chain again once it left host memory: a load if NVMe holds
+        it or is about to, else a prefill. The same for all chains where ranks must agree."""
+        storage = self._cache.storage
+        if storage is None or not self._cache.decides_alone:
+            return 1.0
+        is_held = self.stores.queue.is_under_way(node_id) or storage.holds(chain)
+        return self._cost(num_tokens, is_held=is_held)
+
+    def _cost(self, num_tokens: int, *, is_held: bool) -> float:
+        costs = self.planner.costs
+        prefill = costs.prefill.seconds(num_tokens, 0)
+        seconds = costs.load_seconds((num_tokens,)) if is_held else prefill
+        return max(seconds, MIN_COST_S) / num_tokens
+
+    def _store_ended(self, chain: str, num_tokens: int, is_held: bool) -> None:
+        self.residents.price(chain, self._cost(num_tokens, is_held=is_held))
+
+    def _waiting_stores(self) -> list[int]:
+        return self.stores.queue.waiting()
+
+    def _is_stored(self, last_hash: str) -> bool:
+        storage = self._cache.storage
+        return storage is not None and storage.holds(last_hash)
+
+    # ---- Steps and ends ----
+
+    def step(self) -> None:
+        """A step of the scheduler, after SGLang took note of what has ended."""
+        storage = self._cache.storage
+        self.loads.step()
+        self.copies.note_room()
+        if storage is None:
+            self.copies.retry()
+            self.warm.tick()
+            return
+        self.stores.step(storage)
+        storage.settle_namespace()
+        if storage.knows_namespace:
+            self.warm.tick()
+        self._apply_remote_purges(storage)
+
+    def _apply_remote_purges(self, storage: TieredStorage) -> None:
+        """Put out of reach what other servers purged: with several ranks, on all in one step."""
+        purges, apply = storage.remote_purges, self._cache.purge_as_told
+        if purges is None or apply is None:
+            return
+        if self._purges is None or self._purges.purges is not purges:
+            self._purges = PurgeExchange(purges, self.agreement)
+        for tenant in self._purges.next():
+            apply(tenant)
+            self._purges.applied(tenant)
+
+    def tree_was_reset(self) -> None:
+        """The tree is empty, and no lock of its nodes is left."""
+        self.loads.clear()
+        self.copies.clear()
+        self.stores.clear()
+        self.residents.clear()
+        self.warm.tree_was_reset()
+
+    def close(self) -> None:
+        """No request is left. Waits for the disk."""
+        self.warm.close()
+
+
+class TierObserver:
+    """Metrics and KV events of a cache's tiers, of every stage of a pipeline."""
+
+    def __init__(
+        self, cache: Any, storage: TieredStorage, params: CacheInitParams, *, exports: bool
+    ) -> None:
+        self._cache = cache
+        self.events = TierEvents.of_cache(cache.tree_core, storage, params)
+        self.exporter = MetricsExporter(cache.tier_stats) if exports else None
+
+    def attached(self, storage: TieredStorage) -> None:
+        """An operator attached the tiers again: what counts from zero begins anew."""
+        if self.exporter is not None:
+            self.exporter.read_from(self._cache.tier_stats)
+        if self.events is not None:
+            self.events.use_tiers(tiers_of(storage))
+
+    def note(self, node_id: int) -> None:
+        """A node was stored, or matched and loaded."""
+        if self.events is not None:
+            self.events.note(node_id)
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call."""
+        return [] if self.events is None else self.events.take()
+
+    def step(self) -> None:
+        """A step of the scheduler. While the tiers are detached there is nothing to tell."""
+        if self.exporter is not None and self._cache.storage is not None:
+            self.exporter.export()
+
+    def tree_was_reset(self) -> None:
+        if self.events is not None:
+            self.events.tree_was_reset()
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
+
+
+def stats_of(storage: TieredStorage, tiering: Tiering | None) -> TierStats:
+    """A snapshot of a cache's tiers; without ``Tiering`` on a stage of a pipeline."""
+    if tiering is None:
+        return tier_stats(storage)
+    queue, copies = tiering.stores.queue, tiering.copies
+    spill = SpillStats(
+        queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
+    )
+    return tier_stats(storage, tiering.planner.stats(), spill)
