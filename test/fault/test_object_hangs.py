@@ -22,6 +22,7 @@ from object_engines import (
 from object_proxy import delay, hang
 
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +107,6 @@ def test_lookups_never_wait_whatever_hangs(
             engine.lookup(run_of(1).keys)
             engine.contains(run_of(1).keys)
             engine.stats()
-            engine.poll()
         assert not load_job.done, "what hangs was waited for"
         released.set()
         for job in (load_job, store_job):
@@ -153,7 +153,7 @@ def test_closing_is_bounded_and_ends_every_job(
         jobs = [start_load(engine, run_of(1))[0], engine.submit_store(run_of(3))]
         waiting = [
             threading.Thread(target=engine.refresh, args=(TIMEOUT_S,)),
-            threading.Thread(target=engine.purge, args=(TENANT, TIMEOUT_S)),
+            threading.Thread(target=lambda: is_true(engine.begin_purge(TENANT), TIMEOUT_S)),
             threading.Thread(target=engine.flush, args=(TIMEOUT_S,)),
         ]
         for thread in waiting:

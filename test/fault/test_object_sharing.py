@@ -24,6 +24,7 @@ from object_engines import (
 from object_proxy import HOST, expire, hang, hide, replay
 
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,7 +172,7 @@ def test_a_purge_is_seen_by_servers_that_run_and_by_those_that_start(url: str) -
         assert store(first, mine, theirs) == OK
         assert second.refresh(TIMEOUT_S)
         assert load(second, mine) == OK
-        assert first.purge(TENANT, TIMEOUT_S)
+        assert is_true(first.begin_purge(TENANT), TIMEOUT_S)
         assert not is_held(first, mine)
         assert second.refresh(TIMEOUT_S)
         for engine in (first, second):
@@ -193,7 +194,7 @@ def test_a_purge_hides_at_once_while_the_bucket_is_away_and_is_durable_later(
     with opened(s3_url) as engine:
         assert store(engine, mine) == OK
         rule = proxy.add("put", "/purges/", hang(), count=1)
-        assert not engine.purge(TENANT, 0.2), "it cannot be durable"
+        assert not is_true(engine.begin_purge(TENANT), 0.2), "it cannot be durable"
         assert not is_held(engine, mine)
         assert rule.hit.wait(TIMEOUT_S)
         proxy.clear()
@@ -206,7 +207,7 @@ def test_a_purge_hides_at_once_while_the_bucket_is_away_and_is_durable_later(
             ),
             "it is tried again",
         )
-        assert engine.purge(TENANT, TIMEOUT_S)
+        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
     with opened(s3_url) as fresh:
         assert not is_held(fresh, mine)
 
@@ -222,7 +223,7 @@ def test_a_store_under_way_does_not_land_behind_a_purge(s3_url: str, proxy: Faul
             assert rule.hit.wait(TIMEOUT_S)
             forgetting = engine.begin_purge(TENANT)
             released.set()
-            assert forgetting.wait(TIMEOUT_S)
+            assert is_true(forgetting, TIMEOUT_S)
             assert job.wait(TIMEOUT_S)
             assert set(job.reasons) == {Reason.CANCELLED}
             assert not is_held(engine, mine)
@@ -235,7 +236,7 @@ def test_a_tombstone_that_does_not_verify_hides_rather_too_much(
 ) -> None:
     with opened(s3_url) as writer:
         assert store(writer, run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)) == OK
-        assert writer.purge(TENANT, TIMEOUT_S)
+        assert is_true(writer.begin_purge(TENANT), TIMEOUT_S)
     bucket = s3_url.split("/")[2]
     (tombstone,) = objects_of(object_server, s3_url, "purges")
     object_server.client.put_object(Bucket=bucket, Key=tombstone, Body=b"nonsense")

@@ -20,8 +20,10 @@ from simulation.engine import REGION, Clock, running
 from simulation.ledger import TIMEOUT_S, Ledger, keys
 
 from kit.faulty import Fault, FaultyDevice
+from kit.waiting import drained
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def first_life(engine: RegionEngine, ledger: Ledger) -> None:
 def second_life(engine: RegionEngine, ledger: Ledger) -> None:
     ledger.load(engine, keys(range(21)))
     ledger.store(engine, keys(range(21, 25)))
-    engine.clear(TIMEOUT_S)
+    is_true(engine.begin_purge(None), TIMEOUT_S)
     ledger.store(engine, keys(range(25, 31)))
     ledger.sync(engine)
     ledger.load(engine, keys(range(21, 31)))
@@ -65,7 +67,7 @@ def life(directory: Path, device: FaultyDevice, clock: Clock) -> Iterator[Region
         else:
             raise AssertionError(f"the store is refused {NUM_TRIES} times")
         yield engine
-        assert engine.drain(TIMEOUT_S), "a job is left waiting"
+        assert drained(engine, TIMEOUT_S), "a job is left waiting"
 
 
 def expect_recovery(
@@ -93,7 +95,7 @@ def expect_barrier(engine: RegionEngine, ledger: Ledger) -> None:
     """One attempt may hit the fault. No barrier vouches again for pages that a sync failed on, as
     nobody knows whether they are on the disk; without those it works."""
     if not any(ledger.sync(engine) for _ in range(NUM_TRIES)):
-        engine.clear(TIMEOUT_S)
+        is_true(engine.begin_purge(None), TIMEOUT_S)
         assert set(ledger.store(engine, keys(FRESH))) == {Reason.OK}
         assert ledger.sync(engine), "no barrier completes any more"
 

@@ -14,6 +14,7 @@ import pytest
 from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -67,7 +68,7 @@ def workload(engine: RegionEngine, runs: list[Run], blank: Blank) -> None:
     for run in runs:
         target = blank(run)
         check_loaded(run, target, done(engine.submit_load(target)))
-    engine.sync(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
+    engine.flush(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
 
 
 def make_runs(make_run: MakeRun) -> list[Run]:
@@ -313,13 +314,13 @@ def test_forgetting_waits_no_longer_for_a_disk_that_hangs_than_it_was_told_to(
     stuck = engine.submit_store(run)
     assert entered.wait(TIMEOUT_S)
     engine.set_namespace(b"\x22" * 32)
-    assert not engine.clear(0.01)
-    assert not engine.purge(b"t" * 16, 0.01)
+    assert not is_true(engine.begin_purge(None), 0.01)
+    assert not is_true(engine.begin_purge(b"t" * 16), 0.01)
     assert not stuck.done
     release.set()
     assert done(stuck) == [Reason.OK]
     assert engine.lookup(run.keys).num_hits == 0, "it landed behind all that was forgotten"
-    assert engine.clear(TIMEOUT_S)
+    assert is_true(engine.begin_purge(None), TIMEOUT_S)
     engine.close()
 
 
@@ -344,7 +345,7 @@ def test_whoever_asks_a_disk_that_hangs_closes_no_file_on_it(
     first, second, third = (make_run(seed, [12_288] * 3) for seed in range(3))
     done(engine.submit_store(first))
     done(engine.submit_store(second))
-    engine.sync(TIMEOUT_S)
+    engine.flush(TIMEOUT_S)
     entered, release = threading.Event(), threading.Event()
 
     def hang(called: str) -> None:

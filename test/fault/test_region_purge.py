@@ -13,8 +13,10 @@ from simulation.engine import REGION, running
 from simulation.ledger import NAMESPACE, TIMEOUT_S, Ledger, content, keys
 
 from kit.faulty import Fault, FaultyDevice
+from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import purges
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.purges import Bound, Purges
@@ -65,7 +67,7 @@ def fill(engine: RegionEngine) -> None:
     for start in range(0, 12, 3):
         assert store(engine, OF_A[start : start + 3], A) == [Reason.OK] * 3
         assert store(engine, OF_B[start : start + 3], B) == [Reason.OK] * 3
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
 
 
 def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
@@ -73,13 +75,13 @@ def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
     fill(engine)
     jobs = [submit(engine, LATER[:3], A), submit(engine, keys(range(300, 303)), B)]
     told.append("begun")
-    if engine.purge(A, TIMEOUT_S):
+    if is_true(engine.begin_purge(A), TIMEOUT_S):
         told.append("durable")
     for job in jobs:
         assert job.wait(TIMEOUT_S)
     if "durable" in told and store(engine, LATER[3:], A) == [Reason.OK] * 3:
         told.append("again")
-        if engine.sync(TIMEOUT_S):
+        if engine.flush(TIMEOUT_S):
             told.append("synced")
 
 
@@ -108,7 +110,7 @@ def test_power_may_go_at_any_change_of_a_purge(tmp_path: Path) -> None:
                     assert since == 3 if owed else since <= 3, where
                 # And what a recovery makes of it stays so.
                 assert store(engine, keys(range(400, 403)), A) == [Reason.OK] * 3
-                assert engine.sync(TIMEOUT_S)
+                assert engine.flush(TIMEOUT_S)
             # The next process of the same disk.
         if device.powered:
             break
@@ -126,13 +128,13 @@ def test_what_is_stored_after_a_purge_outlives_two_losses_of_power(
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12  # not synced
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         device.powered = False
     device = SimulatedDevice(device.crash(mode))
     with running(tmp_path, device) as engine:
         assert held(engine, OF_A) == 0
         assert store(engine, OF_A, A) == [Reason.OK] * 12
-        assert engine.sync(TIMEOUT_S)
+        assert engine.flush(TIMEOUT_S)
         device.powered = False
     with running(tmp_path, SimulatedDevice(device.crash(mode))) as engine:
         assert held(engine, OF_A) == 12
@@ -145,7 +147,7 @@ def test_a_purge_holds_for_other_namespaces_too(tmp_path: Path) -> None:
     device = device.restart()
     with running(tmp_path, device, namespace=b"\x77" * 32) as engine:
         assert engine.stats().num_pages == 0
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     with running(tmp_path, device.restart()) as engine:
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
@@ -156,7 +158,7 @@ def test_clear_is_durable_even_where_no_file_can_be_removed(tmp_path: Path) -> N
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
-        assert engine.clear(TIMEOUT_S)
+        assert is_true(engine.begin_purge(None), TIMEOUT_S)
         assert held(engine, OF_A + OF_B) == 0
     with running(tmp_path, inner.restart()) as engine:
         assert held(engine, OF_A + OF_B) == 0
@@ -169,10 +171,10 @@ def test_a_purge_that_cannot_be_written_says_so_and_goes_with_the_next(tmp_path:
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
-        assert not engine.purge(A, TIMEOUT_S)
+        assert not is_true(engine.begin_purge(A), TIMEOUT_S)
         assert held(engine, OF_A) == 0, "not durable, but hidden"
         device.faults = []
-        assert engine.purge(b"c" * 16, TIMEOUT_S)
+        assert is_true(engine.begin_purge(b"c" * 16), TIMEOUT_S)
     with running(tmp_path, inner.restart()) as engine:
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
@@ -182,7 +184,7 @@ def test_damaged_purges_bring_nothing_back(tmp_path: Path, harm: str) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     files = device.crash("kill")
     good = files[PURGES_NAME]
     for bit in range(0, 8 * len(good), 7) if harm == "flip" else [0]:
@@ -222,10 +224,10 @@ def test_purges_are_forgotten_once_no_region_before_them_is_left(tmp_path: Path)
     with running(tmp_path, device) as engine:
         fill(engine)
         for number in range(20):
-            assert engine.purge(bytes([number]) * 16, TIMEOUT_S)
+            assert is_true(engine.begin_purge(bytes([number]) * 16), TIMEOUT_S)
         assert len(purges.read(device).tenants) == 20
-        assert engine.clear(TIMEOUT_S)
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(None), TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     assert set(purges.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
@@ -236,7 +238,7 @@ def test_a_region_that_a_purge_leaves_empty_is_given_back(tmp_path: Path) -> Non
         for start in range(0, 60, 6):
             assert store(engine, keys(range(start, start + 6)), A) == [Reason.OK] * 6
         before = engine.stats().physical_bytes
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         assert before > 3 * REGION
         assert engine.stats().physical_bytes <= REGION, "only the open one stays"
         assert engine.stats().num_pages_evicted == 0
@@ -266,15 +268,12 @@ def test_pages_on_their_way_back_into_the_log_are_purged_too(tmp_path: Path) -> 
             if reading.is_set():
                 break
         assert reading.is_set(), "reclaim saved nothing"
-        purged = threading.Thread(target=engine.purge, args=(A, TIMEOUT_S))
-        purged.start()
-        while engine.lookup(hot).num_hits:
-            pass
+        purged = engine.begin_purge(A)
+        assert not engine.lookup(hot).num_hits
         armed = False
         go_on.set()
-        purged.join(TIMEOUT_S)
-        assert not purged.is_alive()
-        assert engine.drain(TIMEOUT_S)
+        assert is_true(purged, TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
         assert settle(engine, hot) == 0
         assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
@@ -294,7 +293,7 @@ def test_tenants_are_known_after_a_restart_and_after_reinsertion(tmp_path: Path)
         assert before[A][0] == 1
     with running(tmp_path, device.restart(), capacity_bytes=4 * REGION) as engine:
         assert {entry.tenant: entry[1:] for entry in engine.tenants(9)} == before
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         assert held(engine, hot) == 0
 
 

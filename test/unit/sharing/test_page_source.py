@@ -11,6 +11,7 @@ import pytest
 from sglang_tiered.sharing.page_source import PageSource, _Memory
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 
@@ -121,7 +122,7 @@ def test_nothing_purged_or_of_a_closed_store_is_given_away(
 ) -> None:
     run = stored(region, make_run(4, [4096, 4096]))
     source = PageSource(region, max_free_bytes=1 << 20)
-    region.clear(20.0)
+    is_true(region.begin_purge(None), 20.0)
     assert read(source, run.keys, [4096, 4096]) == [None, None]
     stored(region, run)
     region.close()
@@ -136,7 +137,7 @@ def test_a_page_that_goes_between_the_look_and_the_read_is_none(
     load = region.submit_load
 
     def purge_first(wanted: Run) -> Any:
-        region.clear(20.0)
+        is_true(region.begin_purge(None), 20.0)
         return load(wanted)
 
     monkeypatch.setattr(region, "submit_load", purge_first)

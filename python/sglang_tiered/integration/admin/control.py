@@ -24,8 +24,6 @@ from sglang_tiered.integration.storage.remote_purges import with_unknown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.stack.tiers import Unfinished
-
 __all__ = [
     "PREFIX",
     "after_flush",
@@ -51,7 +49,7 @@ class _Desk:
     """What was begun in this process, by the id its asker gave."""
 
     def __init__(self) -> None:
-        self.purges: OrderedDict[str, list[Unfinished]] = OrderedDict()
+        self.purges: OrderedDict[str, list[Future[bool]]] = OrderedDict()
         self.reports: OrderedDict[str, Future[list[dict[str, Any]]]] = OrderedDict()
         self.has_tiers = False  # of the scheduler of this process
         self.resetting = False  # the flush that comes is ours; nobody asked for it
@@ -85,8 +83,8 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
         _remember(_desk.purges, number, begin(scheduler, cache, tenant))
         on_idle(scheduler)
     purges = _desk.purges[number]
-    done = all(purge.done for purge in purges)
-    durable = done and all(purge.wait(0.0) for purge in purges)
+    done = all(purge.done() for purge in purges)
+    durable = done and all(purge.result() for purge in purges)
     done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
     config = TieredConfig.from_environment()
     if cache.storage is None and config is not None and config.nvme is not None:
@@ -97,7 +95,7 @@ def handle(scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def begin(
     scheduler: Any, cache: TieredRadixCache, tenant: bytes | None, *, was_told: bool = False
-) -> list[Unfinished]:
+) -> list[Future[bool]]:
     """Put the pages of a tenant, or all, out of reach in every tier; and tell other servers to do
     the same, unless one of them told us."""
     # Before the tree is reset, or it would be asked to store what is purged.

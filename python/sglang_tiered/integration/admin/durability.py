@@ -10,14 +10,14 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.storage.host_pages import page_segments
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Run, Tier
+from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.stack import LayeredEngine
+    from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["WORK_S", "make_durable"]
 
@@ -35,32 +35,30 @@ def make_durable(
     """How many leading pages are durable in a tier in the end. Pages are waited for until they are
     stored; for NVMe those that only the bucket or other servers hold are loaded and kept, under
     their tenant. Never on the scheduler thread."""
-    if storage.borrows:
+    shard, stack = storage.region_engine, storage.stack
+    if not isinstance(shard, RegionEngine):
         return len(hashes)  # the rank that keeps the pages knows
     deadline = time.monotonic() + work_s
-    shard, layered = storage.region_engine, storage.layered_engine
     keys = storage.keys_of_pools(hashes)
     wanted = keys[: len(hashes)]  # of KV; the other pools hold some of the pages only
-    is_below = tier is Tier.OBJECT and layered is not None
+    is_below = tier is Tier.OBJECT and stack.bucket is not None
     brings_up_at = 0.0
     while (now := time.monotonic()) < deadline:
         held = shard.view.contains(wanted)
         if is_below:
-            assert layered is not None
-            below = layered.contains_below(wanted)
+            below = stack.contains_in_bucket(wanted)
             held = [up or down for up, down in zip(held, below, strict=True)]
         if all(held):
             break
-        if layered is not None and not is_below and now >= brings_up_at:
-            _bring_up(storage, layered, hashes, tenant, deadline)
+        if stack.remote and not is_below and now >= brings_up_at:
+            _bring_up(storage, hashes, tenant, deadline)
             brings_up_at = time.monotonic() + _AGAIN_S
         time.sleep(_LOOK_S)
     left_s = max(1.0, deadline - time.monotonic())
     if is_below:
-        assert layered is not None
-        return _leading(layered.flush(keys, left_s)[: len(hashes)])
+        return _leading(stack.flush_to_bucket(keys, left_s)[: len(hashes)])
     before = shard.view.contains(wanted)  # what comes later the barrier may not cover
-    is_synced = shard.sync(left_s)
+    is_synced = shard.flush(left_s)
     after = shard.view.contains(wanted)
     shard.view.use(keys)  # kept longer than what nobody asked for
     held = [was and is_held for was, is_held in zip(before, after, strict=True)]
@@ -69,18 +67,19 @@ def make_durable(
 
 def _bring_up(
     storage: TieredStorage,
-    layered: LayeredEngine,
     hashes: Sequence[str],
     tenant: bytes,
     deadline: float,
 ) -> None:
     """Load what NVMe lacks and others hold into memory of our own, so that it is kept on NVMe. Ends
     early where NVMe does not take it, or nobody serves it."""
-    above = layered.upper.view
+    stack = storage.stack
     keys, number = storage.keys_of_pools(hashes), len(hashes)
     for at, page_bytes in enumerate(_page_bytes(storage)):
         of_pool = keys[at * number : (at + 1) * number]
-        pages = zip(of_pool, above.contains(of_pool), layered.contains_far(of_pool), strict=True)
+        pages = zip(
+            of_pool, stack.nvme.contains(of_pool), stack.contains_remote(of_pool), strict=True
+        )
         lacking = [key for key, is_here, is_far in pages if is_far and not is_here]
         size = max(1, _BATCH_BYTES // page_bytes)
         for start in range(0, len(lacking), size):
@@ -92,16 +91,16 @@ def _bring_up(
             buffers = tuple(
                 (room[i * page_bytes : (i + 1) * page_bytes],) for i in range(len(batch))
             )
-            job = layered.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
+            job = stack.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
             job.wait()
             loaded = [key for key, is_ok in zip(batch, job.ok, strict=True) if is_ok]
-            if not loaded or not _wait_until_kept(layered, loaded, deadline):
+            if not loaded or not _wait_until_kept(stack, loaded, deadline):
                 return
 
 
-def _wait_until_kept(layered: LayeredEngine, keys: Sequence[bytes], deadline: float) -> bool:
+def _wait_until_kept(stack: TierStack, keys: Sequence[bytes], deadline: float) -> bool:
     deadline = min(deadline, time.monotonic() + _AGAIN_S)
-    while not all(layered.upper.view.contains(keys)):
+    while not all(stack.nvme.contains(keys)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_LOOK_S)

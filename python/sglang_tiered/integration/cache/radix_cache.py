@@ -58,6 +58,7 @@ from sglang_tiered.policy.residents import ResidentSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from sglang.srt.mem_cache.base_prefix_cache import (
         BasePrefixCache,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     )
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.stack.tiers import Unfinished
 
 __all__ = ["TieredRadixCache", "register"]
 
@@ -410,7 +410,7 @@ class TieredRadixCache(SpillingRadixCache):
         assert self.storage is not None
         return tier_stats(self.storage, None if self._planner is None else self._planner.stats())
 
-    def purge_warm_list(self, tenant: bytes | None) -> Unfinished | None:
+    def purge_warm_list(self, tenant: bytes | None) -> Future[bool] | None:
         """A tenant was purged, or all were: its prompts are forgotten too."""
         return None if self._warm_host is None else self._warm_host.purge(tenant)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import EngineStats, Health
-from sglang_tiered.storage.stack.tiers import FarStats, LayeredStats, Tier
+from sglang_tiered.storage.base import EngineStats, Health, Tier
+from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
     from sglang_tiered.policy.page_accounting import Fate
-    from sglang_tiered.storage.base import JobKind, Reason
-    from sglang_tiered.storage.stack.engine import LayeredEngine
-    from sglang_tiered.storage.stack.tiers import LowerTier, PeerSource
+    from sglang_tiered.storage.base import BucketTier, JobKind, Reason, RemoteTier
+    from sglang_tiered.storage.stack import TierStack
 
 __all__ = [
     "ObjectTierStats",
@@ -28,7 +27,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ObjectTierStats(LayeredStats):
+class ObjectTierStats(StackStats):
     """What this process did with the object tier, and what its index says is there."""
 
     health: Health
@@ -49,7 +48,7 @@ class ObjectTierStats(LayeredStats):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PeerTierStats(FarStats):
+class PeerTierStats(RemoteStats):
     """What this process fetched from other servers and served to them, and what it knows of
     them."""
 
@@ -117,48 +116,45 @@ _NO_PLANNER = PlannerStats({}, None, {})
 
 def tier_stats(storage: TieredStorage, planner: PlannerStats | None = None) -> TierStats:
     """A snapshot. Memory only, any thread."""
-    planner, layered = planner or _NO_PLANNER, storage.layered_engine
-    lower = None if layered is None else layered.lower
-    peers = None if layered is None else layered.peers
+    planner, stack = planner or _NO_PLANNER, storage.stack
+    bucket, peers = stack.bucket, stack.remote.get(Tier.PEER)
     return TierStats(
-        **_fields(storage.region_engine.stats(), EngineStats),
+        **_fields(stack.nvme.stats(), EngineStats),
         **storage.ledger.stats(),
         admission=storage.gate.outcomes,
         write_budget_bytes=storage.gate.budget_bytes,
         load_decisions=planner.load_decisions,
         **_measured(planner, Tier.NVME),
         prefill_tokens_per_s=planner.prefill_tokens_per_s,
-        object=None if not layered or not lower else _object_stats(layered, lower, planner),
-        peer=None if not layered or not peers else _peer_stats(layered, peers, planner),
+        object=None if bucket is None else _object_stats(stack, bucket, planner),
+        peer=None if peers is None else _peer_stats(stack, peers, planner),
     )
 
 
-def _object_stats(
-    layered: LayeredEngine, tier: LowerTier, planner: PlannerStats
-) -> ObjectTierStats:
-    lower, counts = tier.stats(), tier.object_stats()
+def _object_stats(stack: TierStack, tier: BucketTier, planner: PlannerStats) -> ObjectTierStats:
+    bucket, counts = tier.stats(), tier.object_stats()
     return ObjectTierStats(
-        **_fields(layered.layered_stats(), LayeredStats),
-        health=lower.health,
-        health_reason=lower.health_reason,
-        num_pages=lower.num_pages,
-        physical_bytes=lower.physical_bytes,
-        num_pages_stored=lower.num_pages_stored,
-        num_pages_loaded=lower.num_pages_loaded,
-        num_pages_evicted=lower.num_pages_evicted,
-        bytes_written=lower.bytes_written,
-        bytes_loaded=lower.bytes_loaded,
-        reasons=lower.reasons,
+        **_fields(stack.stack_stats(), StackStats),
+        health=bucket.health,
+        health_reason=bucket.health_reason,
+        num_pages=bucket.num_pages,
+        physical_bytes=bucket.physical_bytes,
+        num_pages_stored=bucket.num_pages_stored,
+        num_pages_loaded=bucket.num_pages_loaded,
+        num_pages_evicted=bucket.num_pages_evicted,
+        bytes_written=bucket.bytes_written,
+        bytes_loaded=bucket.bytes_loaded,
+        reasons=bucket.reasons,
         **_measured(planner, Tier.OBJECT),
         requests=dict(counts.requests),
         num_retries=counts.num_retries,
     )
 
 
-def _peer_stats(layered: LayeredEngine, tier: PeerSource, planner: PlannerStats) -> PeerTierStats:
-    stats = tier.stats()
+def _peer_stats(stack: TierStack, tier: RemoteTier, planner: PlannerStats) -> PeerTierStats:
+    stats: Any = tier.stats()
     return PeerTierStats(
-        **_fields(layered.far_stats(Tier.PEER), FarStats),
+        **_fields(stack.remote_stats(Tier.PEER), RemoteStats),
         health=stats.health,
         health_reason=stats.health_reason,
         is_connected=stats.is_connected,

@@ -18,16 +18,18 @@ from sglang_tiered.sharing.locality.local_snapshot import OwnPages, PagesGoneErr
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.locality.state import new_server
+from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     import numpy as np
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.applied_purges import PurgeMemory
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+    from sglang_tiered.sharing.locality.state import IndexState
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
 
@@ -103,7 +105,7 @@ class Publisher:
 
     # ---- Waiting ----
 
-    def _await_work(self) -> list[RefreshOrder] | None:
+    def _await_work(self) -> list[Future[bool]] | None:
         state = self._state
         with state.lock:
             while not state.closed:
@@ -127,17 +129,15 @@ class Publisher:
             while not state.closed and (left_s := until - state.clock()) > 0:
                 state.publisher_wakes.wait(left_s)
 
-    def _hand_on(self, orders: list[RefreshOrder], succeeded: bool) -> None:
+    def _hand_on(self, orders: list[Future[bool]], succeeded: bool) -> None:
         if not orders:
             return
         with self._state.lock:
             for order in orders:
-                order.succeeded = succeeded
-                order.published.set()
                 if succeeded and not self._state.closed:
                     self._state.to_read.append(order)
                 else:
-                    order.read.set()
+                    keep(order, False)
             self._state.look_now = True
             self._state.reader_wakes.notify_all()
 
@@ -302,8 +302,3 @@ class Publisher:
             with contextlib.suppress(IndexFailure):  # it expires
                 self._forget_names()
         self._state.book.close()
-        with self._state.lock:
-            orders, self._state.to_publish = self._state.to_publish, []
-        for order in orders:
-            order.published.set()
-            order.read.set()

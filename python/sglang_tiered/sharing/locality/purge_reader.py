@@ -10,13 +10,13 @@ from sglang_tiered.sharing.locality.purges import MAX_PURGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.locality.redis_keys import Names
     from sglang_tiered.sharing.locality.state import IndexState
 
-    PurgeWanted = Callable[[bytes | None], LocalPurge | None]
+    PurgeWanted = Callable[[bytes | None], Future[bool] | None]
 
 __all__ = ["PurgeReader"]
 
@@ -51,7 +51,7 @@ class PurgeReader:
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
         # Once is enough for all that were told before now.
-        applied: dict[bytes | None, LocalPurge | None] = {}
+        applied: dict[bytes | None, Future[bool] | None] = {}
         for member in book.unknown(ages):
             purge = unpack_purge(member)
             if purge is None:

@@ -25,12 +25,15 @@ from sglang_tiered.sharing.locality.formats import (
 )
 from sglang_tiered.sharing.locality.purge_reader import PurgeReader
 from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.mirror import MirroredPeer
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
-    from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+    from sglang_tiered.sharing.locality.state import IndexState
 
 __all__ = ["Reader"]
 
@@ -86,19 +89,16 @@ class Reader:
 
     # ---- Waiting ----
 
-    def _next_orders(self) -> list[RefreshOrder] | None:
+    def _next_orders(self) -> list[Future[bool]] | None:
         state = self._state
         with state.lock:
             if state.closed:
-                orders, state.to_read = state.to_read, []
-            else:
-                orders, state.to_read = state.to_read, []
-                if state.look_now or orders:
-                    state.look_now = False
-                    self._look_at = state.clock()
-                return orders
-        self._end(orders, succeeded=False)
-        return None
+                return None
+            orders, state.to_read = state.to_read, []
+            if state.look_now or orders:
+                state.look_now = False
+                self._look_at = state.clock()
+            return orders
 
     def _pause(self) -> None:
         state = self._state
@@ -107,14 +107,13 @@ class Reader:
             while not state.closed and (left_s := until - state.clock()) > 0:
                 state.reader_wakes.wait(left_s)
 
-    def _end(self, orders: list[RefreshOrder], *, succeeded: bool) -> None:
+    def _end(self, orders: list[Future[bool]], *, succeeded: bool) -> None:
         for order in orders:
-            order.succeeded = order.succeeded and succeeded
-            order.read.set()
+            keep(order, succeeded)
 
     # ---- One round ----
 
-    def _round(self, orders: list[RefreshOrder]) -> None:
+    def _round(self, orders: list[Future[bool]]) -> None:
         state = self._state
         with state.lock:
             epoch, namespace = state.epoch, state.namespace

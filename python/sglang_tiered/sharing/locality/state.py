@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import secrets
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection_health import Trouble
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.locality.purges import PurgeBook
 from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from sglang_tiered.sharing.settings import PeerSettings
 
-__all__ = ["IndexState", "RefreshOrder", "new_server"]
+__all__ = ["IndexState", "new_server"]
 
 
 def new_server() -> str:
     """A random id."""
     return secrets.token_hex(16)
-
-
-@dataclass(eq=False, slots=True)
-class RefreshOrder:
-    """Publish, then read, now."""
-
-    published: threading.Event = field(default_factory=threading.Event)
-    read: threading.Event = field(default_factory=threading.Event)
-    succeeded: bool = False  # valid once ``read``
 
 
 class IndexState:
@@ -51,8 +43,9 @@ class IndexState:
         self.server = new_server()
         self.address: str | None = None
         self.look_now = False  # the reader's wait is over
-        self.to_publish: list[RefreshOrder] = []
-        self.to_read: list[RefreshOrder] = []
+        self.promises = Promises()
+        self.to_publish: list[Future[bool]] = []  # whoever waits for it, and to read
+        self.to_read: list[Future[bool]] = []
         self.gone: set[str] = set()  # ids without a record, for the publisher to remove
         self.trouble = Trouble(settings.shown_url)
         self.book = PurgeBook(namespace, settings.purge_retention_s, clock)

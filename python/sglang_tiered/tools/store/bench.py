@@ -198,7 +198,7 @@ def _timed(engine: RegionEngine, kind: JobKind, runs: Sequence[Run]) -> dict[str
         jobs.append(submit(run_))
     for job in jobs:
         _finish(job)
-    if kind is JobKind.STORE and not engine.sync(_TIMEOUT_S):
+    if kind is JobKind.STORE and not engine.flush(_TIMEOUT_S):
         raise StoreError("the pages could not be made durable; see the log of the kernel")
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     gigabytes = sum(run_.num_bytes for run_ in runs) / 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
@@ -16,27 +16,19 @@ from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin import control as purging
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, Fence, tenant_digest
+from sglang_tiered.storage.promises import keep, promise
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 A = tenant_digest("a", None)
-
-
-class Purge:
-    """Stands for a purge on its way to the disk."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.durable = False
-
-    def wait(self, timeout_s: float) -> bool:
-        assert timeout_s == 0.0
-        return self.durable
 
 
 class Scheduler:
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
         self.refuses_flushes = False
-        self.purges: dict[bytes | None, Purge] = {}
+        self.purges: dict[bytes | None, Future[bool]] = {}
         self.told: list[bytes | None] = []  # to other servers
         self.num_flushes = 0
         self.waiting_queue = [request("a"), request("b")]
@@ -48,10 +40,10 @@ class Scheduler:
 
     def begin_purge(
         self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
-    ) -> Purge:
+    ) -> Future[bool]:
         if tells_peers and not was_told:
             self.told.append(tenant)
-        return self.purges.setdefault(tenant, Purge())
+        return self.purges.setdefault(tenant, promise())
 
     def is_fully_idle(self) -> bool:
         return self.idle
@@ -184,18 +176,21 @@ def test_requests_of_a_server_without_tiers_keep_sglangs_keys(
     assert made.extra_key == "acme" + "0" * 32
 
 
-def test_asking_again_begins_nothing_and_learns_when_it_is_durable() -> None:
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_asking_again_learns_whether_it_is_durable(is_durable: bool) -> None:
     scheduler = Scheduler(idle=True)
-    number = "again"
+    number = f"again {is_durable}"
     assert ask(scheduler, number, extra_key="a") == {
         "done": False, "durable": False, "in_memory": "gone",
     }  # fmt: skip
-    for purge in scheduler.purges.values():
-        purge.done = True
-    assert ask(scheduler, number, extra_key="a")["durable"] is False
-    for purge in scheduler.purges.values():
-        purge.durable = True
-    assert ask(scheduler, number, extra_key="a")["durable"] is True
+    *others, last = scheduler.purges.values()
+    for purge in others:
+        keep(purge, True)
+    assert ask(scheduler, number, extra_key="a")["done"] is False
+    keep(last, is_durable)
+    assert ask(scheduler, number, extra_key="a") == {
+        "done": True, "durable": is_durable, "in_memory": "gone",
+    }  # fmt: skip
     assert scheduler.num_flushes == 1
 
 
