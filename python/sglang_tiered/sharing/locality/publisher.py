@@ -12,12 +12,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection import IndexFailure
-from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
 from sglang_tiered.sharing.locality.local_snapshot import OwnPages, PagesGoneError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.sharing.locality.redis_keys import Names
 from sglang_tiered.sharing.locality.state import new_server
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Publisher:
         self._connection = connection
         self._expiry_ms = int(state.settings.expiry_s * 1000)
         self._retention_ms = int(state.settings.purge_retention_s * 1000)
-        self._backoff = Backoff(longest_s=min(state.settings.heartbeat_s, 5.0))
+        self._backoff = Backoff(0.1, min(state.settings.heartbeat_s, 5.0), spread=0.5)
         self._epoch = state.epoch
         self._names = state.names
         self._namespace = state.namespace
@@ -75,7 +75,7 @@ class Publisher:
             try:
                 self._work(bool(orders))
                 self._state.trouble.answered("publisher")
-                self._backoff.reset()
+                self._backoff.succeed()
                 succeeded = True
             except IndexFailure as failure:
                 succeeded = False
@@ -83,18 +83,23 @@ class Publisher:
                     self._state.trouble.failed("publisher", failure.clause)
                 if not failure.is_out_of_memory:
                     self._connection.close()  # the next may lead to another server
-                pause_s = self._backoff.next_s()
+                pause_s = self._next_pause_s()
             except Exception:
                 succeeded = False
                 logger.exception("publishing to the locality index failed by our own fault")
                 self._own.doubt()
-                pause_s = self._backoff.next_s()
+                pause_s = self._next_pause_s()
             self._hand_on(orders, succeeded)
             if pause_s:
                 self._pause(pause_s)
         self._leave()
         self._remember()
         self._connection.close()
+
+    def _next_pause_s(self) -> float:
+        now = self._state.clock()
+        self._backoff.fail(now)
+        return self._backoff.wait_s(now)
 
     def _remember(self) -> None:
         if self._memory is not None:

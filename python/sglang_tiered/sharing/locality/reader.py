@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES, IndexFailure
-from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import (
     DELTA_PAGES,
     MAX_PIECE_BYTES,
@@ -25,6 +24,7 @@ from sglang_tiered.sharing.locality.formats import (
 )
 from sglang_tiered.sharing.locality.purge_reader import PurgeReader
 from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Reader:
     ) -> None:
         self._state = state
         self._connection = connection
-        self._backoff = Backoff(longest_s=min(state.settings.heartbeat_s, 5.0))
+        self._backoff = Backoff(0.1, min(state.settings.heartbeat_s, 5.0), spread=0.5)
         self._epoch = -1
         self._names = state.names
         self._namespace = state.namespace
@@ -73,7 +73,7 @@ class Reader:
             try:
                 self._round(orders)
                 self._state.trouble.answered("reader")
-                self._backoff.reset()
+                self._backoff.succeed()
             except IndexFailure as failure:
                 self._end(orders, succeeded=False)
                 if not self._state.closed:
@@ -102,9 +102,9 @@ class Reader:
 
     def _pause(self) -> None:
         state = self._state
-        until = state.clock() + self._backoff.next_s()
+        self._backoff.fail(state.clock())
         with state.lock:
-            while not state.closed and (left_s := until - state.clock()) > 0:
+            while not state.closed and (left_s := self._backoff.wait_s(state.clock())) > 0:
                 state.reader_wakes.wait(left_s)
 
     def _end(self, orders: list[Future[bool]], *, succeeded: bool) -> None:

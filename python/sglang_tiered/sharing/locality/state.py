@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.locality.connection_health import Trouble
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.locality.purges import PurgeBook
 from sglang_tiered.sharing.locality.redis_keys import Names
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
@@ -18,12 +19,56 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.settings import PeerSettings
 
-__all__ = ["IndexState", "new_server"]
+__all__ = ["IndexState", "Trouble", "new_server"]
+
+logger = logging.getLogger(__name__)
 
 
 def new_server() -> str:
     """A random id."""
     return secrets.token_hex(16)
+
+
+class Trouble:
+    """What the two connections last met, by name. Thread-safe."""
+
+    def __init__(self, shown_url: str) -> None:
+        self._shown_url = shown_url
+        self._lock = threading.Lock()
+        self._clauses: dict[str, str] = {}
+        self._answered: set[str] = set()
+        self._log = OnceLog(logger)
+        self.num_errors = 0
+
+    @property
+    def clause(self) -> str:
+        """Empty while every connection works, or none was tried yet."""
+        with self._lock:
+            return next(iter(self._clauses.values()), "")
+
+    def works(self, connection: str) -> bool:
+        """Whether it was answered when last used."""
+        return connection in self._answered and connection not in self._clauses
+
+    def answered(self, connection: str) -> None:
+        with self._lock:
+            self._answered.add(connection)
+            self._clauses.pop(connection, None)
+            works = not self._clauses
+        if works and self._log.settle_all():
+            logger.info("the locality index at %s works again", self._shown_url)
+
+    def failed(self, connection: str, clause: str) -> None:
+        with self._lock:
+            self.num_errors += 1
+            self._clauses[connection] = clause
+        self._log.report(
+            clause,
+            "the locality index at %s fails: %s; pages are shared with other servers only while it "
+            "works; trying again",
+            self._shown_url,
+            clause,
+        )
 
 
 class IndexState:
