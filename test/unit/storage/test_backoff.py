@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-
-import pytest
+from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff, OnceLog
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_spread_pauses_stay_within_their_bounds() -> None:
