@@ -79,7 +79,7 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
         )
         held.callback(engine.close)
         job = engine.submit_store(run)
-        if not job.wait(TIMEOUT_S) or not all(job.ok) or not engine.sync(TIMEOUT_S):
+        if not job.wait(TIMEOUT_S) or not all(job.ok) or not engine.flush(TIMEOUT_S):
             raise RuntimeError("the pages could not be stored")
         source = PageSource(engine, max_free_bytes=32 << 20)
         encrypted = load_keys(keys, PEER)

@@ -8,6 +8,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import JobKind, Run
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import reader
 from sglang_tiered.storage.region.store import RegionEngine
 
@@ -86,12 +87,12 @@ def wait(job: Job) -> None:
 
 
 def empty(engine: RegionEngine) -> None:
-    if not engine.clear(_TIMEOUT_S):
+    if not is_true(engine.begin_purge(None), _TIMEOUT_S):
         raise RuntimeError("the engine could not be emptied")
 
 
 def make_durable(engine: RegionEngine) -> None:
-    if not engine.sync(_TIMEOUT_S):
+    if not engine.flush(_TIMEOUT_S):
         raise RuntimeError("the engine could not make its pages durable")
 
 

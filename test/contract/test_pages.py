@@ -137,21 +137,6 @@ def test_one_request_goes_out_however_large_it_is() -> None:
         assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
 
 
-def test_cancel_ends_a_fetch_and_its_credit() -> None:
-    pages = make_pages(9, [50_000] * 40)
-    settings = PageSettings(request_bytes=50_000, window_bytes=400_000)
-    with page_server(pages) as (server, reader), page_client(settings) as client:
-        reader.hold = True
-        wanted = Wanted(client, server.port, pages)
-        eventually(lambda: reader.num_held > 0)
-        client.cancel(wanted.fetch)
-        assert wanted.wait() == [Outcome.CANCELLED] * 40
-        assert wanted.is_untouched
-        reader.let_go()
-        assert Wanted(client, server.port, pages).wait() == [Outcome.OK] * 40
-        assert wanted.is_untouched
-
-
 def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
     pages = make_pages(10, [4096])
     with page_server(pages) as (server, _), page_client() as client:

@@ -1,4 +1,4 @@
-"""A far tier for tests: pages in memory, held back or refused when told."""
+"""A remote tier for tests: pages in memory, held back or refused when told."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop
+from sglang_tiered.storage.base import (
+    BucketTier,
+    Health,
+    Job,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    Tier,
+)
 from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.storage.base import EngineStats
 
 
-class Done:
-    """A purge that needed no waiting."""
-
-    done = True
-
-    def wait(self, timeout_s: float | None) -> bool:
-        return True
-
-
-class SharedTier(MemoryEngine):
-    """As ``LowerTier`` and ``PeerSource`` say, over a dictionary. ``hold`` keeps jobs from running
+class SharedTier(MemoryEngine, BucketTier):
+    """A remote tier over a dictionary. ``hold`` keeps jobs from running
     until ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
 
-    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
+    def __init__(self, capacity_bytes: int = 1 << 30, tier: Tier = Tier.OBJECT) -> None:
         super().__init__(capacity_bytes)
+        self.tier = tier
         self.holding: set[JobKind] = set()
         self.refuse: Reason | None = None
         self.sick = False
@@ -38,7 +41,7 @@ class SharedTier(MemoryEngine):
         self.stored_runs: list[Run] = []
         self.deadlines: list[float | None] = []
         self.hidden: set[bytes] = set()  # keys
-        self.num_polls = 0
+        self.num_looks = 0  # at its health
         self._held: list[tuple[Job, float | None]] = []
         self._guard = threading.Lock()
 
@@ -53,17 +56,19 @@ class SharedTier(MemoryEngine):
         return found if hidden >= found.num_hits else LookupResult(hidden, Stop.MISS)
 
     def hide(self, tenant: bytes | None) -> None:
+        if self.tier is Tier.PEER:
+            return  # told by whoever purged it
         with self._lock:
             pages = self._pages.items()
             self.hidden |= {key for key, page in pages if tenant in (None, page.tenant)}
 
     def submit_store(self, run: Run) -> Job:
-        return self._submit(Job(JobKind.STORE, run), None)
+        return self._submit(self._open(JobKind.STORE, run), None)
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         self.deadlines.append(deadline_s)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        return self._submit(Job(JobKind.LOAD, run), deadline)
+        return self._submit(self._open(JobKind.LOAD, run), deadline)
 
     def _submit(self, job: Job, deadline: float | None) -> Job:
         with self._guard:
@@ -82,7 +87,8 @@ class SharedTier(MemoryEngine):
             reason = Reason.CANCELLED
         if reason is not None:
             job.reasons = [reason] * job.run.num_pages
-            job.finish()
+            with self._lock:
+                self._jobs.finish(job)
             return job
         if job.kind is JobKind.STORE:
             self.stored_runs.append(job.run)
@@ -102,28 +108,20 @@ class SharedTier(MemoryEngine):
 
     @property
     def health(self) -> Health:
+        self.num_looks += 1
         return self.stats().health
 
     def stats(self) -> EngineStats:
         stats = super().stats()
         return dataclasses.replace(stats, health=Health.MISS_ONLY) if self.sick else stats
 
-    def begin_purge(self, tenant: bytes | None, local: object = None) -> Done:
-        if tenant is None:
-            self.clear(0.0)
-        else:
-            self.purge(tenant, 0.0)
-        return Done()
+    def begin_purge(
+        self, tenant: bytes | None, *, local: Future[bool] | None = None
+    ) -> Future[bool]:
+        return super().begin_purge(tenant)
 
-    def set_namespace(self, namespace: bytes) -> None:
-        self.clear(0.0)
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-    def poll(self) -> list[Job]:
-        self.num_polls += 1
-        return super().poll()
+    def object_stats(self) -> None:
+        """Nothing."""
 
     def refresh(self, timeout_s: float) -> bool:
         return self.known

@@ -8,6 +8,7 @@ import pytest
 from locality_servers import NAMES
 
 from kit.waiting import eventually
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.notes import Notes
 
@@ -25,8 +26,8 @@ def test_a_purge_reaches_every_server_once(servers: Servers, tenant: bytes | Non
     one, two, three = servers.open([1]), servers.open([2]), servers.open([3])
     servers.know_each_other()
     purge = one.index.begin_purge(tenant)
-    assert purge.wait(20.0)
-    assert purge.done
+    assert is_true(purge, 20.0)
+    assert purge.done()
     eventually(lambda: two.purged == three.purged == [tenant])
     eventually(lambda: one.finds(2, 3) == [True, True])
     servers.know_each_other()
@@ -42,7 +43,7 @@ def test_a_server_before_the_purge_is_not_asked(servers: Servers) -> None:
     two.refuses_purges = True
     purge = one.index.begin_purge(TENANT)
     assert one.finds(2, 3) == [False, False]  # at once
-    assert purge.wait(20.0)
+    assert is_true(purge, 20.0)
     eventually(lambda: one.finds(3) == [True])
     servers.know_each_other()
     assert one.finds(2) == three.finds(2) == [False]
@@ -58,17 +59,17 @@ def test_a_purge_waits_for_an_absent_redis(servers: Servers, redis_server: Redis
     redis_server.kill()
     purges = [one.index.begin_purge(tenant) for tenant in (TENANT, ANOTHER)]
     assert one.finds(2) == [False]
-    assert not any(purge.wait(0.05) for purge in purges)
+    assert not any(is_true(purge, 0.05) for purge in purges)
     assert one.index.stats().num_purges_waiting == 2
     redis_server.start()
-    assert all(purge.wait(20.0) for purge in purges)
+    assert all(is_true(purge, 20.0) for purge in purges)
     eventually(lambda: set(two.purged) == {TENANT, ANOTHER})
     eventually(lambda: one.finds(2) == [True])
 
 
 def test_a_later_server_applies_earlier_purges(servers: Servers) -> None:
     one = servers.open([1])
-    assert one.index.begin_purge(TENANT).wait(20.0)
+    assert is_true(one.index.begin_purge(TENANT), 20.0)
     late = servers.open([2])
     eventually(lambda: late.purged == [TENANT])
     eventually(lambda: one.finds(2) == [True])
@@ -78,9 +79,9 @@ def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_
     device = FileDevice(tmp_path, direct=False)
     one, two = servers.open([1]), servers.open([2], notes=Notes(device))
     servers.know_each_other()
-    assert one.index.begin_purge(TENANT).wait(20.0)
+    assert is_true(one.index.begin_purge(TENANT), 20.0)
     eventually(lambda: two.purged == [TENANT])
-    assert two.index.begin_purge(ANOTHER).wait(20.0)
+    assert is_true(two.index.begin_purge(ANOTHER), 20.0)
     two.close()
     again = servers.open([2], notes=Notes(device))
     eventually(lambda: one.finds(2) == again.finds(1) == [True])
@@ -92,7 +93,7 @@ def test_a_server_that_starts_again_applies_nothing_twice(servers: Servers, tmp_
 def test_a_purge_lost_by_redis_applies_once(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()
-    assert one.index.begin_purge(TENANT).wait(20.0)
+    assert is_true(one.index.begin_purge(TENANT), 20.0)
     eventually(lambda: two.purged == [TENANT])
     one.close()  # only the other knows of it now
     redis_server.restart_empty()
@@ -136,8 +137,8 @@ def test_closing_says_that_a_purge_was_not_told(
     redis_server.kill()
     purge = one.index.begin_purge(TENANT)
     one.close()
-    assert purge.done
-    assert not purge.wait(20.0)
+    assert purge.done()
+    assert not is_true(purge, 20.0)
     after = one.index.begin_purge(TENANT)
     assert after.done
-    assert not after.wait(20.0)
+    assert not is_true(after, 20.0)

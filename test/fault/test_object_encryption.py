@@ -15,6 +15,7 @@ from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector
 from sglang_tiered.storage.object.removals import CollectorSettings
 from sglang_tiered.storage.object.settings import ObjectSettings
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from object_proxy import Exchange, FaultProxy, Request
@@ -63,7 +64,7 @@ def test_everything_that_is_written_asks_for_it(
     with opened(s3_url, **patient) as engine:
         assert store(engine, large, run_of(2, tenant=TENANT)) == {Reason.OK}
         assert load(engine, large) == {Reason.OK}
-        assert engine.purge(TENANT, TIMEOUT_S)
+        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
     client = open_client(ObjectSettings(url=s3_url))
     Collector(client, NAMESPACE, CollectorSettings(capacity_bytes=1)).run_once()
     asking = [request for request in seen if request.kind in ("put", "begin multipart")]

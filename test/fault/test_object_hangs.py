@@ -13,6 +13,7 @@ from object_proxy import delay, hang
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +94,6 @@ def test_lookups_never_wait_whatever_hangs(
             engine.lookup(run_of(1).keys)
             engine.contains(run_of(1).keys)
             engine.stats()
-            engine.poll()
         assert not load_job.done, "what hangs was waited for"
         released.set()
         for job in (load_job, store_job):
@@ -140,7 +140,7 @@ def test_closing_is_bounded_and_ends_every_job(
         jobs = [start_load(engine, run_of(1))[0], engine.submit_store(run_of(3))]
         waiting = [
             threading.Thread(target=engine.refresh, args=(TIMEOUT_S,)),
-            threading.Thread(target=engine.purge, args=(TENANT, TIMEOUT_S)),
+            threading.Thread(target=lambda: is_true(engine.begin_purge(TENANT), TIMEOUT_S)),
             threading.Thread(target=engine.flush, args=(TIMEOUT_S,)),
         ]
         for thread in waiting:

@@ -16,7 +16,6 @@ from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
-    NO_TENANT,
     TENANT_BYTES,
     Health,
     LookupResult,
@@ -24,6 +23,7 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
 )
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_a_second_holder_serves_what_the_first_lost(
         # Whichever is asked has just lost its pages, and has not told yet.
         (asked,) = {peer.address for peer in own.tier._index.find(run.keys) if peer is not None}
         loser = first if first.tier.address == asked else second
-        loser.region.clear(20.0)
+        is_true(loser.region.begin_purge(None), 20.0)
         assert own.load(target) == [Reason.OK] * COUNT
         assert is_right(target)
         stats = own.tier.stats()
@@ -194,7 +194,7 @@ def test_a_purge_reaches_every_server_and_stays(
         own.finds(run.keys)
         purge = own.tier.begin_purge(tenant)
         assert own.tier.contains(run.keys) == [False] * COUNT, "from the start"
-        assert purge.wait(20.0)
+        assert is_true(purge, 20.0)
         eventually(lambda: other.purged == [tenant])
         assert other.region.view.contains(run.keys) == [False] * COUNT
         own.finds(kept.keys)
@@ -292,4 +292,3 @@ def test_a_wildcard_listener_advertises_its_route_address(
 ) -> None:
     with sharer(redis.url, tmp_path / "own", listen_host="0.0.0.0") as own:
         assert own.tier.address.startswith("tcp://127.0.0.1:")
-    assert NO_TENANT

@@ -16,6 +16,7 @@ from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -51,7 +52,7 @@ def workload(engine: RegionEngine, runs: list[Run], blank: Blank) -> None:
     for run in runs:
         target = blank(run)
         check_loaded(run, target, finished(engine.submit_load(target)))
-    engine.sync(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
+    engine.flush(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
 
 
 def make_runs(make_run: MakeRun) -> list[Run]:
@@ -292,13 +293,13 @@ def test_purging_a_hanging_disk_keeps_its_timeout(tmp_path: Path, make_run: Make
     stuck = engine.submit_store(run)
     assert entered.wait(TIMEOUT_S)
     engine.set_namespace(b"\x22" * 32)
-    assert not engine.clear(0.01)
-    assert not engine.purge(b"t" * 16, 0.01)
+    assert not is_true(engine.begin_purge(None), 0.01)
+    assert not is_true(engine.begin_purge(b"t" * 16), 0.01)
     assert not stuck.done
     release.set()
     assert finished(stuck) == [Reason.OK]
     assert engine.lookup(run.keys).num_hits == 0, "it landed behind all that was forgotten"
-    assert engine.clear(TIMEOUT_S)
+    assert is_true(engine.begin_purge(None), TIMEOUT_S)
     engine.close()
 
 
@@ -323,7 +324,7 @@ def test_callers_close_no_file_on_hanging_disks(
     first, second, third = (make_run(seed, [12_288] * 3) for seed in range(3))
     finished(engine.submit_store(first))
     finished(engine.submit_store(second))
-    engine.sync(TIMEOUT_S)
+    engine.flush(TIMEOUT_S)
     entered, release = threading.Event(), threading.Event()
 
     def hang(called: str) -> None:

@@ -14,8 +14,10 @@ from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
+from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import purges
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.purges import Bound, Purges
@@ -66,7 +68,7 @@ def fill(engine: RegionEngine) -> None:
     for start in range(0, 12, 3):
         assert store(engine, OF_A[start : start + 3], A) == [Reason.OK] * 3
         assert store(engine, OF_B[start : start + 3], B) == [Reason.OK] * 3
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
 
 
 def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
@@ -74,13 +76,13 @@ def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
     fill(engine)
     jobs = [submit(engine, LATER[:3], A), submit(engine, keys(range(300, 303)), B)]
     told.append("begun")
-    if engine.purge(A, TIMEOUT_S):
+    if is_true(engine.begin_purge(A), TIMEOUT_S):
         told.append("durable")
     for job in jobs:
         assert job.wait(TIMEOUT_S)
     if "durable" in told and store(engine, LATER[3:], A) == [Reason.OK] * 3:
         told.append("again")
-        if engine.sync(TIMEOUT_S):
+        if engine.flush(TIMEOUT_S):
             told.append("synced")
 
 
@@ -109,7 +111,7 @@ def test_power_may_fail_anywhere_in_a_purge(tmp_path: Path) -> None:
                     assert since == 3 if owed else since <= 3, where
                 # And what a recovery makes of it stays so.
                 assert store(engine, keys(range(400, 403)), A) == [Reason.OK] * 3
-                assert engine.sync(TIMEOUT_S)
+                assert engine.flush(TIMEOUT_S)
             # The next process of the same disk.
         if device.powered:
             break
@@ -125,13 +127,13 @@ def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: Cras
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12  # not synced
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         device.powered = False
     device = SimulatedDevice(device.crash(mode))
     with running(tmp_path, device) as engine:
         assert held(engine, OF_A) == 0
         assert store(engine, OF_A, A) == [Reason.OK] * 12
-        assert engine.sync(TIMEOUT_S)
+        assert engine.flush(TIMEOUT_S)
         device.powered = False
     with running(tmp_path, SimulatedDevice(device.crash(mode))) as engine:
         assert held(engine, OF_A) == 12
@@ -144,7 +146,7 @@ def test_a_purge_holds_for_other_namespaces_too(tmp_path: Path) -> None:
     device = device.restart()
     with running(tmp_path, device, namespace=b"\x77" * 32) as engine:
         assert engine.stats().num_pages == 0
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     with running(tmp_path, device.restart()) as engine:
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
@@ -155,7 +157,7 @@ def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
-        assert engine.clear(TIMEOUT_S)
+        assert is_true(engine.begin_purge(None), TIMEOUT_S)
         assert held(engine, OF_A + OF_B) == 0
     with running(tmp_path, inner.restart()) as engine:
         assert held(engine, OF_A + OF_B) == 0
@@ -168,10 +170,10 @@ def test_an_unwritten_purge_goes_with_the_next(tmp_path: Path) -> None:
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
-        assert not engine.purge(A, TIMEOUT_S)
+        assert not is_true(engine.begin_purge(A), TIMEOUT_S)
         assert held(engine, OF_A) == 0, "not durable, but hidden"
         device.faults = []
-        assert engine.purge(b"c" * 16, TIMEOUT_S)
+        assert is_true(engine.begin_purge(b"c" * 16), TIMEOUT_S)
     with running(tmp_path, inner.restart()) as engine:
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
@@ -181,7 +183,7 @@ def test_damaged_purges_bring_nothing_back(tmp_path: Path, harm: str) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     files = device.crash("kill")
     good = files[PURGES_NAME]
     for bit in range(0, 8 * len(good), 7) if harm == "flip" else [0]:
@@ -221,10 +223,10 @@ def test_purges_go_with_the_last_older_region(tmp_path: Path) -> None:
     with running(tmp_path, device) as engine:
         fill(engine)
         for number in range(20):
-            assert engine.purge(bytes([number]) * 16, TIMEOUT_S)
+            assert is_true(engine.begin_purge(bytes([number]) * 16), TIMEOUT_S)
         assert len(purges.read(device).tenants) == 20
-        assert engine.clear(TIMEOUT_S)
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(None), TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
     assert set(purges.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
@@ -235,7 +237,7 @@ def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
         for start in range(0, 60, 6):
             assert store(engine, keys(range(start, start + 6)), A) == [Reason.OK] * 6
         before = engine.stats().physical_bytes
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         assert before > 3 * REGION
         assert engine.stats().physical_bytes <= REGION, "only the open one stays"
         assert engine.stats().num_pages_evicted == 0
@@ -265,15 +267,12 @@ def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
             if reading.is_set():
                 break
         assert reading.is_set(), "reclaim saved nothing"
-        purged = threading.Thread(target=engine.purge, args=(A, TIMEOUT_S))
-        purged.start()
-        while engine.lookup(hot).num_hits:
-            pass
+        purged = engine.begin_purge(A)
+        assert not engine.lookup(hot).num_hits
         armed = False
         go_on.set()
-        purged.join(TIMEOUT_S)
-        assert not purged.is_alive()
-        assert engine.drain(TIMEOUT_S)
+        assert is_true(purged, TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
         assert settle(engine, hot) == 0
         assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
@@ -293,7 +292,7 @@ def test_tenants_survive_restart_and_reinsertion(tmp_path: Path) -> None:
         assert before[A][0] == 1
     with running(tmp_path, device.restart(), capacity_bytes=4 * REGION) as engine:
         assert {entry.tenant: entry[1:] for entry in engine.tenants(9)} == before
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         assert held(engine, hot) == 0
 
 

@@ -6,6 +6,7 @@ to hold an operation, let a hook wait for an event of the test.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -13,12 +14,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from sglang_tiered.storage.base import Job, JobKind, Reason, TierEngine
+from sglang_tiered.storage.base import Job, JobKind, Reason, WriteTier
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.storage.base import EngineStats, LookupResult, Run, TenantUsage
 
@@ -193,7 +195,7 @@ def _flip(segments: Sequence[memoryview], bit: int) -> None:
         position -= segment.nbytes
 
 
-class FaultyEngine(TierEngine):
+class FaultyEngine(WriteTier):
     """Any engine, with chosen jobs failing at once or held back.
 
     Jobs are numbered from 0 in order of submission. One in ``failing`` finishes with its reason on
@@ -201,14 +203,13 @@ class FaultyEngine(TierEngine):
     ``release``; so an engine that finishes inside submit can stand for a slow one.
     """
 
-    def __init__(self, inner: TierEngine, failing: dict[int, Reason] | None = None) -> None:
+    def __init__(self, inner: WriteTier, failing: dict[int, Reason] | None = None) -> None:
         self.inner = inner
         self.failing = failing or {}
         self.num_jobs = 0
         self._lock = threading.Lock()
         self._holding = False
         self._held: list[Job] = []
-        self._finished: list[Job] = []
 
     def hold(self) -> None:
         with self._lock:
@@ -225,13 +226,11 @@ class FaultyEngine(TierEngine):
                 assert inner_job.wait(timeout_s), "the inner engine did not finish a held job"
                 job.reasons = inner_job.reasons
             job.finish()
-        with self._lock:
-            self._finished += held
 
     def submit_store(self, run: Run) -> Job:
         return self._submit(JobKind.STORE, run)
 
-    def submit_load(self, run: Run) -> Job:
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         return self._submit(JobKind.LOAD, run)
 
     def _submit(self, kind: JobKind, run: Run) -> Job:
@@ -246,7 +245,6 @@ class FaultyEngine(TierEngine):
             else:
                 job.reasons = [reason] * run.num_pages
                 job.finish()
-                self._finished.append(job)
             return job
 
     def _submit_inner(self, kind: JobKind, run: Run) -> Job:
@@ -259,37 +257,35 @@ class FaultyEngine(TierEngine):
     def some_keys(self, limit: int) -> list[bytes]:
         return self.inner.some_keys(limit)
 
-    def poll(self) -> list[Job]:
-        with self._lock:
-            finished, self._finished = self._finished, []
-        return finished + self.inner.poll()
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.inner.contains(keys)
 
     def stats(self) -> EngineStats:
-        return self.inner.stats()
+        stats = self.inner.stats()
+        return dataclasses.replace(
+            stats, num_inflight_jobs=stats.num_inflight_jobs + len(self._held)
+        )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         return self.inner.tenants(limit)
 
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
         """What is held counts as queued: the tenant's jobs are dropped."""
         with self._lock:
             for job in self._held:
-                if job.kind is JobKind.STORE and job.run.tenant == tenant:
+                if job.kind is JobKind.STORE and tenant in (None, job.run.tenant):
                     job.cancel()
-        return self.inner.purge(tenant, timeout_s)
+        return self.inner.begin_purge(tenant)
 
-    def clear(self, timeout_s: float) -> bool:
-        return self.inner.clear(timeout_s)
+    def set_namespace(self, namespace: bytes) -> None:
+        self.inner.set_namespace(namespace)
 
-    def drain(self, timeout_s: float) -> bool:
-        with self._lock:
-            held = bool(self._held)
-        return not held and self.inner.drain(timeout_s)
+    def flush(self, timeout_s: float) -> bool:
+        return self.inner.flush(timeout_s)
 
     def close(self) -> None:
         with self._lock:
             held, self._held = self._held, []
-            self._finished += held
         for job in held:
             job.finish()
         self.inner.close()

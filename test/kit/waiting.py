@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.storage.object import ObjectEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.base import Job, Reason
+    from sglang_tiered.storage.base import Job, ReadTier, Reason
 
-__all__ = ["TIMEOUT_S", "eventually", "finished"]
+__all__ = ["TIMEOUT_S", "drained", "eventually", "finished"]
 
 TIMEOUT_S = 20.0
 """For what takes milliseconds on an idle machine; this one computes other tests as well."""
 
 _PAUSE_S = 0.005
+_LOOK_S = 0.001
 
 
 def eventually(
@@ -34,3 +37,17 @@ def finished(job: Job) -> list[Reason]:
     """Wait for a job; return what became of each page."""
     assert job.wait(TIMEOUT_S), "the job did not finish"
     return job.reasons
+
+
+def drained(tier: ReadTier, timeout_s: float) -> bool:
+    """Wait until no job of a tier is under way; false when the time ran out."""
+    deadline = time.monotonic() + timeout_s
+    if isinstance(tier, ObjectEngine) and timeout_s:
+        tier.flush(timeout_s)  # what is being filled lingers
+    while True:
+        stats: Any = tier.stats()
+        if not stats.num_inflight_jobs:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)

@@ -23,6 +23,7 @@ from sglang_tiered.storage.base import NO_TENANT, Health, Reason, Run
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.object.format import unpack_manifest
 from sglang_tiered.storage.object.names import Layout
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +133,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines, tenant=tenants)
     def purge(self, number: int, tenant: bytes) -> None:
-        assert self.engines[number].purge(tenant, TIMEOUT_S)
+        assert is_true(self.engines[number].begin_purge(tenant), TIMEOUT_S)
         mine = {key for key in KEYS if tenant_of(key) == tenant}
         for namespace in NAMESPACES:
             self.present[namespace] -= mine
@@ -143,7 +144,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines)
     def clear(self, number: int) -> None:
-        assert self.engines[number].clear(TIMEOUT_S)
+        assert is_true(self.engines[number].begin_purge(None), TIMEOUT_S)
         namespace = self.namespaces[number]
         self.present[namespace].clear()
         self.damaged[namespace].clear()

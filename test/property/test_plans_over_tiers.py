@@ -18,7 +18,7 @@ from sglang_tiered.policy.cost_model import (
     TransferCost,
     remote_first,
 )
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 PAGE, BYTES = 64, 1000
 prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))

@@ -27,6 +27,7 @@ from simulation.ledger import key
 from kit.faulty import Fault, FaultyDevice
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name
@@ -203,7 +204,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     @rule()
     def sync(self) -> None:
-        assert self.engine.sync(TIMEOUT_S), "a barrier fails on a working device"
+        assert self.engine.flush(TIMEOUT_S), "a barrier fails on a working device"
         self.all_is_durable()
 
     @rule(tenant=st.sampled_from(TENANTS), stored=chains)
@@ -213,7 +214,9 @@ class RegionMachine(RuleBasedStateMachine):
             parts = by_tenant(stored)
             self.may_be_found(*parts)
             jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
-            assert self.engine.purge(tenant, TIMEOUT_S), "a purge fails on a working device"
+            assert is_true(self.engine.begin_purge(tenant), TIMEOUT_S), (
+                "a purge fails on a working device"
+            )
             self.purged[tenant] = {}
             for part, job in zip(parts, jobs, strict=True):
                 excuse = {Reason.CANCELLED} if tenant_of(part[0]) == tenant else set()
@@ -229,7 +232,9 @@ class RegionMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.engine.clear(TIMEOUT_S), "a purge of everything fails on a working device"
+        assert is_true(self.engine.begin_purge(None), TIMEOUT_S), (
+            "a purge of everything fails on a working device"
+        )
         self.forget_certainty()
         self.purged = {tenant: {} for tenant in TENANTS}
         assert self.engine.stats().physical_bytes == 0

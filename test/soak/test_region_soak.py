@@ -25,7 +25,9 @@ from simulation.lives import live_below_capacity, live_full
 
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE
+from kit.waiting import drained
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -114,11 +116,10 @@ class Worker(threading.Thread):
             for load, job in zip(loads, running, strict=True):
                 load.check(job)
         elif kind < 0.95:
-            self._engine.sync(TIMEOUT_S)
+            self._engine.flush(TIMEOUT_S)
         elif kind < 0.951:
-            self._engine.clear(TIMEOUT_S)
+            is_true(self._engine.begin_purge(None), TIMEOUT_S)
         else:
-            self._engine.poll()
             self._engine.stats()
 
     def _chain(self) -> list[bytes]:
@@ -148,8 +149,7 @@ def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> int:
 
 
 def expect_quiet(engine: RegionEngine, directory: Path, closed_descriptors: int) -> None:
-    assert engine.drain(TIMEOUT_S)
-    engine.poll()
+    assert drained(engine, TIMEOUT_S)
     stats = engine.stats()
     assert stats.num_inflight_jobs == 0
     assert stats.queued_store_bytes == 0
@@ -173,7 +173,7 @@ def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> N
         threading.Event().wait(0.05)
     assert ledger.load(engine, fresh) == [Reason.OK] * len(fresh)
     if not ledger.sync(engine):  # pages are held that a sync failed on
-        engine.clear(TIMEOUT_S)
+        is_true(engine.begin_purge(None), TIMEOUT_S)
         assert ledger.sync(engine)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.pages.landing import Outcome
-from sglang_tiered.storage.base import Job, JobKind, Reason
+from sglang_tiered.storage.base import JobKind, Reason
+from sglang_tiered.storage.jobs import JobBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.index import LocalityIndex, Peer
     from sglang_tiered.sharing.pages.client import PageClient
     from sglang_tiered.sharing.pages.landing import Fetch
-    from sglang_tiered.storage.base import Run
+    from sglang_tiered.storage.base import Job, Run
 
 __all__ = ["PeerLoader"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNREPORTED = 4096
 _BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
 _FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
 _MAX_AVOID_S = 30.0
@@ -48,21 +47,9 @@ _REASONS = {
 _ASK_ANOTHER = {Outcome.MISS, Outcome.BUSY, Outcome.DAMAGED, Outcome.LOST}
 
 
-class _PeerJob(Job):
-    """Passes ``cancel`` on to its parts."""
-
-    client: PageClient
-    fetches: list[Fetch]
-
-    def cancel(self) -> None:
-        super().cancel()
-        for fetch in list(self.fetches):
-            self.client.cancel(fetch)
-
-
 @dataclass(eq=False, slots=True)
 class _Load:
-    job: _PeerJob
+    job: Job
     namespace: bytes
     deadline: float | None  # of the loader's clock
     num_left: int = 1  # parts under way, and the submission itself
@@ -87,18 +74,15 @@ class PeerLoader:
         self._client = client
         self._clock = clock
         self._lock = threading.Lock()  # a leaf
-        self._inflight: dict[Job, None] = {}
-        self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
+        self._jobs = JobBook()
         self._silent: dict[str, int] = {}  # servers that do not answer, and how often
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
     def submit(self, run: Run, namespace: bytes, *, deadline_s: float | None, answers: bool) -> Job:
         """See ``PeerTier.submit_load``; ``answers`` says whether the index does."""
-        job = _PeerJob(JobKind.LOAD, run)
-        job.client, job.fetches = self._client, []
         with self._lock:
-            self._inflight[job] = None
+            job = self._jobs.open(JobKind.LOAD, run)
             closed = self._closed
         deadline = None if deadline_s is None else self._clock() + deadline_s
         load = _Load(job, namespace, deadline)
@@ -109,16 +93,10 @@ class PeerLoader:
         self._settle(load)
         return job
 
-    def take_finished(self) -> list[Job]:
-        with self._lock:
-            finished = list(self._unreported)
-            self._unreported.clear()
-            return finished
-
     @property
-    def inflight(self) -> list[Job]:
+    def num_inflight(self) -> int:
         with self._lock:
-            return list(self._inflight)
+            return self._jobs.num_inflight
 
     def close(self) -> None:
         """Stop fetching. Loads under way end with the client."""
@@ -137,7 +115,7 @@ class PeerLoader:
             load.num_left += len(groups)
         for peer, group in groups.items():
             part = _Part(load, peer, group, second_to is not None)
-            fetch = self._client.fetch(
+            self._client.fetch(
                 peer.address,
                 load.namespace,
                 [run.keys[i] for i in group],
@@ -145,9 +123,6 @@ class PeerLoader:
                 deadline_s=self._left_s(load),
                 done=partial(self._part_ended, part),
             )
-            load.job.fetches.append(fetch)
-            if load.job.cancelled:
-                self._client.cancel(fetch)
 
     def _left_s(self, load: _Load) -> float | None:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
@@ -158,8 +133,7 @@ class PeerLoader:
             if load.num_left:
                 return
         with self._lock:
-            del self._inflight[load.job]
-            self._unreported.append(load.job)
+            self._jobs.note_end(load.job)
         load.job.finish()
 
     # ---- The client's thread ----
@@ -185,7 +159,7 @@ class PeerLoader:
         ]
         left_s = self._left_s(part.load)
         in_time = left_s is None or left_s >= _MIN_SECOND_S
-        if again and in_time and not (part.is_second or job.cancelled or self._closed):
+        if again and in_time and not (part.is_second or self._closed):
             self._ask(part.load, again, second_to=part.peer)
 
     def _tell_index(self, part: _Part, fetch: Fetch) -> None:

@@ -25,18 +25,17 @@ from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.peer_loading import PeerLoader
-from sglang_tiered.storage.base import Health, LookupResult, Stop
+from sglang_tiered.storage.base import Health, LookupResult, RemoteTier, Stop, Tier, TierStats
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
-    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.store import RegionEngine
-    from sglang_tiered.storage.stack.tiers import Unfinished
 
 __all__ = ["PeerStats", "PeerTier"]
 
@@ -46,11 +45,9 @@ _MANY_KEYS = 8  # own keys looked up for each that is wanted
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStats:
-    """Counters since the tier was opened, and current gauges. Reading them takes no I/O."""
+class PeerStats(TierStats):
+    """``health`` is of what can be fetched."""
 
-    health: Health  # of what can be fetched
-    health_reason: str  # why it is not RUNNING, as one clause; empty while it is
     # Fetched from others, in pages unless the name says otherwise.
     num_fetched: int = 0
     bytes_fetched: int = 0
@@ -77,15 +74,16 @@ class PeerStats:
     num_purges_applied: int = 0
 
 
-class PeerTier:
-    """Thread-safe: every method may be called from any thread; only ``refresh``, ``drain`` and
-    ``close`` block. ``purge`` purges this server's own pages of a tenant (None: of all) on behalf
-    of another server; it is called on a thread of the index, and may block. The tier reads from
-    ``region``, which its owner closes after the tier.
+class PeerTier(RemoteTier):
+    """``purge`` purges this server's own pages of a tenant (None: of all) on behalf of another
+    server; it is called on a thread of the index, and may block. The tier reads from ``region``,
+    which its owner closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
     A Redis that cannot be reached is not an error.
     """
+
+    tier = Tier.PEER
 
     def __init__(
         self,
@@ -151,7 +149,6 @@ class PeerTier:
         return Health.RUNNING if self._index.stats().connected else Health.MISS_ONLY
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Count the leading keys that other servers hold. Memory only."""
         if self.health is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
         found = self._index.find(keys)
@@ -160,14 +157,12 @@ class PeerTier:
         return LookupResult(found.index(None), Stop.MISS)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys another server holds. Memory only."""
         if self.health is not Health.RUNNING:
             return [False] * len(keys)
         return [peer is not None for peer in self._index.find(keys)]
 
     def some_keys(self, limit: int) -> list[bytes]:
-        """At most ``limit`` keys that another server holds, for measurements. The own store holds
-        them too, since the index does not know whole keys."""
+        """Keys that the own store holds too, since the index does not know whole keys."""
         own = self._region.some_keys(_MANY_KEYS * limit)
         held = zip(own, self.contains(own), strict=True)
         return list(itertools.islice((key for key, is_held in held if is_held), limit))
@@ -175,19 +170,8 @@ class PeerTier:
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        """Like ``TierEngine.submit_load``. The job is done at most ``deadline_s`` from now: pages
-        that did not arrive are ``IO_ERROR``."""
         answers = self.health is Health.RUNNING
         return self._loader.submit(run, self._namespace, deadline_s=deadline_s, answers=answers)
-
-    def poll(self) -> list[Job]:
-        """Jobs finished since the last call, each reported once."""
-        return self._loader.take_finished()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every job submitted so far is done; false when the time ran out."""
-        deadline = time.monotonic() + timeout_s
-        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in self._loader.inflight)
 
     # ---- Others ----
 
@@ -208,7 +192,7 @@ class PeerTier:
             num_busy=outcomes[Outcome.BUSY],
             num_lost=outcomes[Outcome.LOST],
             num_recovered=self._loader.num_recovered,
-            num_inflight_jobs=len(self._loader.inflight),
+            num_inflight_jobs=self._loader.num_inflight,
             num_served=server.num_served,
             bytes_served=server.bytes_served,
             num_served_misses=server.num_missed,
@@ -223,15 +207,19 @@ class PeerTier:
             num_purges_applied=index.num_purges_applied,
         )
 
-    def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> Unfinished:
+    def begin_purge(
+        self, tenant: bytes | None, *, local: Future[bool] | None = None
+    ) -> Future[bool]:
         """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
-        done when this server's purge is durable. Memory only; from now on no page is found at a
-        server that has not purged it."""
+        true once this server's purge is durable. Memory only; from now on no page is found at a
+        server that has not purged it. True once Redis has the purge."""
         return self._index.begin_purge(tenant, local)
 
+    def hide(self, tenant: bytes | None) -> None:
+        """Does nothing: the server that purged the tenant asked every other one."""
+
     def set_namespace(self, namespace: bytes) -> None:
-        """Continue under another namespace: pages of the old one are neither found nor served.
-        Loads submitted before finish under it."""
+        """As the contract says; pages of the old namespace are no longer served either."""
         self._server.set_namespace(namespace)
         self._index.set_namespace(namespace)
         self._namespace = namespace
@@ -253,9 +241,8 @@ class PeerTier:
         self._server.stop()
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance. Call while no job runs."""
-        inflight = self._loader.inflight
-        assert not inflight, f"{len(inflight)} loads under way"
+        num_inflight = self._loader.num_inflight
+        assert not num_inflight, f"{num_inflight} loads under way"
         self._client.check_integrity()
         self._server.check_integrity()
         self._index.check_integrity()

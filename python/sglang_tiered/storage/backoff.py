@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import logging
+import logging
+import random
 
 __all__ = ["Backoff", "OnceLog"]
 
-_FIRST_RETRY_S = 1.0
-_LAST_RETRY_S = 60.0
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 60.0
 
 
 class Backoff:
-    """Doubling pause after each failure in a row: 1 s up to 60 s."""
+    """A pause after each failure in a row, twice as long each time: 1 s up to 60 s by default.
+    ``spread`` takes up to that part off a pause, so that many do not try again at once."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, first_s: float = FIRST_RETRY_S, longest_s: float = LAST_RETRY_S, spread: float = 0.0
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._spread = spread
         self.num_failures = 0
         self._retry_at = 0.0
 
     def is_over(self, now: float) -> bool:
         return self.num_failures == 0 or now >= self._retry_at
 
+    def wait_s(self, now: float) -> float:
+        """How long until the pause is over."""
+        return 0.0 if self.is_over(now) else self._retry_at - now
+
     def fail(self, now: float) -> None:
         if not self.is_over(now):
             return  # one incident: jobs already under way when it began do not lengthen the pause
-        exponent = min(self.num_failures, 16)
-        self._retry_at = now + min(_FIRST_RETRY_S * 2**exponent, _LAST_RETRY_S)
+        pause_s = min(self._first_s * 2.0 ** min(self.num_failures, 16), self._longest_s)
+        self._retry_at = now + pause_s * random.uniform(1.0 - self._spread, 1.0)
         self.num_failures += 1
 
     def succeed(self) -> None:
@@ -42,9 +50,24 @@ class OnceLog:
         self._active: set[str] = set()
 
     def report(self, cause: str, message: str, *args: object) -> None:
+        self._report(logging.WARNING, cause, message, *args)
+
+    def fault(self, cause: str, message: str, *args: object) -> None:
+        """In an except clause: an error with its trace."""
+        self._report(logging.ERROR, cause, message, *args, exc_info=True)
+
+    def _report(
+        self, level: int, cause: str, message: str, *args: object, exc_info: bool = False
+    ) -> None:
         if cause not in self._active:
             self._active.add(cause)
-            self._logger.warning(message, *args)
+            self._logger.log(level, message, *args, exc_info=exc_info)
 
     def settle(self, cause: str) -> None:
         self._active.discard(cause)
+
+    def settle_all(self) -> bool:
+        """Whether there was any cause."""
+        had_any = bool(self._active)
+        self._active.clear()
+        return had_any

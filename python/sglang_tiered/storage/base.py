@@ -1,24 +1,29 @@
-"""The contract of a tier engine.
+"""The contract of a tier.
 
-An engine keeps *pages* under 32-byte keys. Pages come in *runs*: the consecutive pages of one
-radix node's chain. The rules every engine keeps (``test/contract/test_tier_engine.py`` runs over
-all of them):
+A tier keeps *pages* under 32-byte keys. Pages come in *runs*: the consecutive pages of one radix
+node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them too, a
+``RemoteTier`` lies beyond this machine, and a ``BucketTier`` is both. The rules every tier keeps
+(``test/contract`` runs over all of them):
 
-1. ``lookup`` reads memory only and returns at once; it may run on the scheduler thread.
+1. ``lookup``, ``contains`` and ``some_keys`` read memory only and return at once; they may run on
+   the scheduler thread.
 2. ``submit_store`` and ``submit_load`` return a ``Job`` at once. They never raise for a condition
-   of the tier: a full disk, a sick device or a closed engine is a job that finishes with a reason.
+   of the tier: a full disk, a sick device or a closed tier is a job that finishes with a reason.
 3. A key becomes visible to ``lookup`` only after its bytes can be read back, checksums included.
 4. A page is delivered only if its bytes were verified against the key and the namespace they were
    stored under. Anything doubtful is a miss, and the doubtful entry is forgotten.
-5. The buffers of a run belong to the engine from submission until the job is done; the engine
-   never touches them afterwards. This is what makes it safe to hand them to someone else.
+5. The buffers of a run belong to the tier from submission until the job is done; the tier never
+   touches them afterwards. This is what makes it safe to hand them to someone else.
 6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``: of a
    run that does not fit, the pages from the first on that does not.
-7. Nothing blocks except ``drain``, ``purge``, ``clear``, ``close`` and ``Job.wait``; none of those
-   may be called on the scheduler thread while requests are running.
+7. Nothing blocks except ``flush``, ``refresh``, ``close``, ``Job.wait`` and ``Future.result``; none
+   of those may be called on the scheduler thread while requests are running.
 8. Every page belongs to the tenant its run names, or to none. Keys of different tenants never
-   coincide: that is the caller's promise. A tenant that was purged has no hit, and none of its
-   stores submitted before the purge lands behind it. One over its share never costs others theirs.
+   coincide: that is the caller's promise. A tenant that was purged has no hit from the moment
+   ``begin_purge`` returns, and none of its stores submitted before lands behind it. One over its
+   share never costs others theirs.
+9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
+   thread that ends it, perhaps under a lock of the tier: they must only note.
 """
 
 from __future__ import annotations
@@ -31,22 +36,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+    from typing import Any
 
 __all__ = [
     "KEY_BYTES",
     "NO_TENANT",
     "TENANT_BYTES",
+    "BucketTier",
     "EngineStats",
     "Health",
     "Job",
     "JobKind",
     "LookupResult",
     "Page",
+    "ReadTier",
     "Reason",
+    "RemoteTier",
     "Run",
     "Stop",
     "TenantUsage",
-    "TierEngine",
+    "Tier",
+    "TierStats",
+    "WriteTier",
 ]
 
 KEY_BYTES = 32
@@ -58,8 +70,16 @@ Page = tuple[memoryview, ...]
 C-contiguous; writable where the run is to be loaded."""
 
 
+class Tier(enum.Enum):
+    """Where a page can be."""
+
+    NVME = "nvme"  # this server's own
+    PEER = "peer"  # what other servers hold on theirs
+    OBJECT = "object"  # the bucket
+
+
 class Health(enum.Enum):
-    """What an engine can do now. RUNNING -> MISS_ONLY -> FAILED, with automatic retry back."""
+    """What a tier can do now. RUNNING -> MISS_ONLY -> FAILED, with automatic retry back."""
 
     RUNNING = "running"
     MISS_ONLY = "miss_only"  # answers every lookup with a miss and drops stores; retries by itself
@@ -182,7 +202,8 @@ class Job:
         return self._done.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Ask the engine to skip what it has not begun. The job still finishes by ``done``."""
+        """Ask the tier to skip what it has not begun of a store. The job still finishes by
+        ``done``."""
         self._cancelled.set()
 
     def call_at_end(self, callback: Callable[[Job], None]) -> None:
@@ -206,11 +227,17 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
+class TierStats:
+    """Counters since the tier was opened, and gauges of now. Reading them takes no I/O."""
 
     health: Health
     health_reason: str  # why it is not RUNNING, as one clause; empty while it is
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats(TierStats):
+    """Of a tier that stores."""
+
     num_pages: int  # pages a lookup can hit
     stored_bytes: int  # payload bytes of those pages
     physical_bytes: int  # bytes of storage taken, the figure the cap bounds
@@ -226,7 +253,7 @@ class EngineStats:
     num_inflight_jobs: int
     queued_store_bytes: int  # payload bytes of stores submitted and not done
     num_tenants: int  # that hold pages, no tenant included
-    num_pages_purged: int  # forgotten by ``purge`` and ``clear``
+    num_pages_purged: int  # forgotten by ``begin_purge``
     num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
 
@@ -240,69 +267,58 @@ class TenantUsage(NamedTuple):
     physical_bytes: int  # of storage that its pages take, those waiting for reclaim included
 
 
-class TierEngine(ABC):
-    """One tier. Thread-safe: every method may be called from any thread."""
+class ReadTier(ABC):
+    """A tier that pages can be loaded from. Thread-safe: every method may be called from any
+    thread."""
+
+    @property
+    def health(self) -> Health:
+        return self.stats().health
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         """Count the leading keys that a load could serve now. Memory only; does not pin.
 
-        ``Stop.UNHEALTHY`` while the engine serves no loads, and when it is closed.
+        ``Stop.UNHEALTHY`` while the tier serves no loads, and when it is closed.
         """
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys a load could serve now. Memory only; does not pin."""
 
     @abstractmethod
     def some_keys(self, limit: int) -> list[bytes]:
         """At most ``limit`` keys that a load could serve now, to measure the tier with."""
 
     @abstractmethod
-    def submit_store(self, run: Run) -> Job:
-        """Queue the pages that are neither held nor on their way; the rest are duplicates.
-
-        Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
-        at least is taken by an engine that is well and has nothing queued, so a run of any size is
-        stored by submitting again what was left of it, job after job.
-        """
-
-    @abstractmethod
-    def submit_load(self, run: Run) -> Job:
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         """Fill ``run.pages`` with the bytes stored under ``run.keys``, verified.
 
         A page whose length differs from the stored one is a ``MISS``; its buffer is untouched.
-        The content of a buffer whose reason is not ``OK`` is undefined.
+        The content of a buffer whose reason is not ``OK`` is undefined. Where pages come over a
+        network the job is done ``deadline_s`` seconds from now, whatever the other side does: pages
+        that did not arrive are ``IO_ERROR``.
         """
 
     @abstractmethod
-    def poll(self) -> list[Job]:
-        """Jobs finished since the last call, each reported once. Callers that only ``wait`` need
-        not poll: the engine keeps a bounded number of unreported jobs and forgets the oldest."""
+    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
+        """Forget every page of one tenant, or of all for None: hidden on return, and what is queued
+        of it is dropped. Memory only.
+
+        True once its pages do not come back after a crash or loss of power either, and no job
+        that concerns them is under way. False when that is not known, because the storage refused
+        or the tier is closed: ask again.
+        """
 
     @abstractmethod
-    def stats(self) -> EngineStats:
+    def set_namespace(self, namespace: bytes) -> None:
+        """Continue under another namespace, as when a running server's weights are replaced. Pages
+        of the old one stop being visible at once; jobs submitted before finish under it. Memory
+        only. Raises ``ValueError`` for a digest of the wrong length."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
         """A consistent snapshot; O(1) and without I/O."""
-
-    @abstractmethod
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        """The tenants with the most physical bytes, at most ``limit``. Without I/O, but linear in
-        their number: for people who ask, not for every step."""
-
-    @abstractmethod
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        """Forget every page of one tenant. Its lookups miss from the start; what it has queued is
-        dropped, and jobs under way are waited for.
-
-        True when its pages do not come back after a crash or loss of power either. False when
-        that is not known, because the time ran out, the storage refused or the engine is closed:
-        ask again.
-        """
-
-    @abstractmethod
-    def clear(self, timeout_s: float) -> bool:
-        """Forget every page, at once, and give the storage back. Jobs under way are waited for;
-        does nothing on a closed engine. Returns what ``purge`` returns."""
-
-    @abstractmethod
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every job submitted so far is done; false when the time ran out."""
 
     @abstractmethod
     def close(self) -> None:
@@ -310,4 +326,62 @@ class TierEngine(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` naming every term when the books do not balance."""
+        """Raise ``AssertionError`` naming every term when the books do not balance. Call it while
+        nothing is submitted."""
+
+
+class WriteTier(ReadTier):
+    """A tier that keeps what it is given."""
+
+    @abstractmethod
+    def submit_store(self, run: Run) -> Job:
+        """Queue the pages that are neither held nor on their way; the rest are duplicates.
+
+        Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
+        at least is taken by a tier that is well and has nothing queued, so a run of any size is
+        stored by submitting again what was left of it, job after job.
+        """
+
+    @abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """Whether every page stored before the call is durable. False when the storage refuses,
+        the time runs out or the tier is closed. Blocks."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        """The tenants with the most physical bytes, at most ``limit``. Without I/O, but linear in
+        their number: for people who ask, not for every step."""
+
+
+class RemoteTier(ReadTier):
+    """A tier beyond this machine, shared with other servers."""
+
+    tier: Tier
+
+    @abstractmethod
+    def begin_purge(
+        self, tenant: bytes | None, *, local: Future[bool] | None = None
+    ) -> Future[bool]:
+        """As every tier, for every server that shares it; ``local`` is what this server's own
+        tier does of it."""
+
+    @abstractmethod
+    def hide(self, tenant: bytes | None) -> None:
+        """As ``begin_purge``, for this server alone: another one's purge makes it durable."""
+
+    @abstractmethod
+    def refresh(self, timeout_s: float) -> bool:
+        """Whether what other servers changed was looked for within that time. Blocks."""
+
+
+class BucketTier(RemoteTier, WriteTier):
+    """A remote tier that stores."""
+
+    tier = Tier.OBJECT
+
+    @abstractmethod
+    def object_stats(self) -> Any:
+        """What ``stats`` has no place for."""

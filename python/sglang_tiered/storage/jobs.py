@@ -1,8 +1,8 @@
-"""The book of running and finished jobs of an engine."""
+"""``JobBook``: the jobs of a tier that are under way, and what became of the others."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Job, JobKind, Reason
@@ -14,16 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["JobBook"]
 
-_MAX_UNREPORTED = 4096
-
 
 class JobBook:
-    """Guarded by the store's lock, which the caller holds."""
+    """Guarded by its owner's lock, which the caller holds."""
 
     def __init__(self) -> None:
         self._inflight: dict[Job, None] = {}  # in order of submission
-        self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
-        self.outcomes: Counter[tuple[JobKind, Reason]] = Counter()
+        self.outcomes: Counter[tuple[JobKind, Reason]] = Counter()  # of pages
 
     @property
     def num_inflight(self) -> int:
@@ -35,22 +32,24 @@ class JobBook:
 
     def open(self, kind: JobKind, run: Run) -> Job:
         job = Job(kind, run)
-        self._inflight[job] = None
+        self.add(job)
         return job
+
+    def add(self, job: Job) -> None:
+        """A job that another tier made for its caller too."""
+        self._inflight[job] = None
+
+    def note_end(self, job: Job) -> None:
+        """Count the outcomes of a job that is about to be finished."""
+        self.outcomes.update((job.kind, reason) for reason in job.reasons)
+        del self._inflight[job]
 
     def finish(self, job: Job) -> None:
         """Count the outcomes, then let the caller have the buffers back."""
-        self.outcomes.update((job.kind, reason) for reason in job.reasons)
-        del self._inflight[job]
-        self._unreported.append(job)
+        self.note_end(job)
         job.finish()
 
     def finish_with(self, job: Job, positions: Iterable[int], reason: Reason) -> None:
         for position in positions:
             job.reasons[position] = reason
         self.finish(job)
-
-    def take_finished(self) -> list[Job]:
-        finished = list(self._unreported)
-        self._unreported.clear()
-        return finished

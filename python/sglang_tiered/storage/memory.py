@@ -1,13 +1,13 @@
-"""The smallest legal engine: pages copied into memory, evicted one by one, least recent first.
+"""The smallest legal tier: pages copied into memory, evicted one by one, least recent first.
 
-Template for new engines and double for tests. Jobs finish inside ``submit_*``.
+Template for new tiers and double for tests. Jobs finish inside ``submit_*``.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -16,23 +16,23 @@ from sglang_tiered.storage.base import (
     NO_TENANT,
     EngineStats,
     Health,
-    Job,
     JobKind,
     LookupResult,
     Reason,
     Stop,
     TenantUsage,
-    TierEngine,
+    WriteTier,
 )
+from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Page, Run
+    from sglang_tiered.storage.base import Job, Page, Run
 
 __all__ = ["MemoryEngine"]
-
-_MAX_UNREPORTED = 4096
 
 
 class _Stored(NamedTuple):
@@ -41,7 +41,7 @@ class _Stored(NamedTuple):
     tenant: bytes
 
 
-class MemoryEngine(TierEngine):
+class MemoryEngine(WriteTier):
     """At most ``capacity_bytes`` of payload, and ``max_tenant_bytes`` of one tenant, whose own
     pages go for it. Thread-safe by one lock held throughout a call."""
 
@@ -50,8 +50,7 @@ class MemoryEngine(TierEngine):
         self._max_tenant_bytes = max_tenant_bytes
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
-        self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
-        self._outcomes: Counter[tuple[JobKind, Reason]] = Counter()
+        self._jobs = JobBook()
         self._stored_bytes = 0
         self._tenant_pages: Counter[bytes] = Counter()
         self._tenant_bytes: Counter[bytes] = Counter()
@@ -70,15 +69,23 @@ class MemoryEngine(TierEngine):
                     return LookupResult(num_hits, Stop.MISS)
             return LookupResult(len(keys), Stop.END)
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [not self._closed and key in self._pages for key in keys]
+
     def some_keys(self, limit: int) -> list[bytes]:
         with self._lock:
             return [] if self._closed else list(itertools.islice(self._pages, limit))
 
     def submit_store(self, run: Run) -> Job:
-        return self._serve(Job(JobKind.STORE, run))
+        return self._serve(self._open(JobKind.STORE, run))
 
-    def submit_load(self, run: Run) -> Job:
-        return self._serve(Job(JobKind.LOAD, run))
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        return self._serve(self._open(JobKind.LOAD, run))
+
+    def _open(self, kind: JobKind, run: Run) -> Job:
+        with self._lock:
+            return self._jobs.open(kind, run)
 
     def _serve(self, job: Job) -> Job:
         with self._lock:
@@ -88,9 +95,7 @@ class MemoryEngine(TierEngine):
                     job.reasons = [self._store(key, page, job.run.tenant) for key, page in pages]
                 else:
                     job.reasons = [self._load(key, page) for key, page in pages]
-            self._outcomes.update((job.kind, reason) for reason in job.reasons)
-            self._unreported.append(job)
-            job.finish()
+            self._jobs.finish(job)
         return job
 
     def _store(self, key: bytes, page: Page, tenant: bytes) -> Reason:
@@ -147,12 +152,6 @@ class MemoryEngine(TierEngine):
         self._bytes_out += position
         return Reason.OK
 
-    def poll(self) -> list[Job]:
-        with self._lock:
-            finished = list(self._unreported)
-            self._unreported.clear()
-            return finished
-
     def stats(self) -> EngineStats:
         with self._lock:
             return EngineStats(
@@ -162,20 +161,20 @@ class MemoryEngine(TierEngine):
                 stored_bytes=self._stored_bytes,
                 physical_bytes=self._stored_bytes,
                 capacity_bytes=self._capacity_bytes,
-                num_pages_stored=self._outcomes[JobKind.STORE, Reason.OK],
-                num_pages_loaded=self._outcomes[JobKind.LOAD, Reason.OK],
+                num_pages_stored=self._jobs.outcomes[JobKind.STORE, Reason.OK],
+                num_pages_loaded=self._jobs.outcomes[JobKind.LOAD, Reason.OK],
                 num_pages_evicted=self._num_evicted,
                 bytes_stored=self._bytes_in,
                 bytes_written=self._bytes_in,
                 bytes_loaded=self._bytes_out,
                 num_pages_reinserted=0,
                 bytes_reinserted=0,
-                num_inflight_jobs=0,
+                num_inflight_jobs=self._jobs.num_inflight,
                 queued_store_bytes=0,
                 num_tenants=len(self._tenant_pages),
                 num_pages_purged=self._num_purged,
                 num_regions_stuck=0,
-                reasons=dict(self._outcomes),
+                reasons=dict(self._jobs.outcomes),
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
@@ -183,28 +182,28 @@ class MemoryEngine(TierEngine):
             largest = self._tenant_bytes.most_common(limit)
             return [TenantUsage(t, self._tenant_pages[t], size, size) for t, size in largest]
 
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
+    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
         with self._lock:
-            for key in [key for key, stored in self._pages.items() if stored.tenant == tenant]:
-                self._forget(key)
-                self._num_purged += 1
-            return not self._closed
+            self._num_purged += self._forget_all(tenant)
+            return ended(not self._closed)
 
-    def clear(self, timeout_s: float) -> bool:
+    def _forget_all(self, tenant: bytes | None) -> int:
+        pages = self._pages.items()
+        keys = [key for key, stored in pages if tenant in (None, stored.tenant)]
+        for key in keys:
+            self._forget(key)
+        return len(keys)
+
+    def set_namespace(self, namespace: bytes) -> None:
         with self._lock:
-            self._num_purged += len(self._pages)
-            self._pages.clear()
-            self._stored_bytes = 0
-            self._tenant_pages.clear()
-            self._tenant_bytes.clear()
-            return not self._closed
+            self._forget_all(None)
 
-    def drain(self, timeout_s: float) -> bool:
-        return True
+    def flush(self, timeout_s: float) -> bool:
+        return not self._closed
 
     def close(self) -> None:
-        self.clear(0.0)
         with self._lock:
+            self._forget_all(None)
             self._closed = True
 
     def check_integrity(self) -> None:

@@ -119,7 +119,7 @@ class Ledger:
 
     def sync(self, engine: RegionEngine) -> bool:
         before = set(self.acknowledged)
-        completed = engine.sync(TIMEOUT_S)
+        completed = engine.flush(TIMEOUT_S)
         if completed:
             self.durable |= before
         return completed

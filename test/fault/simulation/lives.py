@@ -10,6 +10,7 @@ from simulation.device import MODES, CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, keys
 
+from kit.waiting import drained
 from sglang_tiered.errors import StoreError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def run(
     try:
         with running(directory, device, **changes) as engine:
             workload(engine, ledger)
-            assert engine.drain(TIMEOUT_S)
+            assert drained(engine, TIMEOUT_S)
     except StoreError:
         assert not device.powered, "the store was refused on a working device"
     assert not device.misuse

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.waiting import drained
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import (
@@ -77,9 +78,9 @@ def test_modelled_log_serves_what_the_real_store_serves(
             job = engine.submit_store(Run(keys[real:], pages[real : len(keys)]))
             assert job.wait(TIMEOUT_S)
             assert all(job.ok)
-            assert engine.drain(TIMEOUT_S)
+            assert drained(engine, TIMEOUT_S)
         log.store(units[modelled:], [page_bytes] * (len(units) - modelled))
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
     stats = engine.stats()
     engine.close()
     log.check_integrity()

@@ -24,7 +24,6 @@ from sglang_tiered.integration.storage.remote_purges import with_unknown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.stack.tiers import Unfinished
 
 __all__ = ["PREFIX", "Control", "hide_memory"]
 
@@ -45,7 +44,7 @@ class Control:
     """
 
     def __init__(self) -> None:
-        self._purges: PendingRequests[list[Unfinished]] = PendingRequests()
+        self._purges: PendingRequests[list[Future[bool]]] = PendingRequests()
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
         self._checkpoints = conversations.Checkpoints()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
@@ -134,8 +133,8 @@ class Control:
             self._purges[number] = self._purge(scheduler, cache, tenant)
             self.after_idle(None, scheduler)
         purges = self._purges[number]
-        done = all(purge.done for purge in purges)
-        durable = done and all(purge.wait(0.0) for purge in purges)
+        done = all(purge.done() for purge in purges)
+        durable = done and all(purge.result() for purge in purges)
         done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
         config = TieredConfig.from_environment()
         if cache.storage is None and config is not None and config.nvme is not None:
@@ -151,7 +150,7 @@ class Control:
         tenant: bytes | None,
         *,
         is_remote: bool = False,
-    ) -> list[Unfinished]:
+    ) -> list[Future[bool]]:
         """Hide the pages of a tenant, or all, in every tier, and propagate the purge to other
         servers unless it came from one of them."""
         # Before the tree is reset, or it would be asked to store what is purged.
@@ -185,7 +184,7 @@ class Control:
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
 
-def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Unfinished]:
+def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Future[bool]]:
     """Keep the prompts of a tenant from being loaded after a restart."""
     forgotten = None if cache.tiering is None else cache.tiering.warm.purge(tenant)
     return [] if forgotten is None else [forgotten]

@@ -22,7 +22,7 @@ from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.cache.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.storage.host_pages import page_segments
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Run, Tier
+from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.stack import LayeredEngine
+    from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["WORK_S", "make_durable"]
 
@@ -34,33 +34,32 @@ def make_durable(
     storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, work_s: float = WORK_S
 ) -> int:
     """Wait until pages are durable in a tier, and return how many leading ones are. For NVMe, pages
-    that only the bucket or other servers hold are loaded and stored under their tenant."""
-    if storage.borrows:
+    that only the bucket or other servers hold are loaded and stored under their tenant. Never on
+    the scheduler thread."""
+    shard, stack = storage.region_engine, storage.stack
+    if not isinstance(shard, RegionEngine):
         return len(hashes)  # decided by the rank that keeps the pages
     deadline = time.monotonic() + work_s
-    shard, layered = storage.region_engine, storage.layered_engine
     keys = storage.keys_of_pools(hashes)
     wanted = keys[: len(hashes)]  # KV pages; the other pools hold only some
-    is_below = tier is Tier.OBJECT and layered is not None
+    is_below = tier is Tier.OBJECT and stack.bucket is not None
     brings_up_at = 0.0
     while (now := time.monotonic()) < deadline:
         held = shard.view.contains(wanted)
         if is_below:
-            assert layered is not None
-            below = layered.contains_below(wanted)
+            below = stack.contains_in_bucket(wanted)
             held = [up or down for up, down in zip(held, below, strict=True)]
         if all(held):
             break
-        if layered is not None and not is_below and now >= brings_up_at:
-            _bring_up(storage, layered, hashes, tenant, deadline)
+        if stack.remote and not is_below and now >= brings_up_at:
+            _bring_up(storage, hashes, tenant, deadline)
             brings_up_at = time.monotonic() + _AGAIN_S
         time.sleep(_LOOK_S)
     left_s = max(1.0, deadline - time.monotonic())
     if is_below:
-        assert layered is not None
-        return _leading(layered.flush(keys, left_s)[: len(hashes)])
+        return _leading(stack.flush_to_bucket(keys, left_s)[: len(hashes)])
     before = shard.view.contains(wanted)  # the barrier may miss later ones
-    is_synced = shard.sync(left_s)
+    is_synced = shard.flush(left_s)
     after = shard.view.contains(wanted)
     shard.view.use(keys)  # counts as use: reclaim keeps them longer
     held = [was and is_held for was, is_held in zip(before, after, strict=True)]
@@ -69,18 +68,19 @@ def make_durable(
 
 def _bring_up(
     storage: TieredStorage,
-    layered: LayeredEngine,
     hashes: Sequence[str],
     tenant: bytes,
     deadline: float,
 ) -> None:
     """Load pages that NVMe lacks and remote tiers hold into private memory, which stores them on
     NVMe as well. Ends early where NVMe does not take them or no tier serves them."""
-    above = layered.upper.view
+    stack = storage.stack
     keys, number = storage.keys_of_pools(hashes), len(hashes)
     for at, page_bytes in enumerate(_page_bytes(storage)):
         of_pool = keys[at * number : (at + 1) * number]
-        pages = zip(of_pool, above.contains(of_pool), layered.contains_far(of_pool), strict=True)
+        pages = zip(
+            of_pool, stack.nvme.contains(of_pool), stack.contains_remote(of_pool), strict=True
+        )
         lacking = [key for key, is_here, is_far in pages if is_far and not is_here]
         size = max(1, _BATCH_BYTES // page_bytes)
         for start in range(0, len(lacking), size):
@@ -92,16 +92,16 @@ def _bring_up(
             buffers = tuple(
                 (room[i * page_bytes : (i + 1) * page_bytes],) for i in range(len(batch))
             )
-            job = layered.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
+            job = stack.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
             job.wait()
             loaded = [key for key, is_ok in zip(batch, job.ok, strict=True) if is_ok]
-            if not loaded or not _wait_until_kept(layered, loaded, deadline):
+            if not loaded or not _wait_until_kept(stack, loaded, deadline):
                 return
 
 
-def _wait_until_kept(layered: LayeredEngine, keys: Sequence[bytes], deadline: float) -> bool:
+def _wait_until_kept(stack: TierStack, keys: Sequence[bytes], deadline: float) -> bool:
     deadline = min(deadline, time.monotonic() + _AGAIN_S)
-    while not all(layered.upper.view.contains(keys)):
+    while not all(stack.nvme.contains(keys)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_LOOK_S)

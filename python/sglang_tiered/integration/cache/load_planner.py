@@ -21,7 +21,8 @@ from sglang_tiered.policy.cost_model import (
     LoadPlan,
     remote_first,
 )
-from sglang_tiered.storage.stack.tiers import FAR_TIERS, Tier
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ class LoadPlanner(Generic[Request]):
 
     def far_order(self) -> list[Tier]:
         """The tiers beyond NVMe, the one first that takes less for a typical load. Any thread."""
-        far = FAR_TIERS
+        far = REMOTE_TIERS
         return sorted(far, key=lambda tier: self.timings[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
 
     def stats(self) -> PlannerStats:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
@@ -24,11 +23,12 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
-from sglang_tiered.storage.forgetting import Forgetting
+from sglang_tiered.storage.promises import keep, promise
 from sglang_tiered.storage.region.files import WARM_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.integration.identity.tenants import PurgedTenants
     from sglang_tiered.storage.region.notes import Notes
@@ -58,14 +58,6 @@ class _Named(NamedTuple):
     chain: WarmChain
     extra_key: str | None
     cache_salt: str | None
-
-
-@dataclass(eq=False, slots=True)
-class _Rewrite:
-    """Have the file say nothing of a tenant that was purged."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done
 
 
 class WarmingCache(Protocol):
@@ -138,9 +130,9 @@ class WarmHost:
         )
         self._list.used(chain, content, prefixes=prefixes)
 
-    def purge(self, tenant: bytes | None) -> Forgetting:
-        """A tenant, or None for all: neither loaded nor kept from now on. Returns what tells when
-        the file says nothing of it."""
+    def purge(self, tenant: bytes | None) -> Future[bool]:
+        """A tenant, or None for all: neither loaded nor kept from now on. True once the file says
+        nothing of it."""
 
         def belongs(chain: WarmChain) -> bool:
             return tenant in (None, chain.tenant)
@@ -150,9 +142,9 @@ class WarmHost:
         self._unnamed = {
             keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
         }
-        order = _Rewrite()
-        self._offer(order)
-        return Forgetting(order)
+        is_rewritten = promise()
+        self._offer(is_rewritten)
+        return is_rewritten
 
     # ---- Loading ----
 
@@ -200,7 +192,7 @@ class WarmHost:
 
     # ---- Writing ----
 
-    def _offer(self, order: _Rewrite | None = None) -> None:
+    def _offer(self, order: Future[bool] | None = None) -> None:
         self._num_offered = self._list.num_changes
         self._saver.save(self._list.snapshot(), order)
 
@@ -221,7 +213,7 @@ class _Saver:
         self._notes = notes
         self._lock = threading.Condition()
         self._pending: list[WarmChain] | None = None
-        self._orders: list[_Rewrite] = []
+        self._orders: list[Future[bool]] = []
         self._is_owed = False  # the file may name a tenant that was purged
         self._due, self._closed = True, False
         self._thread = threading.Thread(target=self._run, name="tier-warm", daemon=True)
@@ -230,7 +222,7 @@ class _Saver:
     def is_due(self) -> bool:
         return self._due
 
-    def save(self, chains: list[WarmChain], order: _Rewrite | None = None) -> None:
+    def save(self, chains: list[WarmChain], order: Future[bool] | None = None) -> None:
         with self._lock:
             self._pending = chains
             if order is not None:
@@ -254,8 +246,7 @@ class _Saver:
                 self._is_owed = self._is_owed or bool(orders)
                 is_written = self._write(chains)
                 for order in orders:
-                    order.durable = is_written
-                    order.done.set()
+                    keep(order, is_written)
             with self._lock:
                 if self._closed and self._pending is None:
                     return

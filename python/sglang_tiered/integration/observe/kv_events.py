@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.base import TierEngine
-    from sglang_tiered.storage.stack.tiers import LowerTier
+    from sglang_tiered.storage.base import BucketTier, ReadTier
 
     # Returns which keys a tier could serve now, or None while it is offline. Any thread; reads
     # memory only.
@@ -294,7 +293,7 @@ class TierEvents:
                     self._set_held(key, page, bits, may_return=may_return)
 
 
-def engine_holds(engine: TierEngine) -> Holds:
+def engine_holds(engine: ReadTier) -> Holds:
     """Return a lookup of single keys in an engine that counts leading ones."""
 
     def holds(keys: Sequence[bytes]) -> list[bool] | None:
@@ -315,19 +314,18 @@ def engine_holds(engine: TierEngine) -> Holds:
 
 def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
     """Return lookups in the tiers that the storage has open."""
-    tiers = {StorageMedium.DISK: engine_holds(storage.region_engine)}
-    layered = getattr(storage, "layered_engine", None)
-    if layered is not None and layered.lower is not None:
+    tiers = {StorageMedium.DISK: engine_holds(storage.stack.nvme)}
+    if storage.stack.bucket is not None:
         # Other servers announce their own pages.
-        tiers[StorageMedium.EXTERNAL] = _bucket_holds(layered.lower)
+        tiers[StorageMedium.EXTERNAL] = _bucket_holds(storage.stack.bucket)
     return tiers
 
 
-def _bucket_holds(bucket: LowerTier) -> Holds:
+def _bucket_holds(bucket: BucketTier) -> Holds:
     def holds(keys: Sequence[bytes]) -> list[bool] | None:
         held = bucket.contains(keys)
         # Asked afterwards: an unreachable bucket keeps its pages, and may come back.
-        return held if bucket.stats().health is Health.RUNNING else None
+        return held if bucket.health is Health.RUNNING else None
 
     return holds
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import EngineStats
     from sglang_tiered.storage.object.stats import ObjectStats
-    from sglang_tiered.storage.stack.tiers import FarStats, LayeredStats
+    from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = [
     "ObjectTierStats",
@@ -52,7 +52,7 @@ class ObjectTierStats:
 
     engine: EngineStats
     bucket: ObjectStats
-    moved: LayeredStats
+    moved: StackStats
     reads: TierReads
 
 
@@ -62,7 +62,7 @@ class PeerTierStats:
     them."""
 
     tier: PeerStats
-    moved: FarStats
+    moved: RemoteStats
     reads: TierReads
 
     @property
@@ -124,17 +124,18 @@ def tier_stats(
     storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
 ) -> TierStats:
     """Take a snapshot. Memory only, any thread."""
-    planner, layered = planner or _NO_PLANNER, storage.layered_engine
+    planner, stack = planner or _NO_PLANNER, storage.stack
     reads = {tier: planner.reads.get(tier, TierReads()) for tier in Tier}
     below = beside = None
-    if layered is not None and layered.lower is not None:
-        lower, moved = layered.lower, layered.layered_stats()
-        below = ObjectTierStats(lower.stats(), lower.object_stats(), moved, reads[Tier.OBJECT])
-    if layered is not None and layered.peers is not None:
-        moved_here = layered.far_stats(Tier.PEER)
-        beside = PeerTierStats(layered.peers.stats(), moved_here, reads[Tier.PEER])
+    if stack.bucket is not None:
+        bucket, moved = stack.bucket, stack.stack_stats()
+        below = ObjectTierStats(bucket.stats(), bucket.object_stats(), moved, reads[Tier.OBJECT])
+    if Tier.PEER in stack.remote:
+        moved_here = stack.remote_stats(Tier.PEER)
+        peers = cast("PeerStats", stack.remote[Tier.PEER].stats())
+        beside = PeerTierStats(peers, moved_here, reads[Tier.PEER])
     return TierStats(
-        nvme=storage.region_engine.stats(),
+        nvme=stack.nvme.stats(),
         host=storage.accounting,
         spill=spill or SpillStats(),
         planner=planner,

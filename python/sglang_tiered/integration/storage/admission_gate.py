@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.policy.admission import Outcome
-    from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.base import WriteTier
 
 __all__ = ["StoreGate"]
 
@@ -44,7 +44,7 @@ class StoreGate:
 
     def __init__(
         self,
-        engine: TierEngine,
+        engine: WriteTier,
         *,
         host_tokens: int,
         page_bytes: int,

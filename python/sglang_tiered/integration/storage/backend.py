@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,25 +35,30 @@ from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.remote_purges import RemotePurges
-from sglang_tiered.integration.storage.tiers import lossy_codec, open_far_tiers, open_shard
+from sglang_tiered.integration.storage.tiers import (
+    OpenTiers,
+    lossy_codec,
+    open_remote_tiers,
+    open_shard,
+)
 from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
-from sglang_tiered.storage.base import Health, Run, Stop
+from sglang_tiered.storage.base import Health, Run, Stop, Tier
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.stack.forgetting import LateForgetting, LayeredForgetting
-from sglang_tiered.storage.stack.tiers import FAR_TIERS, Span, Tier
+from sglang_tiered.storage.promises import all_true, keep, promise
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
-    from sglang_tiered.integration.storage.tiers import FarTiers
-    from sglang_tiered.storage.base import Job, TierEngine
+    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.notes import Notes
     from sglang_tiered.storage.region.store import RegionEngine
-    from sglang_tiered.storage.stack import LayeredEngine
-    from sglang_tiered.storage.stack.tiers import Unfinished
+    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["TieredStorage"]
 
@@ -68,7 +74,11 @@ class _LatePurge(NamedTuple):
     tenant: bytes | None
     was_told: bool
     tells_peers: bool
-    forgetting: LateForgetting
+    is_durable: Future[bool]
+
+
+def _pass_on(late: Future[bool], begun: Future[bool]) -> None:
+    keep(late, begun.result())
 
 
 class TieredStorage(ZeroCopyStorage):
@@ -93,10 +103,7 @@ class TieredStorage(ZeroCopyStorage):
         storage_config.is_mla_model = False
         self._sharing: SharingRanks | None = None  # with whom this rank shares pages, if with any
         self._lender: PageLender | None = None
-        self._engine: TierEngine | None = None  # the whole: one of the next two
-        self._region: RegionEngine | BorrowedEngine | None = None
-        self._layered: LayeredEngine | None = None
-        self._far_tiers: FarTiers | None = None
+        self._tiers: OpenTiers | None = None
         self.remote_purges: RemotePurges | None = None  # of other servers, where there are any
         self._gate: StoreGate | None = None
         self._namespace = b""
@@ -131,8 +138,8 @@ class TieredStorage(ZeroCopyStorage):
         except BaseException:
             self.close()
             raise
-        if isinstance(self._region, BorrowedEngine):
-            self._region.lender = shard
+        if isinstance(self.region_engine, BorrowedEngine):
+            self.region_engine.lender = shard
             logger.info("NVMe tier: shares the pages of %s", shard)
 
     def _open(self, pools: dict[PoolName, Any], max_page_bytes: int) -> Path | None:
@@ -158,14 +165,14 @@ class TieredStorage(ZeroCopyStorage):
         region, replica = open_shard(
             config, where, search.namespace, max_page_bytes, tp_size=self._storage_config.tp_size
         )
-        self._region = self._engine = region
+        self._tiers = OpenTiers(TierStack(region))  # which is closed if the others do not open
         self._namespace = region.namespace
         # An answer may have come since; where it is another, the next step takes it.
         self._search = None if search.answer == self._namespace else search
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=config.nvme_writes_per_day_per_rank)
         gate = self.gate
-        self._far_tiers = open_far_tiers(
+        self._tiers = open_remote_tiers(
             config,
             region,
             self._namespace,
@@ -173,18 +180,16 @@ class TieredStorage(ZeroCopyStorage):
             rank=(where.dp_rank + replica) * where.tp_size + where.tp_rank,
             page_bytes=max_page_bytes,
             may_promote=lambda: gate.takes_everything,
-            order=lambda: FAR_TIERS if self._planner is None else self._planner.far_order(),
+            order=lambda: REMOTE_TIERS if self._planner is None else self._planner.far_order(),
             purge=self.remote_purges,
         )
-        if self._far_tiers is not None:
-            self._engine = self._layered = self._far_tiers.engine
-            if self.knows_namespace:
-                if search.is_nameless:
-                    self._layered.set_namespace(self._namespace)  # of which nothing goes down
-                self._far_tiers.collect()
+        if self.knows_namespace:
+            if search.is_nameless:
+                self.stack.set_namespace(self._namespace)  # of which nothing goes down
+            self._tiers.collect()
         if self.knows_namespace and not search.is_nameless:
             self._remember_namespace()
-        self.transfers = TierTransfers(region, self._layered, self.page_bytes())
+        self.transfers = TierTransfers(self.stack, self.page_bytes())
         stats = region.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
@@ -201,13 +206,13 @@ class TieredStorage(ZeroCopyStorage):
 
     def _use_borrowed(self, search: NamespaceSearch) -> None:
         """What this rank would keep another one keeps."""
-        self._region = self._engine = engine = BorrowedEngine()
+        self._tiers = OpenTiers(TierStack(BorrowedEngine()))
         answer = search.answer  # which may come at any moment
         self._namespace = answer or b""
         self._search = search if answer is None else None
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=None)
-        self.transfers = TierTransfers(engine, None, self.page_bytes())
+        self.transfers = TierTransfers(self.stack, self.page_bytes())
         self._set_claim()
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
@@ -230,13 +235,13 @@ class TieredStorage(ZeroCopyStorage):
             )
         if self._lender is not None:
             self._lender.claim = claim
-        elif isinstance(self._region, BorrowedEngine):
-            self._region.claim = claim
+        elif isinstance(self.region_engine, BorrowedEngine):
+            self.region_engine.claim = claim
 
     @property
     def borrows(self) -> bool:
         """Whether another rank keeps the pages of this one, and knows which there are."""
-        return isinstance(self._region, BorrowedEngine)
+        return isinstance(self.region_engine, BorrowedEngine)
 
     def page_bytes(self) -> int:
         """Payload of one KV page of this rank."""
@@ -273,16 +278,13 @@ class TieredStorage(ZeroCopyStorage):
         with self.gate.lock:
             if search.is_nameless or search.answer != self._namespace:
                 self._namespace = search.answer
-                if self._layered is None:
-                    self.region_engine.set_namespace(self._namespace)
-                else:
-                    self._layered.set_namespace(self._namespace, is_nameless=search.is_nameless)
+                self.stack.set_namespace(self._namespace, is_nameless=search.is_nameless)
             self._search = None  # from now on pages are found
             self._is_nameless = search.is_nameless
             self._set_claim()
             self._begin_late_purges()
-        if self._far_tiers is not None:
-            self._far_tiers.collect()
+        if self._tiers is not None:
+            self._tiers.collect()
         if not search.is_nameless and not self.borrows:
             self._remember_namespace()
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
@@ -304,9 +306,10 @@ class TieredStorage(ZeroCopyStorage):
             self._noting.join(NOTE_JOIN_S)
         if self._lender is not None:
             self._lender.close()
-        owner = self._far_tiers or self._engine
-        if owner is not None:
-            owner.close()
+        if self._tiers is not None:
+            self._tiers.close()
+        for late in self._late_purges:
+            keep(late.is_durable, False)
 
     def clear(self) -> None:
         """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
@@ -327,8 +330,7 @@ class TieredStorage(ZeroCopyStorage):
             self._set_claim(changing=True)
             self._namespace = namespace.successor(self._namespace)
             # Nobody can name the namespace of an update again: its space is the first to be reused.
-            engine = self._layered or self.region_engine
-            engine.set_namespace(self._namespace, keep=not self._num_updates)
+            self.stack.set_namespace(self._namespace, keep=not self._num_updates)
             self._search = None
             self._num_updates += 1
             self._set_claim()
@@ -339,14 +341,14 @@ class TieredStorage(ZeroCopyStorage):
         logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
 
     @property
-    def region_engine(self) -> RegionEngine | BorrowedEngine:
-        assert self._region is not None, "SGLang has not registered its host pools"
-        return self._region
+    def stack(self) -> TierStack:
+        """NVMe, with other servers and the object tier where there are any."""
+        assert self._tiers is not None, "SGLang has not registered its host pools"
+        return self._tiers.stack
 
     @property
-    def layered_engine(self) -> LayeredEngine | None:
-        """NVMe with other servers and the object tier; None where there is nothing but NVMe."""
-        return self._layered
+    def region_engine(self) -> RegionEngine | BorrowedEngine:
+        return self.stack.nvme
 
     @property
     def has_object_tier(self) -> bool:
@@ -354,27 +356,23 @@ class TieredStorage(ZeroCopyStorage):
 
     def begin_purge(
         self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
-    ) -> Unfinished:
+    ) -> Future[bool]:
         """Hide the pages of a tenant, or all, and let none on its way land; ``was_told``: another
         server did so first. Memory only, any thread."""
         with self.gate.lock:
             self.gate.purge(tenant)
-            if self._layered is None:
-                return self.region_engine.begin_purge(tenant)
-            if self._search is None:
-                return self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            if self._search is None or not self.stack.remote:
+                return self.stack.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
             # In the bucket and the index a purge is of a namespace.
-            late = _LatePurge(tenant, was_told, tells_peers, LateForgetting())
+            late = _LatePurge(tenant, was_told, tells_peers, promise())
             self._late_purges.append(late)
-            return LayeredForgetting(self.region_engine.begin_purge(tenant), late.forgetting)
+            return all_true([self.region_engine.begin_purge(tenant), late.is_durable])
 
     def _begin_late_purges(self) -> None:
         """Those that came before the namespace. The caller holds the gate's lock."""
-        for tenant, was_told, tells_peers, forgetting in self._late_purges:
-            assert self._layered is not None
-            forgetting.begin(
-                self._layered.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
-            )
+        for tenant, was_told, tells_peers, is_durable in self._late_purges:
+            begun = self.stack.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+            begun.add_done_callback(partial(_pass_on, is_durable))
         self._late_purges.clear()
 
     def tree_was_reset(self) -> None:
@@ -410,29 +408,26 @@ class TieredStorage(ZeroCopyStorage):
         keys = self._keys(PoolName.KV, [page_hash])
         if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
             return True
-        return self._layered is not None and self._layered.contains_below(keys)[0]
+        return self.stack.contains_in_bucket(keys)[0]
 
     def num_kept(self, hashes: Sequence[str]) -> int:
         """Leading KV pages that are stored; for the scheduler thread."""
         keys = self._keys(PoolName.KV, hashes)
         num_hits = self.region_engine.lookup(keys).num_hits
-        if self._layered is not None and num_hits < len(keys):
-            above = self.region_engine.view.contains(keys)
-            below = self._layered.contains_below(keys)
+        if self.stack.bucket is not None and num_hits < len(keys):
+            above = self.region_engine.contains(keys)
+            below = self.stack.contains_in_bucket(keys)
             kept = [up or down for up, down in zip(above, below, strict=True)]
             num_hits = [*kept, False].index(False)
         return num_hits
 
     def lookup_leading(self, hashes: Sequence[str]) -> int:
         """Leading KV pages a load could serve now; for the scheduler thread."""
-        return self._require_engine().lookup(self._keys(PoolName.KV, hashes)).num_hits
+        return self.stack.lookup(self._keys(PoolName.KV, hashes)).num_hits
 
     def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
         """The leading KV pages a load could serve now, by tier; for the scheduler thread."""
-        if self._layered is not None:
-            return self._layered.lookup_spans(self._keys(PoolName.KV, hashes))
-        num_pages = self.lookup_leading(hashes)
-        return [Span(Tier.NVME, num_pages)] if num_pages else []
+        return self.stack.lookup_spans(self._keys(PoolName.KV, hashes))
 
     def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
         """Leading KV pages in each tier that there is. Memory only."""
@@ -440,9 +435,8 @@ class TieredStorage(ZeroCopyStorage):
         shard = self.region_engine
         found = {Tier.NVME: shard.lookup(keys).num_hits}
         has = {Tier.PEER: self._config.index, Tier.OBJECT: self._config.object}
-        for tier in [tier for tier in FAR_TIERS if has[tier] is not None]:
-            source = shard if self._layered is None else self._layered.far[tier]
-            found[tier] = source.lookup(keys).num_hits
+        for tier in [tier for tier in REMOTE_TIERS if has[tier] is not None]:
+            found[tier] = self.stack.remote.get(tier, shard).lookup(keys).num_hits
         return found
 
     def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
@@ -454,12 +448,12 @@ class TieredStorage(ZeroCopyStorage):
     @property
     def takes_stores(self) -> bool:
         """Whether NVMe is well enough to be given pages, and knows whose they are."""
-        return self.knows_namespace and self.region_engine.stats().health is Health.RUNNING
+        return self.knows_namespace and self.region_engine.health is Health.RUNNING
 
     @property
     def serves_loads(self) -> bool:
         """Whether waiting for a load can still pay off."""
-        return self._require_engine().stats().health is Health.RUNNING
+        return self.stack.health is Health.RUNNING
 
     def get_stats(self) -> None:
         """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
@@ -512,11 +506,7 @@ class TieredStorage(ZeroCopyStorage):
 
     def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
         keys = self._keys(pool, hashes)
-        held, layered = self.region_engine.view.contains(keys), self._layered
-        if layered is not None:
-            pairs = zip(held, keys, strict=True)
-            held = [up or layered.lookup([key]).num_hits == 1 for up, key in pairs]
-        return held
+        return self.stack.contains(keys)
 
     # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
 
@@ -575,7 +565,7 @@ class TieredStorage(ZeroCopyStorage):
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
-                self._storing = job = self._require_engine().submit_store(run)
+                self._storing = job = self.stack.submit_store(run)
         if job is not None:
             stored = self.transfers.finish(job)
             self._storing = None
@@ -587,7 +577,3 @@ class TieredStorage(ZeroCopyStorage):
 
     def _pool(self, name: PoolName) -> Any:
         return self.mem_pool_host if name == PoolName.KV else self.registered_pools[name]
-
-    def _require_engine(self) -> TierEngine:
-        assert self._engine is not None, "SGLang registers the host pools before it transfers"
-        return self._engine

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector, CollectorSettings
 
@@ -30,7 +31,7 @@ class BucketCollector:
             namespace,
             CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
         )
-        self._is_failing = False
+        self._log = OnceLog(logger)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=collector.run_in_background,
@@ -42,7 +43,7 @@ class BucketCollector:
         self._thread.start()
 
     def _ran(self, report: CollectorReport) -> None:
-        self._is_failing = False
+        self._log.settle("collect")
         if report.num_removed:
             logger.info(
                 "object tier: %d of %d objects and what belongs to them removed, %d bytes",
@@ -52,9 +53,8 @@ class BucketCollector:
             )
 
     def _failed(self, error: Exception) -> None:
-        if not self._is_failing:  # once per cause is enough; the tier says itself that it is sick
-            logger.warning("object tier: collecting failed and is tried again (%s)", error)
-        self._is_failing = True
+        # Once is enough; the tier says itself that it is sick.
+        self._log.report("collect", "object tier: collecting failed and is tried again (%s)", error)
 
     def close(self) -> None:
         self._stop.set()

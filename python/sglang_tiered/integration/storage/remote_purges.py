@@ -13,16 +13,16 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
-from sglang_tiered.storage.stack.forgetting import LayeredForgetting
+from sglang_tiered.storage.promises import all_true
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from typing import Protocol
 
     from sglang_tiered.integration.storage.admission_gate import StoreGate
-    from sglang_tiered.storage.stack.tiers import Unfinished
 
     class BeginPurge(Protocol):
-        def __call__(self, tenant: bytes | None, *, was_told: bool) -> Unfinished: ...
+        def __call__(self, tenant: bytes | None, *, was_told: bool) -> Future[bool]: ...
 
 
 __all__ = ["RemotePurges", "with_unknown"]
@@ -41,14 +41,14 @@ class RemotePurges:
         self._waiting: deque[bytes | None] = deque()
         self._is_followed = True
 
-    def __call__(self, tenant: bytes | None) -> LayeredForgetting:
-        """Another server purged a tenant, or everything. Returns what tells when the tiers here
-        have forgotten it for good."""
+    def __call__(self, tenant: bytes | None) -> Future[bool]:
+        """Another server purged a tenant, or everything. True once the tiers here have
+        forgotten it for good."""
         with self._lock:
             if self._is_followed:
                 self._wait_for(tenant)
         begun = [self._begin_purge(each, was_told=True) for each in with_unknown(tenant)]
-        return LayeredForgetting(*begun)
+        return all_true(begun)
 
     def waiting(self) -> list[bytes | None]:
         """The one that waits longest, if any does."""

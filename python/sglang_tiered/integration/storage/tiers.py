@@ -26,8 +26,8 @@ from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
 from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.format import min_region_bytes
 from sglang_tiered.storage.region.store import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
-from sglang_tiered.storage.stack import LayeredEngine
-from sglang_tiered.storage.stack.tiers import LayeredSettings
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.remote_purges import RemotePurges
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.storage.base import RemoteTier, Tier
     from sglang_tiered.storage.object import ObjectEngine
-    from sglang_tiered.storage.stack.tiers import Tier
 
 __all__ = [
-    "FarTiers",
+    "OpenTiers",
     "lossy_codec",
     "object_settings",
-    "open_far_tiers",
+    "open_remote_tiers",
     "open_shard",
     "peer_settings",
     "rank_settings",
@@ -61,29 +61,29 @@ QUEUED_PAGES = 2 * STORAGE_BATCH_SIZE
 """What SGLang stores in one call fits the queue beside as much of others, however large a page."""
 
 PROMOTED_PAGES = 8
-"""So many pages from far tiers may wait in memory for NVMe, however large one is."""
+"""So many pages from remote tiers may wait in memory for NVMe, however large one is."""
 
 
 @dataclass(slots=True)
-class FarTiers:
-    """The whole with the far tiers in it, and what keeps the bucket in bounds."""
+class OpenTiers:
+    """The stack, and what keeps its bucket in bounds."""
 
-    engine: LayeredEngine
-    lower: ObjectEngine | None
-    settings: ObjectSettings | None
+    stack: TierStack
+    bucket: ObjectEngine | None = None
+    settings: ObjectSettings | None = None
     collector: BucketCollector | None = None
 
     def collect(self) -> None:
         """Keep the bucket in bounds from now on: the namespace is known."""
-        if self.lower is not None and self.settings is not None:
+        if self.bucket is not None and self.settings is not None:
             from sglang_tiered.integration.storage.bucket_collector import BucketCollector
 
-            self.collector = BucketCollector(self.settings, self.lower.namespace)
+            self.collector = BucketCollector(self.settings, self.bucket.namespace)
 
     def close(self) -> None:
         if self.collector is not None:
             self.collector.close()
-        self.engine.close()
+        self.stack.close()
 
 
 def open_shard(
@@ -170,7 +170,7 @@ def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int
     return region_bytes
 
 
-def open_far_tiers(
+def open_remote_tiers(
     config: TieredConfig,
     shard: RegionEngine,
     namespace: bytes,
@@ -181,22 +181,22 @@ def open_far_tiers(
     may_promote: Callable[[], bool],
     order: Callable[[], Sequence[Tier]],
     purge: RemotePurges | None,
-) -> FarTiers | None:
-    """The shard with the tiers beyond it; None where none was asked for. Returns at once: they are
-    looked at in the background, and until they answer they only miss. ``rank`` is this process's
-    among those of the server, ``page_bytes`` the largest page of any pool."""
-    lower = _open_object_tier(config, namespace, host_pool)
-    peers = None
+) -> OpenTiers:
+    """The shard with the tiers beyond it. Returns at once: they are looked at in the background,
+    and until they answer they only miss. ``rank`` is this process's among those of the server,
+    ``page_bytes`` the largest page of any pool."""
+    bucket = _open_object_tier(config, namespace, host_pool)
+    remote: list[RemoteTier] = []
     if config.index is not None:
         assert purge is not None
-        peers = _open_peers(config, rank, shard, namespace, purge)
-    if lower is None and peers is None:
-        return None
-    bounds = LayeredSettings()
+        remote.append(_open_peers(config, rank, shard, namespace, purge))
+    if bucket is not None:
+        remote.append(bucket)
+    bounds = StackSettings()
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
-    engine = LayeredEngine(shard, lower, bounds, peers=peers, order=order, may_promote=may_promote)
-    return FarTiers(engine, lower, object_settings(config))
+    stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote)
+    return OpenTiers(stack, bucket, object_settings(config))
 
 
 def _open_object_tier(

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.stack.tiers import ReadObserver, Tier
+from sglang_tiered.storage.base import Run, Tier
+from sglang_tiered.storage.stack.tiers import ReadObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.lending import BorrowedEngine
-    from sglang_tiered.storage.region.store import RegionEngine
-    from sglang_tiered.storage.stack import LayeredEngine
+    from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["ReadPlanner", "TierTransfers", "read_in_steps"]
 
@@ -34,7 +32,7 @@ MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
 
 class ReadPlanner(ReadObserver, Protocol):
-    """Learns from every read, and says how long those of far tiers may take. Any thread."""
+    """Learns from every read, and says how long those of remote tiers may take. Any thread."""
 
     far_deadline_s: float
 
@@ -46,11 +44,8 @@ class ReadPlanner(ReadObserver, Protocol):
 class TierTransfers:
     """One per storage."""
 
-    def __init__(
-        self, shard: RegionEngine | BorrowedEngine, layered: LayeredEngine | None, page_bytes: int
-    ) -> None:
-        self._shard = shard
-        self._layered = layered
+    def __init__(self, stack: TierStack, page_bytes: int) -> None:
+        self._stack = stack
         self._page_bytes = page_bytes
         self._planner: ReadPlanner | None = None
         self._tenants: OrderedDict[str, bytes] = OrderedDict()  # by page hash
@@ -59,14 +54,13 @@ class TierTransfers:
     def use_planner(self, planner: ReadPlanner) -> None:
         """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
         self._planner = planner
-        if self._layered is not None:
-            self._layered.observe(planner)
-        self.probe([key.hex() for key in self._shard.some_keys(MAX_PROBE_PAGES)])
+        self._stack.observe(planner)
+        self.probe([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
 
     def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
-        """Loads of these pages come next, and they are a tenant's: what a far tier serves of them
-        is kept on NVMe under its name. Scheduler thread."""
-        if self._layered is None:
+        """Loads of these pages come next, and they are a tenant's: what a remote tier serves of
+        them is kept on NVMe under its name. Scheduler thread."""
+        if not self._stack.remote:
             return
         with self._lock:
             self._tenants.update(dict.fromkeys(hashes, tenant))
@@ -76,29 +70,25 @@ class TierTransfers:
     def finish(self, job: Job) -> list[bool]:
         """Wait; which pages succeeded."""
         job.wait()
-        # Every caller waits for its own job: no reports needed.
-        (self._layered or self._shard).poll()
         return job.ok
 
     def load(self, run: Run, first_hash: str) -> list[bool]:
         """Read pages for a request; the planner learns from it."""
-        if self._layered is None:
-            return self._read(self._shard.submit_load, run, Tier.NVME)
-        return self.finish(self._begin_layered(self._layered, run, first_hash))
+        return self.finish(self._begin(run, first_hash))
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares ours. Any thread."""
-        if self._layered is None:
-            return self._shard.submit_load(run)
-        return self._begin_layered(self._layered, run, run.keys[0].hex())
+        if not self._stack.remote:
+            return self._stack.nvme.submit_load(run)
+        return self._begin(run, run.keys[0].hex())
 
-    def _begin_layered(self, layered: LayeredEngine, run: Run, first_hash: str) -> Job:
+    def _begin(self, run: Run, first_hash: str) -> Job:
         """Which tells the planner of each tier."""
         planner = self._planner
         deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
             tenant = self._tenants.get(first_hash)
-        return layered.submit_load(run, deadline_s=deadline_s, tenant=tenant)
+        return self._stack.submit_load(run, deadline_s=deadline_s, tenant=tenant)
 
     def _read(
         self, submit: Callable[[Run], Job], run: Run, tier: Tier, min_informative_s: float = 0.0
@@ -124,10 +114,9 @@ class TierTransfers:
     def _probe(self, hashes: Sequence[str], tier: Tier) -> None:
         pages = tuple((memoryview(bytearray(self._page_bytes)),) for _ in hashes)
         keys = tuple(engine_keys(PoolName.KV, hashes))
-        submit: Callable[[Run], Job] = self._shard.submit_load
+        submit: Callable[[Run], Job] = self._stack.nvme.submit_load
         if tier is not Tier.NVME:
-            assert self._layered is not None
-            submit = partial(self._layered.far[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
+            submit = partial(self._stack.remote[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
 
         def read(num_pages: int, min_informative_s: float) -> None:
             run = Run(keys[:num_pages], pages[:num_pages])

@@ -14,6 +14,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.sharing.locality.formats import unpack_purge
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class AppliedPurges:
         self._clock = clock
         self._wall_clock = wall_clock
         self._written: dict[tuple[bytes, bytes], float] = {}
-        self._failed = False
+        self._log = OnceLog(logger)
 
     def recall(self) -> None:
         """Add the noted purges to the book. A note that does not verify is ignored."""
@@ -96,12 +97,12 @@ class AppliedPurges:
             entries = [_Entry(*key, at) for key, at in kept.items()]
             self._notes.write(APPLIED_PURGES_NAME, seal(_File(VERSION, entries)))
         except OSError as error:
-            if not self._failed:
-                logger.warning(
-                    "%s cannot be written (%s); until it can, a restart applies purges again",
-                    APPLIED_PURGES_NAME,
-                    error,
-                )
-            self._failed = True
+            self._log.report(
+                "write",
+                "%s cannot be written (%s); until it can, a restart applies purges again",
+                APPLIED_PURGES_NAME,
+                error,
+            )
             return
-        self._written, self._failed = kept, False
+        self._written = kept
+        self._log.settle("write")

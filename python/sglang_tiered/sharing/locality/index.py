@@ -17,25 +17,25 @@ from sglang_tiered.sharing.locality.connection import IndexConnection
 from sglang_tiered.sharing.locality.formats import is_address
 from sglang_tiered.sharing.locality.mirror import Peer
 from sglang_tiered.sharing.locality.publisher import Publisher
-from sglang_tiered.sharing.locality.purges import ToldPurge
 from sglang_tiered.sharing.locality.reader import Reader
-from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+from sglang_tiered.sharing.locality.state import IndexState
 from sglang_tiered.sharing.locality.url import parse_index_url
+from sglang_tiered.storage.promises import is_true, keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     import numpy as np
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.applied_purges import NoteStore
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
-    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.settings import PeerSettings
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
 
-__all__ = ["LocalityIndex", "LocalityStats", "Peer", "ToldPurge"]
+__all__ = ["LocalityIndex", "LocalityStats", "Peer"]
 
 NAMESPACE_BYTES = 32
 _CLOSE_S = 2.0
@@ -145,16 +145,16 @@ class LocalityIndex:
         """Find nothing at a server for a while, since it does not answer."""
         self._state.mirror.avoid(peer.server, seconds)
 
-    def begin_purge(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
+    def begin_purge(self, tenant: bytes | None, local: Future[bool] | None = None) -> Future[bool]:
         """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
-        done when this server's purge is durable. Memory only. No page is found at another server
-        until it says that it has done so."""
+        true once this server's purge is durable. Memory only. No page is found at another server
+        until it says that it has done so. True once Redis has the purge."""
         state = self._state
         purge = state.book.begin(tenant, local)
         state.mirror.choose()
         with state.lock:
             if state.closed:
-                purge.end(told=False)
+                keep(purge, False)
             state.publisher_wakes.notify_all()
         return purge
 
@@ -177,13 +177,13 @@ class LocalityIndex:
     def refresh(self, timeout_s: float) -> bool:
         """Publish this server's changes and read those of others. Returns whether both succeeded in
         time."""
-        state, order = self._state, RefreshOrder()
+        state, order = self._state, self._state.promises.make()
         with state.lock:
             if state.closed:
                 return False
             state.to_publish.append(order)
             state.publisher_wakes.notify_all()
-        return order.read.wait(timeout_s) and order.succeeded
+        return is_true(order, timeout_s)
 
     def stats(self) -> LocalityStats:
         state = self._state
@@ -218,6 +218,7 @@ class LocalityIndex:
             state.closed = True
             state.publisher_wakes.notify_all()
             state.reader_wakes.notify_all()
+        state.promises.close()
         state.mirror.hide(-1)
         if os.getpid() != self._pid:
             return

@@ -11,22 +11,24 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection import IndexFailure
-from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
 from sglang_tiered.sharing.locality.local_snapshot import LocalSnapshot, SnapshotLostError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.locality.state import new_server
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     import numpy as np
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+    from sglang_tiered.sharing.locality.state import IndexState
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
 
@@ -55,7 +57,7 @@ class Publisher:
         self._connection = connection
         self._expiry_ms = int(state.settings.expiry_s * 1000)
         self._retention_ms = int(state.settings.purge_retention_s * 1000)
-        self._backoff = Backoff(longest_s=min(state.settings.heartbeat_s, 5.0))
+        self._backoff = Backoff(0.1, min(state.settings.heartbeat_s, 5.0), spread=0.5)
         self._epoch = state.epoch
         self._names = state.names
         self._namespace = state.namespace
@@ -72,7 +74,7 @@ class Publisher:
             try:
                 self._work(bool(orders))
                 self._state.trouble.answered("publisher")
-                self._backoff.reset()
+                self._backoff.succeed()
                 succeeded = True
             except IndexFailure as failure:
                 succeeded = False
@@ -80,18 +82,23 @@ class Publisher:
                     self._state.trouble.failed("publisher", failure.clause)
                 if not failure.is_out_of_memory:
                     self._connection.close()  # the next connection may reach another server
-                pause_s = self._backoff.next_s()
+                pause_s = self._next_pause_s()
             except Exception:
                 succeeded = False
                 logger.exception("internal error while publishing to the locality index; retrying")
                 self._own.discard()
-                pause_s = self._backoff.next_s()
+                pause_s = self._next_pause_s()
             self._hand_on(orders, succeeded)
             if pause_s:
                 self._pause(pause_s)
         self._leave()
         self._remember()
         self._connection.close()
+
+    def _next_pause_s(self) -> float:
+        now = self._state.clock()
+        self._backoff.fail(now)
+        return self._backoff.wait_s(now)
 
     def _remember(self) -> None:
         if self._memory is not None:
@@ -102,7 +109,7 @@ class Publisher:
 
     # ---- Waiting ----
 
-    def _await_work(self) -> list[RefreshOrder] | None:
+    def _await_work(self) -> list[Future[bool]] | None:
         state = self._state
         with state.lock:
             while not state.closed:
@@ -126,17 +133,15 @@ class Publisher:
             while not state.closed and (left_s := until - state.clock()) > 0:
                 state.publisher_wakes.wait(left_s)
 
-    def _hand_on(self, orders: list[RefreshOrder], succeeded: bool) -> None:
+    def _hand_on(self, orders: list[Future[bool]], succeeded: bool) -> None:
         if not orders:
             return
         with self._state.lock:
             for order in orders:
-                order.succeeded = succeeded
-                order.published.set()
                 if succeeded and not self._state.closed:
                     self._state.to_read.append(order)
                 else:
-                    order.read.set()
+                    keep(order, False)
             self._state.look_now = True
             self._state.reader_wakes.notify_all()
 
@@ -301,8 +306,3 @@ class Publisher:
             with contextlib.suppress(IndexFailure):  # the record expires
                 self._remove_own()
         self._state.book.close()
-        with self._state.lock:
-            orders, self._state.to_publish = self._state.to_publish, []
-        for order in orders:
-            order.published.set()
-            order.read.set()

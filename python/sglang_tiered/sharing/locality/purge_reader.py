@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.formats import unpack_purge
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
+from sglang_tiered.storage.backoff import OnceLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
-    from sglang_tiered.sharing.locality.purges import LocalPurge
     from sglang_tiered.sharing.locality.redis_keys import RedisKeys
     from sglang_tiered.sharing.locality.state import IndexState
 
-    PurgeWanted = Callable[[bytes | None], LocalPurge | None]
+    PurgeWanted = Callable[[bytes | None], Future[bool] | None]
 
 __all__ = ["PurgeReader"]
 
@@ -35,7 +36,7 @@ class PurgeReader:
         self._state = state
         self._connection = connection
         self._purge_wanted = purge_wanted
-        self._last_failed = b""  # logged once
+        self._log = OnceLog(logger)
         self.is_done = False  # of this namespace
 
     def read(self, names: RedisKeys, epoch: int) -> None:
@@ -51,7 +52,7 @@ class PurgeReader:
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
         # One purge of a tenant is enough for all that were published before now.
-        applied: dict[bytes | None, LocalPurge | None] = {}
+        applied: dict[bytes | None, Future[bool] | None] = {}
         for member in book.unknown(ages):
             purge = unpack_purge(member)
             if purge is None:
@@ -60,11 +61,13 @@ class PurgeReader:
                 try:
                     applied[purge.tenant] = self._purge_wanted(purge.tenant)
                 except Exception:
-                    self._log_once(member)
+                    why = "a purge that another server told could not be applied"
+                    self._log.fault(member.hex(), why)
                     continue
             with state.lock:
                 if state.epoch != epoch:
                     return
+                self._log.settle(member.hex())
                 book.applied(member, ages[member], applied[purge.tenant])
         with state.lock:
             if state.epoch != epoch:
@@ -75,10 +78,3 @@ class PurgeReader:
         self.is_done = True
         state.mirror.choose()
         state.wake_publisher()
-
-    def _log_once(self, member: bytes) -> None:
-        if self._last_failed != member:
-            logger.exception(
-                "internal error while applying a peer's purge; retrying with every heartbeat"
-            )
-        self._last_failed = member

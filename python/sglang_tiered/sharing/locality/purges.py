@@ -10,53 +10,23 @@ from __future__ import annotations
 
 import secrets
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from sglang_tiered.sharing.locality.formats import Purge, pack_purge
+from sglang_tiered.storage.promises import keep, promise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
 
-__all__ = ["MAX_PURGES", "DuePurge", "LocalPurge", "PurgeBook", "ToldPurge"]
+__all__ = ["MAX_PURGES", "DuePurge", "PurgeBook"]
 
 MAX_PURGES = 16_384
 """Bounds the known purges of one namespace; beyond it the oldest are forgotten."""
 
 DIGEST_BYTES = 16
-
-
-class LocalPurge(Protocol):
-    """A purge in this server's own store. ``wait`` returns whether it is durable, at once when it
-    is ``done``."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-
-class ToldPurge:
-    """A purge that was begun here, on its way to other servers."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._told = False
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it is in Redis. False when the time runs out, or when the index was closed
-        first."""
-        return self._ended.wait(timeout_s) and self._told
-
-    def end(self, *, told: bool) -> None:
-        self._told = told or self._told
-        self._ended.set()
 
 
 class DuePurge(NamedTuple):
@@ -77,8 +47,8 @@ class PurgeBook:
         self._clock = clock
         self._known: dict[bytes, float] = {}  # when each may be forgotten
         self._due: dict[tuple[bytes, bytes], float] = {}  # (namespace, member): when it began
-        self._watched: dict[bytes, ToldPurge] = {}  # begun here and due
-        self._local: dict[bytes, LocalPurge] = {}  # may not be durable here yet
+        self._watched: dict[bytes, Future[bool]] = {}  # begun here and due
+        self._local: dict[bytes, Future[bool]] = {}  # not known to be durable here
         self._recalled: dict[bytes, dict[bytes, float]] = {}  # of other namespaces
         self._sum = 0
         self.num_told = 0
@@ -96,10 +66,10 @@ class PurgeBook:
     def num_due(self) -> int:
         return len(self._due)
 
-    def begin(self, tenant: bytes | None, local: LocalPurge | None = None) -> ToldPurge:
-        """Begin a purge that this server has applied itself; ``local`` is done when it is
-        durable."""
-        told = ToldPurge()
+    def begin(self, tenant: bytes | None, local: Future[bool] | None = None) -> Future[bool]:
+        """Begin a purge that this server has applied itself; ``local`` is true once it is durable.
+        The result is true once the purge is in Redis, and false if the book was closed before."""
+        told = promise()
         member = pack_purge(Purge(secrets.token_bytes(16), tenant))
         with self._lock:
             self._learn(member, self._clock() + self._retention_s, local)
@@ -109,8 +79,8 @@ class PurgeBook:
                 self._drop_due(*next(iter(self._due)))
         return told
 
-    def applied(self, member: bytes, age_s: float, local: LocalPurge | None = None) -> None:
-        """Note that a peer's purge was applied here; ``local`` is done when it is durable."""
+    def applied(self, member: bytes, age_s: float, local: Future[bool] | None = None) -> None:
+        """Note that a peer's purge was applied here; ``local`` is true once it is durable."""
         with self._lock:
             self._learn(member, self._clock() + self._retention_s - age_s, local)
             self.num_applied += 1
@@ -130,7 +100,7 @@ class PurgeBook:
         """The namespace, and its purges that are durable here: when each may be forgotten."""
         with self._lock:
             for member, local in list(self._local.items()):
-                if local.done and local.wait(0):
+                if local.done() and local.result():
                     del self._local[member]
             durable = {m: at for m, at in self._known.items() if m not in self._local}
             return self._namespace, durable
@@ -184,17 +154,17 @@ class PurgeBook:
         """End all purges that are still due: they will not be published."""
         with self._lock:
             for purge in self._watched.values():
-                purge.end(told=False)
+                keep(purge, False)
             self._watched.clear()
             self._due.clear()
 
     def _settle(self, member: bytes) -> None:
         purge = self._watched.pop(member, None)
         if purge is not None:
-            purge.end(told=True)
+            keep(purge, True)
             self.num_told += 1
 
-    def _learn(self, member: bytes, forget_at: float, local: LocalPurge | None) -> None:
+    def _learn(self, member: bytes, forget_at: float, local: Future[bool] | None) -> None:
         if local is not None:
             self._local[member] = local
         if member not in self._known:
@@ -214,7 +184,7 @@ class PurgeBook:
         if self._due.pop((namespace, member), None) is not None:
             purge = self._watched.pop(member, None)
             if purge is not None:
-                purge.end(told=False)
+                keep(purge, False)
 
     def check_integrity(self) -> None:
         with self._lock:

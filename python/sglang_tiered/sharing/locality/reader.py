@@ -12,7 +12,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES, IndexFailure
-from sglang_tiered.sharing.locality.connection_health import Backoff
 from sglang_tiered.sharing.locality.formats import (
     DELTA_PAGES,
     MAX_PIECE_BYTES,
@@ -26,12 +25,16 @@ from sglang_tiered.sharing.locality.formats import (
 )
 from sglang_tiered.sharing.locality.purge_reader import PurgeReader
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.mirror import MirroredPeer
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
-    from sglang_tiered.sharing.locality.state import IndexState, RefreshOrder
+    from sglang_tiered.sharing.locality.state import IndexState
 
 __all__ = ["Reader"]
 
@@ -56,7 +59,7 @@ class Reader:
     ) -> None:
         self._state = state
         self._connection = connection
-        self._backoff = Backoff(longest_s=min(state.settings.heartbeat_s, 5.0))
+        self._backoff = Backoff(0.1, min(state.settings.heartbeat_s, 5.0), spread=0.5)
         self._epoch = -1
         self._names = state.names
         self._namespace = state.namespace
@@ -71,7 +74,7 @@ class Reader:
             try:
                 self._round(orders)
                 self._state.trouble.answered("reader")
-                self._backoff.reset()
+                self._backoff.succeed()
             except IndexFailure as failure:
                 self._end(orders, succeeded=False)
                 if not self._state.closed:
@@ -87,35 +90,31 @@ class Reader:
 
     # ---- Waiting ----
 
-    def _next_orders(self) -> list[RefreshOrder] | None:
+    def _next_orders(self) -> list[Future[bool]] | None:
         state = self._state
         with state.lock:
             if state.closed:
-                orders, state.to_read = state.to_read, []
-            else:
-                orders, state.to_read = state.to_read, []
-                if state.look_now or orders:
-                    state.look_now = False
-                    self._look_at = state.clock()
-                return orders
-        self._end(orders, succeeded=False)
-        return None
+                return None
+            orders, state.to_read = state.to_read, []
+            if state.look_now or orders:
+                state.look_now = False
+                self._look_at = state.clock()
+            return orders
 
     def _pause(self) -> None:
         state = self._state
-        until = state.clock() + self._backoff.next_s()
+        self._backoff.fail(state.clock())
         with state.lock:
-            while not state.closed and (left_s := until - state.clock()) > 0:
+            while not state.closed and (left_s := self._backoff.wait_s(state.clock())) > 0:
                 state.reader_wakes.wait(left_s)
 
-    def _end(self, orders: list[RefreshOrder], *, succeeded: bool) -> None:
+    def _end(self, orders: list[Future[bool]], *, succeeded: bool) -> None:
         for order in orders:
-            order.succeeded = order.succeeded and succeeded
-            order.read.set()
+            keep(order, succeeded)
 
     # ---- One round ----
 
-    def _round(self, orders: list[RefreshOrder]) -> None:
+    def _round(self, orders: list[Future[bool]]) -> None:
         state = self._state
         with state.lock:
             epoch, namespace = state.epoch, state.namespace

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.locality.connection_health import ConnectionHealth
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.locality.purges import PurgeBook
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
+from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from sglang_tiered.sharing.settings import PeerSettings
 
-__all__ = ["IndexState", "RefreshOrder", "new_server"]
+__all__ = ["ConnectionHealth", "IndexState", "new_server"]
+
+logger = logging.getLogger(__name__)
 
 
 def new_server() -> str:
@@ -25,13 +29,46 @@ def new_server() -> str:
     return secrets.token_hex(16)
 
 
-@dataclass(eq=False, slots=True)
-class RefreshOrder:
-    """Publish, then read, now."""
+class ConnectionHealth:
+    """The last outcome of the two connections, by name. Thread-safe."""
 
-    published: threading.Event = field(default_factory=threading.Event)
-    read: threading.Event = field(default_factory=threading.Event)
-    succeeded: bool = False  # valid once ``read``
+    def __init__(self, shown_url: str) -> None:
+        self._shown_url = shown_url
+        self._lock = threading.Lock()
+        self._clauses: dict[str, str] = {}
+        self._answered: set[str] = set()
+        self._log = OnceLog(logger)
+        self.num_errors = 0
+
+    @property
+    def clause(self) -> str:
+        """Empty while every connection works, or none was tried yet."""
+        with self._lock:
+            return next(iter(self._clauses.values()), "")
+
+    def works(self, connection: str) -> bool:
+        """Whether it was answered when last used."""
+        return connection in self._answered and connection not in self._clauses
+
+    def answered(self, connection: str) -> None:
+        with self._lock:
+            self._answered.add(connection)
+            self._clauses.pop(connection, None)
+            works = not self._clauses
+        if works and self._log.settle_all():
+            logger.info("the locality index at %s works again", self._shown_url)
+
+    def failed(self, connection: str, clause: str) -> None:
+        with self._lock:
+            self.num_errors += 1
+            self._clauses[connection] = clause
+        self._log.report(
+            clause,
+            "the locality index at %s fails: %s; pages are shared with other servers only while it "
+            "works; trying again",
+            self._shown_url,
+            clause,
+        )
 
 
 class IndexState:
@@ -51,8 +88,9 @@ class IndexState:
         self.server = new_server()
         self.address: str | None = None
         self.look_now = False  # the reader must not wait
-        self.to_publish: list[RefreshOrder] = []
-        self.to_read: list[RefreshOrder] = []
+        self.promises = Promises()
+        self.to_publish: list[Future[bool]] = []
+        self.to_read: list[Future[bool]] = []
         self.gone: set[str] = set()  # ids without a record, for the publisher to remove
         self.trouble = ConnectionHealth(settings.shown_url)
         self.book = PurgeBook(namespace, settings.purge_retention_s, clock)

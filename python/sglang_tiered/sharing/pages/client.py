@@ -56,8 +56,7 @@ class ClientStats:
 
 
 class PageClient:
-    """``fetch`` and ``cancel`` may be called from any thread and never block; ``clock`` times
-    everything."""
+    """``fetch`` may be called from any thread and never blocks; ``clock`` times everything."""
 
     def __init__(
         self,
@@ -104,10 +103,6 @@ class PageClient:
         fetch.outcomes = [Outcome.CANCELLED] * len(keys)
         fetch.end()
         return fetch
-
-    def cancel(self, fetch: Fetch) -> None:
-        """End a fetch soon; pages that have arrived stay."""
-        self._loop.call(self._end_early, fetch, Outcome.CANCELLED)
 
     @property
     def num_links(self) -> int:

@@ -20,8 +20,9 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    TierEngine,
+    WriteTier,
 )
+from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.lending.wire import (
     Request,
     receive_into,
@@ -29,11 +30,12 @@ from sglang_tiered.storage.lending.wire import (
     send_message,
     short_path,
 )
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.stack.forgetting import LayeredForgetting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from sglang_tiered.storage.base import TenantUsage
@@ -49,7 +51,7 @@ RETRY_S = 1.0
 _REASONS = tuple(Reason)
 
 
-class BorrowedEngine(TierEngine):
+class BorrowedEngine(WriteTier):
     """Lookups answer that everything is held, and stores that it is held already: it is the lender
     who knows, and whoever asks takes the minimum of both. Loads bring what the lender has.
 
@@ -60,7 +62,6 @@ class BorrowedEngine(TierEngine):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.claim: bytes | None = None
         self.lender: Path | None = None
-        self.view = _EverythingHeld(self)
         self.notes = _NoNotes()
         self._clock = clock
         self._lock = threading.Lock()  # of all below
@@ -69,15 +70,16 @@ class BorrowedEngine(TierEngine):
         self._failed_at: float | None = None
         self._idle: list[socket.socket] = []
         self._connections: set[socket.socket] = set()
-        self._inflight: dict[Job, None] = {}
+        self._jobs = JobBook()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tier-borrower")
 
     @property
     def serves(self) -> bool:
         """Whether a load could bring anything."""
-        return self._health() is Health.RUNNING and None not in (self.claim, self.lender)
+        return self.health is Health.RUNNING and None not in (self.claim, self.lender)
 
-    def _health(self) -> Health:
+    @property
+    def health(self) -> Health:
         if self._closed:
             return Health.FAILED
         failed_at = self._failed_at
@@ -87,11 +89,14 @@ class BorrowedEngine(TierEngine):
     # ---- Lookups ----
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        if self._health() is not Health.RUNNING:
+        if self.health is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
         if not self.serves:
             return LookupResult(0, Stop.MISS if keys else Stop.END)
         return LookupResult(len(keys), Stop.END)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self.serves] * len(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
         return []  # known here
@@ -104,22 +109,19 @@ class BorrowedEngine(TierEngine):
         job.finish()
         return job
 
-    def submit_load(self, run: Run) -> Job:
-        job = Job(JobKind.LOAD, run)
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
-            if not self._closed:
-                self._inflight[job] = None
+            job = self._jobs.open(JobKind.LOAD, run)
+            if self._closed:
+                self._jobs.finish(job)
+            else:
                 self._threads.submit(self._load, job, self.claim, self._generation)
-                return job
-        job.finish()
         return job
 
     def _load(self, job: Job, claim: bytes | None, generation: int) -> None:
         reasons = [Reason.MISS] * job.run.num_pages
         try:
-            if job.cancelled:
-                reasons = [Reason.CANCELLED] * job.run.num_pages
-            elif claim is not None and self.lender is not None:
+            if claim is not None and self.lender is not None:
                 self._ask(job.run, claim, self.lender, reasons)
                 self._failed_at = None
         except (OSError, msgspec.MsgspecError):
@@ -129,8 +131,7 @@ class BorrowedEngine(TierEngine):
                 if generation != self._generation:  # some of it may be purged
                     reasons = [Reason.CANCELLED] * job.run.num_pages
                 job.reasons = reasons
-                self._inflight.pop(job, None)
-            job.finish()
+                self._jobs.finish(job)
 
     def _ask(self, run: Run, claim: bytes, lender: Path, reasons: list[Reason]) -> None:
         """Fill ``reasons`` as pages arrive. Raises ``OSError`` where the lender ends before."""
@@ -179,29 +180,19 @@ class BorrowedEngine(TierEngine):
             self._connections.discard(connection)
         connection.close()
 
-    def poll(self) -> list[Job]:
-        """None: jobs of this engine are waited for."""
-        return []
-
     # ---- What concerns the store is its owner's ----
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """Nothing: ``claim`` says what pages are taken to be."""
 
-    def begin_purge(self, tenant: bytes | None) -> LayeredForgetting:
-        """Nothing is kept here; what is on its way fails."""
+    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
+        """Nothing is kept here that could come back; what is on its way fails."""
         with self._lock:
             self._generation += 1
-        return LayeredForgetting()
+        return ended(not self._closed)
 
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        return self.begin_purge(tenant).wait(timeout_s)
-
-    def clear(self, timeout_s: float) -> bool:
-        return self.begin_purge(None).wait(timeout_s)
-
-    def sync(self, timeout_s: float) -> bool:
-        return True
+    def flush(self, timeout_s: float) -> bool:
+        return not self._closed
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         return []
@@ -210,7 +201,7 @@ class BorrowedEngine(TierEngine):
 
     def stats(self) -> EngineStats:
         """Of pages nothing: the lender counts what it reads for others too."""
-        health = self._health()
+        health = self.health
         with self._lock:
             return EngineStats(
                 health=health,
@@ -227,19 +218,13 @@ class BorrowedEngine(TierEngine):
                 bytes_loaded=0,
                 num_pages_reinserted=0,
                 bytes_reinserted=0,
-                num_inflight_jobs=len(self._inflight),
+                num_inflight_jobs=self._jobs.num_inflight,
                 queued_store_bytes=0,
                 num_tenants=0,
                 num_pages_purged=0,
                 num_regions_stuck=0,
                 reasons={},
             )
-
-    def drain(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            jobs = list(self._inflight)
-        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
 
     def close(self) -> None:
         with self._lock:
@@ -259,19 +244,6 @@ class BorrowedEngine(TierEngine):
         with self._lock:
             idle = set(self._idle)
             assert idle <= self._connections, f"{len(idle - self._connections)} unknown connections"
-
-
-class _EverythingHeld:
-    """As ``RegionView``."""
-
-    def __init__(self, engine: BorrowedEngine) -> None:
-        self._engine = engine
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._engine.serves] * len(keys)
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        """Its owner counts."""
 
 
 class _NoNotes(Notes):

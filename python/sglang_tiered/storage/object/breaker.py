@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["Breaker"]
 
 _FAILURES_TOLERATED = 2
-_FIRST_PAUSE_S = 1.0
-_LAST_PAUSE_S = 60.0
 
 
 class Breaker:
@@ -30,50 +28,43 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_failures = _FAILURES_TOLERATED  # in a row
-        self._num_probes = 0  # that failed since it opened
-        self._retry_at: float | None = None  # when the next probe is due; None: closed
+        self._probes = Backoff()  # open while one failed
         self._cause = ""
         self._stores = Backoff()
         self.num_opened = 0
 
     @property
     def is_open(self) -> bool:
-        return self._retry_at is not None
+        return self._probes.num_failures > 0
 
     def diagnosis(self) -> tuple[Health, str]:
         """The state of now and why; the reason is empty while RUNNING."""
         with self._lock:
-            if self._retry_at is None:
+            if not self.is_open:
                 return Health.RUNNING, ""
             return Health.MISS_ONLY, self._cause
 
     def wait_s(self) -> float:
         """How long until the next probe is due; 0 when it is, or when it is closed."""
         with self._lock:
-            return 0.0 if self._retry_at is None else max(self._retry_at - self._clock(), 0.0)
+            return self._probes.wait_s(self._clock())
 
     def succeeded(self) -> None:
         """A request was answered, if only by "not found"."""
         with self._lock:
             self._num_failures = 0
-            self._num_probes = 0
-            self._retry_at = None
+            self._probes.succeed()
 
     def failed(self, cause: str) -> None:
         """A request failed after its retries."""
         with self._lock:
             self._num_failures += 1
             self._cause = cause
-            now = self._clock()
-            if self._retry_at is None:
+            if not self.is_open:
                 if self._num_failures <= _FAILURES_TOLERATED:
                     return
                 self.num_opened += 1
-            elif now < self._retry_at:
-                return  # under way since before it opened
-            pause = min(_FIRST_PAUSE_S * 2 ** min(self._num_probes, 16), _LAST_PAUSE_S)
-            self._num_probes += 1
-            self._retry_at = now + pause
+            self._probes.fail(self._clock())  # but for one under way since before it opened
 
     def fault(self, cause: str) -> None:
         """Something of ours failed, not the bucket: misses until it has answered a probe."""
@@ -83,7 +74,7 @@ class Breaker:
 
     def accepts_stores(self) -> bool:
         with self._lock:
-            return self._retry_at is None and self._stores.is_over(self._clock())
+            return not self.is_open and self._stores.is_over(self._clock())
 
     def store_failed(self) -> None:
         """Stores pause; loads go on."""

@@ -29,6 +29,7 @@ from sglang_tiered.storage.object.format import (
 )
 from sglang_tiered.storage.object.names import parse_path
 from sglang_tiered.storage.object.purging import obey
+from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.object.breaker import Breaker
@@ -88,8 +89,7 @@ class Discovery:
             except BaseException:  # a panic of the library is no Exception
                 logger.exception("looking for manifests failed; what is known stays")
             for order in orders:
-                order.succeeded = succeeded
-                order.done.set()
+                keep(order.succeeded, succeeded)
             with self._state.lock:
                 self._state.discovery.num_passes += 1
                 self._state.discovery.last_pass_s = time.monotonic() - started
@@ -101,7 +101,7 @@ class Discovery:
         while True:
             with state.lock:
                 if state.closed:
-                    return self._end()
+                    return None
                 wait_s = self._next_at - state.clock()
                 if self._breaker.is_open:
                     wait_s = self._breaker.wait_s()
@@ -115,16 +115,6 @@ class Discovery:
                     state.discovery_ready.wait(wait_s)
                     continue
             self._serve_purges()
-
-    def _end(self) -> list[RefreshOrder] | None:
-        state = self._state
-        for refresh in state.refresh_orders:
-            refresh.done.set()
-        for purge in state.purge_orders:
-            purge.done.set()
-        state.refresh_orders = []
-        state.purge_orders.clear()
-        return None
 
     def _serve_purges(self) -> None:
         while True:

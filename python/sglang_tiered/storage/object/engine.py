@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import (
+    BucketTier,
     Health,
     Job,
     JobKind,
@@ -22,7 +23,6 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    TierEngine,
 )
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
@@ -31,18 +31,19 @@ from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
-from sglang_tiered.storage.object.pending import FlushMark, RefreshOrder
+from sglang_tiered.storage.object.pending import RefreshOrder
 from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores, hide
 from sglang_tiered.storage.object.state import ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
+from sglang_tiered.storage.promises import all_true, is_true
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.base import EngineStats, TenantUsage
-    from sglang_tiered.storage.forgetting import Forgetting
     from sglang_tiered.storage.object.failures import RequestError
     from sglang_tiered.storage.object.settings import ObjectSettings
 
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 _MAX_CLOSE_S = 10.0
 
 
-class ObjectEngine(TierEngine):
+class ObjectEngine(BucketTier):
     """Pages in the objects of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
@@ -108,7 +109,7 @@ class ObjectEngine(TierEngine):
 
     @property
     def health(self) -> Health:
-        return self.stats().health
+        return self._diagnosis()[0]
 
     def _own(self, namespace: bytes) -> bytes:
         """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
@@ -161,7 +162,6 @@ class ObjectEngine(TierEngine):
             return LookupResult(num_hits, stop)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys a load could serve now. Memory only."""
         if self._state.closed or self._breaker.is_open:
             return [False] * len(keys)
         with self._state.lock:
@@ -181,8 +181,7 @@ class ObjectEngine(TierEngine):
         return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
 
     def flush(self, timeout_s: float) -> bool:
-        """Close what is being filled. True when everything submitted before is durable and
-        announced; false when the time ran out, the bucket refused or the engine is closed."""
+        """As the contract says, and announced: what is being filled is closed."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -190,17 +189,17 @@ class ObjectEngine(TierEngine):
             jobs = [job for job in state.jobs.inflight if job.kind is JobKind.STORE]
             self._close_fillings()
         failed = {Reason.IO_ERROR, Reason.REJECTED}
-        return _wait_all(jobs, timeout_s) and not any(failed & set(job.reasons) for job in jobs)
+        return is_true(all_true([], jobs), timeout_s) and not any(
+            failed & set(job.reasons) for job in jobs
+        )
 
     def _close_fillings(self) -> None:
-        self._state.stores.append(FlushMark())
+        self._state.stores.append(None)
         self._state.store_ready.notify()
 
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        """As the contract says. ``deadline_s`` seconds from now the job is done, whatever its
-        requests do: pages that did not arrive are ``IO_ERROR``."""
         return submit_load(
             self._state,
             run,
@@ -210,28 +209,21 @@ class ObjectEngine(TierEngine):
             answers=not self._breaker.is_open,
         )
 
-    def poll(self) -> list[Job]:
-        with self._state.lock:
-            return self._state.jobs.take_finished()
-
     # ---- Others ----
 
     def refresh(self, timeout_s: float, *, full: bool = False) -> bool:
         """Look for other writers' manifests now; with ``full`` also for what was deleted. True
         when done; false when the time ran out, the bucket refused or the engine is closed."""
         state = self._state
-        order = RefreshOrder(full)
+        order = RefreshOrder(full, state.promises.make())
         with state.lock:
             if state.closed:
                 return False
             state.refresh_orders.append(order)
             state.discovery_ready.notify_all()
-        return order.done.wait(timeout_s) and order.succeeded
+        return is_true(order.succeeded, timeout_s)
 
     def set_namespace(self, namespace: bytes) -> None:
-        """Continue under another namespace. Pages of the old one stop being visible at once;
-        stores and loads submitted before finish under it. Raises ``ValueError`` for a digest of
-        the wrong length."""
         own, state = self._own(namespace), self._state
         with state.lock:
             if own == state.namespace:
@@ -245,20 +237,14 @@ class ObjectEngine(TierEngine):
             self._close_fillings()
             state.discovery_ready.notify_all()
 
-    def begin_purge(self, tenant: bytes | None) -> Forgetting:
-        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
+    def begin_purge(
+        self, tenant: bytes | None, *, local: Future[bool] | None = None
+    ) -> Future[bool]:
+        """As the contract says, for every server: None empties the namespace."""
         return begin_purge(self._state, tenant)
 
     def hide(self, tenant: bytes | None) -> None:
-        """As ``begin_purge``, for this engine alone: another server's purge makes it durable."""
         hide(self._state, tenant)
-
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        return self.begin_purge(tenant).wait(timeout_s)
-
-    def clear(self, timeout_s: float) -> bool:
-        """As the contract says, for every server: the namespace is emptied."""
-        return self.begin_purge(None).wait(timeout_s)
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:
@@ -276,13 +262,6 @@ class ObjectEngine(TierEngine):
         if self._state.closed:
             return Health.FAILED, "closed"
         return self._breaker.diagnosis()
-
-    def drain(self, timeout_s: float) -> bool:
-        with self._state.lock:
-            jobs = self._state.jobs.inflight
-            if jobs:
-                self._close_fillings()
-        return _wait_all(jobs, timeout_s)
 
     def close(self) -> None:
         """As the contract says; ``flush`` before it keeps what is being filled. Requests under
@@ -306,6 +285,7 @@ class ObjectEngine(TierEngine):
                 state.deadline_ready,
             ):
                 ready.notify_all()
+        state.promises.close()
         deadline = time.monotonic() + min(self._settings.request_timeout_s, _MAX_CLOSE_S)
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -321,7 +301,6 @@ class ObjectEngine(TierEngine):
                     state.finish_load(ticket)
 
     def check_integrity(self) -> None:
-        """As the contract says. Call it while nothing is submitted."""
         state = self._state
         with state.lock:
             state.index.check_integrity()
@@ -329,11 +308,6 @@ class ObjectEngine(TierEngine):
             assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
             assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
             assert left or not state.load_tickets, f"{len(state.load_tickets)} loads, no job"
-
-
-def _wait_all(jobs: Sequence[Job], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
 
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:

@@ -97,7 +97,7 @@ class Loader:
         """``room`` is what a directory is read into; returns it for the next span."""
         ticket = span.ticket
         if ticket.is_open:
-            if ticket.job.cancelled or self._state.closed:
+            if self._state.closed:
                 self._give_up(span, Reason.CANCELLED)
             else:
                 try:

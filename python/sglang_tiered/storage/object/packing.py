@@ -15,7 +15,7 @@ from sglang_tiered.storage.object.format import (
     manifest_bytes,
     page_checksum,
 )
-from sglang_tiered.storage.object.pending import Filling, FlushMark, StoreTicket
+from sglang_tiered.storage.object.pending import Filling, StoreTicket
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
@@ -50,7 +50,7 @@ class Packer:
             while not state.closed:
                 if state.stores:
                     entry = state.stores.popleft()
-                    if isinstance(entry, FlushMark):
+                    if entry is None:
                         for filling in list(state.fillings.values()):
                             self._close(filling)
                         continue
@@ -73,7 +73,7 @@ class Packer:
         reason = Reason.CANCELLED
         try:
             for position in ticket.positions:
-                if ticket.dropped or ticket.job.cancelled:
+                if ticket.dropped:
                     break
                 self._pack_page(ticket, position, run.keys[position], run.pages[position])
                 num_packed += 1

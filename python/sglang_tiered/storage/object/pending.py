@@ -14,6 +14,7 @@ from sglang_tiered.storage.object.format import MAX_OBJECT_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.object.index import Place
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DiscoveryCounts",
     "Filling",
-    "FlushMark",
     "LoadSpan",
     "LoadTicket",
     "PurgeOrder",
@@ -69,10 +69,6 @@ class Filling:
         if not self.rows:
             return True
         return len(self.buffer) + num_bytes <= object_bytes and len(self.rows) < MAX_OBJECT_PAGES
-
-
-class FlushMark(NamedTuple):
-    """In the queue of stores: close every object that is being filled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -152,17 +148,14 @@ class PurgeOrder:
     tenant: bytes | None
     purge_id: ObjectId  # its time is the bound
     namespace: bytes
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done
+    durable: Future[bool]
 
 
-@dataclass(eq=False, slots=True)
-class RefreshOrder:
+class RefreshOrder(NamedTuple):
     """Look for news now."""
 
     full: bool
-    done: threading.Event = field(default_factory=threading.Event)
-    succeeded: bool = False  # valid once done
+    succeeded: Future[bool]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
-from sglang_tiered.storage.forgetting import Forgetting
 from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.object.format import Purge, pack_purge
 from sglang_tiered.storage.object.names import (
@@ -23,9 +22,11 @@ from sglang_tiered.storage.object.names import (
     tenant_tag,
 )
 from sglang_tiered.storage.object.pending import Filling, PurgeOrder, StoreTicket
+from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
@@ -39,24 +40,24 @@ _SWEPT_ROWS = 1 << 16
 _DELETED_AT_ONCE = 1000
 
 
-def begin_purge(state: ObjectState, tenant: bytes | None) -> Forgetting:
+def begin_purge(state: ObjectState, tenant: bytes | None) -> Future[bool]:
     """Forget a tenant, or everything. Memory only."""
+    durable = state.promises.make()
     with state.lock:
         if state.closed:
-            return Forgetting(None)
+            return ended(False)
         bound = _hide(state, tenant)
         purge_id = state.next_id(NO_TENANT)._replace(
             unix_ms=bound, tenant_tag=0 if tenant is None else tenant_tag(tenant)
         )
-        order = PurgeOrder(tenant, purge_id, state.namespace)
-        state.purge_orders.append(order)
+        state.purge_orders.append(PurgeOrder(tenant, purge_id, state.namespace, durable))
         state.discovery_ready.notify_all()
         jobs = [
             job
             for job in state.jobs.inflight
             if job.kind is JobKind.LOAD or tenant is None or job.run.tenant == tenant
         ]
-        return Forgetting(order, jobs)
+    return state.promises.watch(all_true([durable], jobs))
 
 
 def hide(state: ObjectState, tenant: bytes | None) -> None:
@@ -125,6 +126,7 @@ class Purger:
         self._unfinished: dict[bytes | None, PurgeOrder] = {}
 
     def serve(self, order: PurgeOrder) -> None:
+        durable = False
         try:
             self.sweep()
             self._await_uploads(order)
@@ -136,8 +138,8 @@ class Purger:
             self._unfinished[order.tenant] = order
         else:
             self._unfinished.pop(order.tenant, None)
-            order.durable = True
-        order.done.set()
+            durable = True
+        keep(order.durable, durable)
 
     def retry(self) -> None:
         """Try again what failed. Raises ``RequestError``."""

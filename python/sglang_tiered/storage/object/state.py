@@ -13,13 +13,13 @@ from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.object.budgets import DailyBudget
 from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
 from sglang_tiered.storage.object.pending import DiscoveryCounts
+from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
     from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.object.index import ObjectIndex
     from sglang_tiered.storage.object.pending import (
         Filling,
-        FlushMark,
         LoadSpan,
         LoadTicket,
         PurgeOrder,
@@ -103,9 +103,10 @@ class ObjectState:
         self.epoch = 0  # of the namespace
         self.index = index
         self.jobs = JobBook()
+        self.promises = Promises()
         # Stores
         self.pending: dict[bytes, StoreTicket] = {}
-        self.stores: deque[StoreTicket | FlushMark] = deque()
+        self.stores: deque[StoreTicket | None] = deque()  # None: close what is being filled
         self.packing: StoreTicket | None = None
         self.fillings: dict[tuple[bytes, int], Filling] = {}  # open, by tenant and page length
         self.uploads: deque[Filling] = deque()

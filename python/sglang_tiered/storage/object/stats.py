@@ -52,7 +52,7 @@ class ObjectStats:
 
 
 def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats:
-    """See ``TierEngine.stats``. Without a cap, ``capacity_bytes`` is the largest number."""
+    """See ``WriteTier.stats``. Without a cap, ``capacity_bytes`` is the largest number."""
     capacity = state.settings.capacity_bytes
     with state.lock:
         return EngineStats(

@@ -68,9 +68,6 @@ class LoadWorker:
             self._state.finish_span(span, [reason] * len(span.wanted))
 
     def _load(self, span: LoadSpan) -> None:
-        if span.ticket.job.cancelled:
-            self._skip(span, Reason.CANCELLED)
-            return
         try:
             reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
         except Exception:

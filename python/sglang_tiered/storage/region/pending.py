@@ -1,12 +1,13 @@
-"""Orders to the store's threads, and the book of running and finished jobs."""
+"""What is under way in a region store: orders to its threads, stores and loads cut into parts."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from sglang_tiered.storage.base import Job, Page
     from sglang_tiered.storage.region.format import Extent
     from sglang_tiered.storage.region.reader import Wanted
@@ -15,14 +16,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Chunk",
-    "ClearOrder",
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
     "Part",
     "PurgeOrder",
     "StoreTicket",
-    "SyncOrder",
 ]
 
 
@@ -116,27 +115,10 @@ class LoadSpan:
     wanted: list[Wanted]
 
 
-@dataclass(eq=False, slots=True)
-class ClearOrder:
-    """Remove every region; queued behind the stores it must not let survive."""
+class PurgeOrder(NamedTuple):
+    """Make the purge of a tenant, or of all for None, durable and give back what it frees. That of
+    a tenant is queued ahead of everything, as none of its pages is in the queue any more; that of
+    all behind the stores it must not let survive."""
 
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done: nothing comes back
-
-
-@dataclass(eq=False, slots=True)
-class PurgeOrder:
-    """Make the purge of a tenant durable and give back what it frees; queued ahead of everything,
-    as none of the tenant's pages is in the queue any more."""
-
-    tenant: bytes
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done
-
-
-@dataclass(eq=False, slots=True)
-class SyncOrder:
-    """Make all that is published durable."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    durable: bool = False  # valid once done
+    tenant: bytes | None
+    durable: Future[bool]

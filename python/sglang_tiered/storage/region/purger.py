@@ -51,17 +51,14 @@ class Purger:
         self._reclaimer = reclaimer
         self._purges = purges
 
-    def purge(self, tenant: bytes, bound: Bound) -> bool:
-        """One tenant, up to the present end of the log, with nothing under way before it. True
-        when it is durable."""
+    def purge(self, tenant: bytes | None, bound: Bound) -> bool:
+        """One tenant (None: all), up to the present end of the log, with nothing under way before
+        it. True when it is durable."""
         durable = self._record(tenant, bound)
-        self._sweep()
-        self._reclaimer.remove_useless()
-        return durable
-
-    def clear(self, bound: Bound) -> bool:
-        """Everything up to the present end of the log. True when it is durable."""
-        durable = self._record(None, bound)
+        if tenant is not None:
+            self._sweep()
+            self._reclaimer.remove_useless()
+            return durable
         with self._state.lock:
             regions = list(self._state.regions)
         for region in regions:

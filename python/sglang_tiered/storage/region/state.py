@@ -18,19 +18,18 @@ from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
     Batch,
     Chunk,
-    ClearOrder,
     ExtentWrite,
     LoadSpan,
     LoadTicket,
     PurgeOrder,
     StoreTicket,
-    SyncOrder,
 )
 from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.pending import Part
@@ -59,7 +58,7 @@ class StoreState:
         self.index = PageIndex()
         self.regions = RegionTable()
         self.jobs = JobBook()
-        self.stores: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
+        self.stores: deque[StoreTicket | PurgeOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.batches: deque[Batch] = deque()  # of extents to hash
@@ -68,7 +67,7 @@ class StoreState:
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.to_seal: deque[Region] = deque()
-        self.syncs: list[SyncOrder] = []
+        self.syncs: list[Future[bool]] = []  # whoever waits for all to be durable
         self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}
@@ -296,7 +295,7 @@ class StoreState:
         """Empty both queues. Queued stores are settled as far as they have no place yet. Whoever
         asks may be the scheduler, so the readers unpin the regions of the loads: that may close a
         file, for which a disk that hangs takes its time too."""
-        kept: deque[StoreTicket | ClearOrder | PurgeOrder] = deque()
+        kept: deque[StoreTicket | PurgeOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
                 self.drop_rest(order, store_reason)

@@ -26,9 +26,9 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     TenantUsage,
-    TierEngine,
+    WriteTier,
 )
-from sglang_tiered.storage.forgetting import Forgetting
+from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import allow_regions
 from sglang_tiered.storage.region.format import (
@@ -44,7 +44,7 @@ from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pending import ClearOrder, PurgeOrder, SyncOrder
+from sglang_tiered.storage.region.pending import PurgeOrder
 from sglang_tiered.storage.region.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -57,6 +57,7 @@ from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from sglang_tiered.storage.region.device import Device
@@ -75,7 +76,7 @@ DEFAULT_QUEUED_STORE_BYTES = 1 << 30
 _NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
-class RegionEngine(TierEngine):
+class RegionEngine(WriteTier):
     """Pages in the region files of one directory, which it locks for as long as it is open.
 
     Opening recovers what earlier processes stored. Raises ``ValueError`` for sizes that cannot
@@ -123,6 +124,7 @@ class RegionEngine(TierEngine):
         self._max_page_bytes = max_page_bytes(region_bytes)
         self._max_queued_store_bytes = max_queued_store_bytes
         self._close_timeout_s = io_timeout_s
+        self._promises = Promises()
         self._state = state = StoreState(namespace)
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
@@ -204,6 +206,10 @@ class RegionEngine(TierEngine):
         """The one that pages are found and stored under."""
         return self._state.namespace
 
+    @property
+    def health(self) -> Health:
+        return self._check_health()
+
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         if self._check_health() is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
@@ -214,6 +220,11 @@ class RegionEngine(TierEngine):
                 return LookupResult(num_hits, Stop.END)
             stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
             return LookupResult(num_hits, stop)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._check_health() is not Health.RUNNING:
+            return [False] * len(keys)
+        return self.view.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
         if self._check_health() is not Health.RUNNING:
@@ -255,7 +266,7 @@ class RegionEngine(TierEngine):
                 state.queue_store(job, positions, num_bytes)
         return job
 
-    def submit_load(self, run: Run, *, is_use: bool = True) -> Job:
+    def submit_load(self, run: Run, *, deadline_s: float | None = None, is_use: bool = True) -> Job:
         """Reclaim keeps pages that were of use; ``is_use``: that these are."""
         health = self._check_health()
         state = self._state
@@ -273,11 +284,6 @@ class RegionEngine(TierEngine):
             else:
                 state.jobs.finish(job)
         return job
-
-    def poll(self) -> list[Job]:
-        self._check_health()
-        with self._state.lock:
-            return self._state.jobs.take_finished()
 
     def stats(self) -> EngineStats:
         health = self._check_health()
@@ -314,63 +320,44 @@ class RegionEngine(TierEngine):
         names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
         return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
-    def sync(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """A barrier: true once every page stored before the call survives loss of power, as far
-        as the device keeps what it has flushed. False when the device refuses, the time runs out
-        or the engine is closed; and, as a failed flush may have lost what the next one does not
-        mention, for as long as pages are held that one failed on. Blocks; never on the scheduler
-        thread."""
+        as the device keeps what it has flushed. As a failed flush may have lost what the next one
+        does not mention, false also for as long as pages are held that one failed on."""
         state = self._state
-        order = SyncOrder()
+        order = self._promises.make()
         with state.lock:
             if state.closed:
                 return False
             state.syncs.append(order)
             state.sync_ready.notify()
-        return order.done.wait(timeout_s) and order.durable
+        return is_true(order, timeout_s)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
-        """Continue under another namespace, as when a running server's weights are replaced.
-
-        Pages of the old one stop being visible at once; stores and loads submitted before finish
-        under it. Their bytes stay on disk until reclaimed, which takes them first unless ``keep``
-        says that some later process may open the old one again. Memory only, any thread. Raises
-        ``ValueError`` for a digest of the wrong length.
-        """
+        """As the contract says. The bytes of the old namespace stay on disk until reclaimed, which
+        takes them first unless ``keep`` says that some later process may open it again."""
         check_namespace(namespace)
         state = self._state
         with state.lock:
             state.forget_all(keep=keep)
             state.namespace = namespace
 
-    def begin_purge(self, tenant: bytes | None) -> Forgetting:
-        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only."""
+    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
         state = self._state
+        order = PurgeOrder(tenant, self._promises.make())
         with state.lock:
             if state.closed:
-                return Forgetting(None)
-            order: ClearOrder | PurgeOrder
+                return ended(False)
             if tenant is None:
                 state.num_pages_purged += len(state.index)
                 state.forget_all(keep=False)
-                state.stores.append(order := ClearOrder())
+                state.stores.append(order)
             else:
                 state.forget_tenant(tenant)
-                state.stores.appendleft(order := PurgeOrder(tenant))
+                state.stores.appendleft(order)
             state.store_ready.notify()
-            return Forgetting(order, state.jobs.inflight)
-
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        return self.begin_purge(tenant).wait(timeout_s)
-
-    def clear(self, timeout_s: float) -> bool:
-        return self.begin_purge(None).wait(timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        with self._state.lock:
-            jobs = self._state.jobs.inflight
-        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
+            jobs = state.jobs.inflight
+        return self._promises.watch(all_true([order.durable], jobs))
 
     def close(self) -> None:
         """As the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to its
@@ -386,6 +373,7 @@ class RegionEngine(TierEngine):
         deadline = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
+        self._promises.close()
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("%s: the device hangs, so its files stay open", self._directory)
             return

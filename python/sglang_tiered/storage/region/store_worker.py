@@ -8,7 +8,8 @@ import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.region.pending import ClearOrder, PurgeOrder, StoreTicket
+from sglang_tiered.storage.promises import keep
+from sglang_tiered.storage.region.pending import PurgeOrder, StoreTicket
 from sglang_tiered.storage.region.writer import (
     NO_SPACE_ERRNOS,
     cut_chunks,
@@ -91,7 +92,7 @@ class StoreWorker:
         try:
             if written:
                 self._settle(state.writes[0])
-            elif isinstance(order, ClearOrder | PurgeOrder):
+            elif isinstance(order, PurgeOrder):
                 self._forget(order)
             else:
                 self._place()
@@ -107,7 +108,7 @@ class StoreWorker:
         state = self._state
         if not state.stores:
             return False
-        if isinstance(state.stores[0], ClearOrder | PurgeOrder) or self._out_of_space:
+        if isinstance(state.stores[0], PurgeOrder) or self._out_of_space:
             return not state.writes
         return sum(write.extent.payload_bytes for write in state.writes) < _MAX_WRITING_BYTES
 
@@ -257,19 +258,18 @@ class StoreWorker:
                 state.stores.popleft()
                 state.drop_rest(head, reason)
 
-    def _forget(self, order: ClearOrder | PurgeOrder) -> None:
+    def _forget(self, order: PurgeOrder) -> None:
         """Nothing is under way: the end of the log parts what is meant from what comes."""
         with self._state.lock:
             self._state.stores.remove(order)
         bound = self._writer.log_end()
+        durable = False
         try:
-            if isinstance(order, PurgeOrder):
-                order.durable = self._purger.purge(order.tenant, bound)
-            else:
+            if order.tenant is None:
                 self._writer.abandon()
-                order.durable = self._purger.clear(bound)
+            durable = self._purger.purge(order.tenant, bound)
         finally:
-            order.done.set()
+            keep(order.durable, durable)
 
 
 class HashWorker:

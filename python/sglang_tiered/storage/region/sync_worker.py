@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import Contents
@@ -105,8 +106,7 @@ class SyncWorker:
         with state.lock:
             state.syncing = False
         for order in orders:
-            order.durable = durable
-            order.done.set()
+            keep(order, durable)
         return not last
 
     def _fault(self, what: str) -> None:

@@ -1,7 +1,7 @@
-"""NVMe over an object store, as one tier engine. See ``README.md`` of this package."""
+"""NVMe and what lies beyond it, as one tier. See ``README.md`` of this package."""
 
 from __future__ import annotations
 
-from sglang_tiered.storage.stack.engine import LayeredEngine
+from sglang_tiered.storage.stack.tier_stack import TierStack
 
-__all__ = ["LayeredEngine"]
+__all__ = ["TierStack"]

@@ -1,8 +1,8 @@
-"""``Demoter``: copies what the upper tier holds and the lower one lacks, in the background.
+"""``Demoter``: copies what NVMe holds and the bucket lacks, in the background.
 
-One thread. It reads through the upper engine into memory of its own, so no host page waits for the
-network; each batch stays there until the lower engine says that it is durable. It begins a batch
-only while no load is under way and the lower tier serves, unless somebody waits for the chain.
+One thread. It reads through NVMe into memory of its own, so no host page waits for the
+network; each batch stays there until the bucket says that it is durable. It begins a batch
+only while no load is under way and the bucket serves, unless somebody waits for the chain.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sglang_tiered.storage.stack.demotion_queue import Chain, DemotionQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.base import BucketTier, Job
     from sglang_tiered.storage.region.store import RegionEngine
     from sglang_tiered.storage.region.view import RegionView, StoredPage
-    from sglang_tiered.storage.stack.tiers import LayeredSettings, LowerTier
+    from sglang_tiered.storage.stack.tiers import StackSettings
 
 __all__ = ["Demoter"]
 
 STEP_PAGES = 1024
 CHAIN_PAGES = 64
 """Pages of one tenant that follow each other in the log are taken for a chain, cut at this."""
-LOOK_S = 0.25  # how often an idle demoter looks whether the lower tier serves again
+LOOK_S = 0.25  # how often an idle demoter looks whether the bucket serves again
 JOIN_S = 10.0
 REFRESH_S = 2.0
 _GOOD = (Reason.OK, Reason.DUPLICATE)
@@ -57,17 +57,17 @@ class Demoter:
 
     def __init__(
         self,
-        upper: RegionEngine,
-        lower: LowerTier,
-        settings: LayeredSettings,
+        nvme: RegionEngine,
+        bucket: BucketTier,
+        settings: StackSettings,
         *,
         gate: threading.Lock,
         generation: Callable[[], int],
         is_idle: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        self._upper = upper
-        self._lower = lower
+        self._nvme = nvme
+        self._bucket = bucket
         self._settings = settings
         self._gate = gate
         self._generation = generation
@@ -78,13 +78,13 @@ class Demoter:
             retry_s=settings.retry_s,
             clock=clock,
         )
-        self._scan = UpperScan(upper.view, lower, self.queue)
+        self._scan = NvmeScan(nvme.view, bucket, self.queue)
         self._wake = threading.Condition()
         self._staged_bytes = 0  # guarded by ``_wake``, like all counts
         self._num_flying = 0
         self._closed = False
         self._suspended = False
-        self._num_changes = 0  # of the lower tier's namespace
+        self._num_changes = 0  # of the bucket's namespace
         self._known_change = -1  # the last behind which its listing was seen
         self.num_demoted = 0
         self.bytes_demoted = 0
@@ -101,7 +101,7 @@ class Demoter:
         return self.queue.num_keys + self._num_flying
 
     def stored(self, keys: Sequence[bytes], tenant: bytes) -> None:
-        """The upper tier holds these consecutive pages now. May run under its lock."""
+        """NVMe holds these consecutive pages now. May run under its lock."""
         if not self._suspended and keys:
             self.queue.add(keys, tenant)
             self.wake()
@@ -123,7 +123,7 @@ class Demoter:
         return chain.submitted
 
     def look_again(self) -> None:
-        """The lower tier has another namespace: what it holds there is to be seen first."""
+        """The bucket has another namespace: what it holds there is to be seen first."""
         self._num_changes += 1
 
     def suspend(self) -> None:
@@ -148,9 +148,8 @@ class Demoter:
                 moved = self._step()
             except Exception:
                 # Our own fault, but the tier serves without us: say so once and go on slowly.
-                logger.exception("copying to the object store failed by our own fault")
+                logger.exception("copying to the bucket failed by our own fault")
                 moved = False
-            self._lower.poll()  # nobody else lets go of its finished jobs, and their memory
             with self._wake:
                 if not moved and not self._closed:
                     self._wake.wait(LOOK_S)
@@ -176,12 +175,12 @@ class Demoter:
         return self._scan.is_due and self._scan.step()
 
     def _serves(self) -> bool:
-        return self._lower.stats().health is Health.RUNNING
+        return self._bucket.health is Health.RUNNING
 
     def _has_begun(self) -> bool:
-        """Whether the lower tier knows what it holds: before, all of it would be copied again."""
+        """Whether the bucket knows what it holds: before, all of it would be copied again."""
         change = self._num_changes  # another may come while we look
-        if self._known_change != change and self._lower.refresh(REFRESH_S):
+        if self._known_change != change and self._bucket.refresh(REFRESH_S):
             self._known_change = change
         return self._known_change == self._num_changes
 
@@ -201,9 +200,9 @@ class Demoter:
             chain.submitted.set()
 
     def _batches(self, chain: Chain) -> list[_Batch]:
-        """What the upper tier still holds of a chain and the lower one lacks."""
-        found = self._upper.view.find(chain.keys)
-        held = self._lower.contains(chain.keys)
+        """What NVMe still holds of a chain and the bucket lacks."""
+        found = self._nvme.view.find(chain.keys)
+        held = self._bucket.contains(chain.keys)
         batches: list[_Batch] = []
         for page, is_held in zip(found, held, strict=True):
             if is_held:
@@ -239,11 +238,11 @@ class Demoter:
             with self._wake:
                 if self._wake.wait_for(fits, LOOK_S):
                     return not self._closed
-            if not self._serves():  # not under our lock: batches land under the lower engine's
+            if not self._serves():  # not under our lock: batches land under the bucket's
                 return False
 
     def _copy(self, batch: _Batch, generation: int) -> None:
-        """Read a batch and hand it to the lower engine."""
+        """Read a batch and hand it to the bucket."""
         num_pages = len(batch.pages)
         with self._wake:
             self._staged_bytes += batch.num_bytes
@@ -254,7 +253,7 @@ class Demoter:
             if run is not None:
                 with self._gate:
                     if self._generation() == generation:
-                        job = self._lower.submit_store(run)
+                        job = self._bucket.submit_store(run)
             unread = num_pages - (0 if run is None else run.num_pages)
         except BaseException:
             self._landed(batch, num_pages)
@@ -275,9 +274,8 @@ class Demoter:
             buffers.append((memory[start : start + page.length],))
             start += padded(page.length)
         run = Run(tuple(p.key for p in batch.pages), tuple(buffers))
-        job = self._upper.submit_load(run, is_use=False)  # reclaim would keep all that went down
-        job.wait()  # the upper engine ends every job, whatever its device does
-        self._upper.poll()
+        job = self._nvme.submit_load(run, is_use=False)  # reclaim would keep all that went down
+        job.wait()  # NVMe ends every job, whatever its device does
         good = [i for i, is_ok in enumerate(job.ok) if is_ok]
         if not good:
             return None
@@ -285,7 +283,7 @@ class Demoter:
         return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
 
     def _stored(self, job: Job, batch: _Batch) -> None:
-        """Under the lower engine's lock, perhaps."""
+        """Under the bucket's lock, perhaps."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
         failed = [key for key, reason, _ in outcomes if reason not in (*_GOOD, *_FINAL)]
@@ -315,21 +313,21 @@ class Demoter:
             return self._staged_bytes, self._num_flying
 
 
-class UpperScan:
-    """Walks what the upper tier holds, oldest first, and queues it for demotion: after a start,
+class NvmeScan:
+    """Walks what NVMe holds, oldest first, and queues it for demotion: after a start,
     since what earlier processes stored was perhaps never copied, and whenever the queue was too
     full to take what was stored. Used on one thread."""
 
-    def __init__(self, view: RegionView, lower: LowerTier, queue: DemotionQueue) -> None:
+    def __init__(self, view: RegionView, bucket: BucketTier, queue: DemotionQueue) -> None:
         self._view = view
-        self._lower = lower
+        self._bucket = bucket
         self._queue = queue
         self._sequence = -1
         self._pages: deque[StoredPage] = deque()
         self.is_due = True
 
     def step(self) -> bool:
-        """Queue some more pages that the lower tier lacks; false when the walk is over."""
+        """Queue some more pages that the bucket lacks; false when the walk is over."""
         if not self._pages:
             region = self._view.pages_behind(self._sequence)
             if region is None:
@@ -339,7 +337,7 @@ class UpperScan:
             self._pages.extend(region[1])
         num_pages = min(STEP_PAGES, len(self._pages), self._queue.num_free)
         pages = [self._pages.popleft() for _ in range(num_pages)]
-        held = self._lower.contains([page.key for page in pages])
+        held = self._bucket.contains([page.key for page in pages])
         lacking = [page for page, is_held in zip(pages, held, strict=True) if not is_held]
         for (tenant, used), group in groupby(lacking, lambda page: (page.tenant, page.is_used)):
             keys = [page.key for page in group]

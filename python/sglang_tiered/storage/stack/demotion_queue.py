@@ -1,7 +1,7 @@
-"""``DemotionQueue``: which chain is copied to the lower tier next. Pure, no I/O, clock passed in.
+"""``DemotionQueue``: which chain is copied to the bucket next. Pure, no I/O, clock passed in.
 
 Chains that came back go first, since they are worth the most; then the oldest, as they are the
-next that the upper tier gives up. A chain is queued once, under its first key.
+next that NVMe gives up. A chain is queued once, under its first key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``Loader``: one load over several tiers.
 
-Each page is read from the first tier that holds it: NVMe, then the far ones in the order that the
-caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
+Each page is read from the first tier that holds it: NVMe, then the remote ones in the order that
+the caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
 unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
 caller's job ends when the last part has ended, so its buffers are touched by nobody afterwards.
 
@@ -18,15 +18,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Job, Reason, Run, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.base import ReadTier
     from sglang_tiered.storage.stack.promotion import Promoter
-    from sglang_tiered.storage.stack.tiers import ReadObserver, Source
+    from sglang_tiered.storage.stack.tiers import ReadObserver
 
 __all__ = ["Loader"]
 
@@ -36,24 +35,13 @@ logger = logging.getLogger(__name__)
 _MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 
 
-class _LoadJob(Job):
-    """Passes ``cancel`` on to its parts."""
-
-    parts: list[Job]
-
-    def cancel(self) -> None:
-        super().cancel()
-        for part in list(self.parts):
-            part.cancel()
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
-    job: _LoadJob
+    job: Job
     tenant: bytes | None  # whose pages they are, where the caller knows
     deadline: float | None  # of the loader's clock
     generation: int
-    order: Sequence[Tier]  # of the far tiers
+    order: Sequence[Tier]  # of the remote tiers
     num_left: int = 1  # parts under way, and the submission itself
 
 
@@ -68,14 +56,13 @@ class _Part:
 
 
 class Loader:
-    """``far`` are the sources beyond the upper tier, and ``order`` says in which order to ask them.
+    """``order`` says in which order to ask the remote tiers.
     ``ended`` is called with each finished job just before its caller may know, on any thread, and
     must only note. ``generation`` counts purges: what was read before one is not promoted."""
 
     def __init__(
         self,
-        upper: RegionEngine,
-        far: Mapping[Tier, Source],
+        tiers: Mapping[Tier, ReadTier],
         promoter: Promoter,
         *,
         order: Callable[[], Sequence[Tier]],
@@ -83,8 +70,7 @@ class Loader:
         generation: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self._upper = upper
-        self._far = far
+        self._tiers = tiers
         self._order = order
         self._promoter = promoter
         self._ended = ended
@@ -94,18 +80,23 @@ class Loader:
         self.observer: ReadObserver | None = None
         self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
         self._events: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tier-layered", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="tier-stack", daemon=True)
+        if len(tiers) > 1:
+            self._thread.start()
 
-    def open(self, run: Run) -> Job:
-        """A job for the run, for ``begin``."""
-        job = _LoadJob(JobKind.LOAD, run)
-        job.parts = []
+    def read_nvme(self, run: Run) -> Job:
+        """Load from NVMe, which is all there is."""
+        observer = self.observer
+        if observer is None:
+            return self._tiers[Tier.NVME].submit_load(run)
+        reading = observer.begin_read(run.num_bytes, Tier.NVME)
+        job = self._tiers[Tier.NVME].submit_load(run)
+        if reading is not None:
+            job.call_at_end(lambda ended: observer.end_read(reading, is_complete=all(ended.ok)))
         return job
 
     def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
         """Submit the parts of a job. Memory only."""
-        assert isinstance(job, _LoadJob)
         deadline = None if deadline_s is None else self._clock() + deadline_s
         load = _Load(job, tenant, deadline, self._generation(), self._order())
         job.reasons = [Reason.MISS] * job.run.num_pages
@@ -123,7 +114,7 @@ class Loader:
         parts: list[tuple[Tier, list[int]]] = []
         keys = load.job.run.keys
         for tier in tiers:
-            holder = self._upper.view if tier is Tier.NVME else self._far.get(tier)
+            holder = self._tiers.get(tier)
             if not positions or holder is None:
                 continue
             held = holder.contains([keys[i] for i in positions])
@@ -146,12 +137,7 @@ class Loader:
         observer = self.observer
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
         part = _Part(load, tier, positions, failed, reading)
-        if tier is Tier.NVME:
-            job = self._upper.submit_load(run)
-        else:
-            job = self._far[tier].submit_load(run, deadline_s=self._left_s(load))
-        part.job = job
-        load.job.parts.append(job)
+        job = part.job = self._tiers[tier].submit_load(run, deadline_s=self._left_s(load))
         job.call_at_end(lambda _: self._part_ended(part))
 
     def _left_s(self, load: _Load) -> float | None:
@@ -200,7 +186,7 @@ class Loader:
             self._promote(part)
         expired = load.deadline is not None and self._clock() >= load.deadline
         missing = [i for i in part.positions if load.job.reasons[i] in _MAY_BE_ELSEWHERE]
-        if not missing or expired or load.job.cancelled:
+        if not missing or expired:
             return
         failed = part.failed | {part.tier}
         others = [tier for tier in load.order if tier not in failed]
@@ -222,6 +208,8 @@ class Loader:
 
     def close(self) -> None:
         """Once no part can end any more."""
+        if not self._thread.is_alive():
+            return
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)

@@ -1,4 +1,4 @@
-"""``Promoter``: pages that a load found in a far tier are stored in the upper one as well."""
+"""``Promoter``: pages that a load found in a remote tier are stored in NVMe as well."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from sglang_tiered.storage.base import Reason, Run
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.base import Job, Page, TierEngine
-    from sglang_tiered.storage.stack.tiers import Tier
+    from sglang_tiered.storage.base import Job, Page, Tier, WriteTier
 
 __all__ = ["Promoter"]
 
@@ -29,9 +28,9 @@ class Promoter:
     """
 
     def __init__(
-        self, upper: TierEngine, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]
+        self, nvme: WriteTier, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]
     ) -> None:
-        self._upper = upper
+        self._nvme = nvme
         self._gate = gate
         self._max_bytes = max_bytes
         self._may_store = may_store
@@ -63,7 +62,7 @@ class Promoter:
         copies = tuple((memoryview(bytearray().join(page)),) for page in pages[:num_kept])
         run = Run(tuple(keys[:num_kept]), copies, tenant)
         with self._gate:
-            job = self._upper.submit_store(run) if is_current() else None
+            job = self._nvme.submit_store(run) if is_current() else None
         if job is None:
             self._settle(tier, ends[num_kept], 0, num_kept)
         else:

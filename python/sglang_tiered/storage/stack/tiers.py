@@ -1,40 +1,25 @@
-"""What the layered engine needs of its tiers, of its owner, and its own settings and counters."""
+"""Settings and counters of the stack, and what it tells of its tiers."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered.storage.base import EngineStats, Health, Job, LookupResult, Run
+from sglang_tiered.storage.base import Tier
 
 __all__ = [
-    "FAR_TIERS",
-    "FarStats",
-    "LayeredSettings",
-    "LayeredStats",
-    "LowerTier",
-    "PeerSource",
+    "REMOTE_TIERS",
+    "RemoteStats",
+    "StackSettings",
+    "StackStats",
     "ReadObserver",
-    "Source",
     "Span",
-    "Tier",
-    "Unfinished",
 ]
 
 MiB = 1 << 20
 
 
-class Tier(enum.Enum):
-    NVME = "nvme"  # the upper one, this server's own
-    PEER = "peer"  # what other servers hold on theirs
-    OBJECT = "object"  # the lower one
-
-
-FAR_TIERS = (Tier.PEER, Tier.OBJECT)
+REMOTE_TIERS = (Tier.PEER, Tier.OBJECT)
 """Where pages that NVMe lacks may be, in the order in which they are asked by default."""
 
 
@@ -43,70 +28,6 @@ class Span(NamedTuple):
 
     tier: Tier
     num_pages: int
-
-
-class Unfinished(Protocol):
-    """A purge that was begun; see ``storage.forgetting``."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-
-class Source(Protocol):
-    """Where pages that NVMe lacks can be read from: of ``TierEngine``, and more.
-
-    All but ``refresh`` and ``close`` read and write memory only. A load that has not begun to serve
-    a page by its deadline fails it, and touches no buffer afterwards.
-    """
-
-    @property
-    def health(self) -> Health: ...
-
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult: ...
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]: ...
-
-    def some_keys(self, limit: int) -> list[bytes]: ...
-
-    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job: ...
-
-    def poll(self) -> list[Job]: ...
-
-    def begin_purge(self, tenant: bytes | None) -> Unfinished: ...
-
-    def set_namespace(self, namespace: bytes) -> None: ...
-
-    def refresh(self, timeout_s: float) -> bool: ...
-
-    def close(self) -> None: ...
-
-    def check_integrity(self) -> None: ...
-
-
-class PeerSource(Source, Protocol):
-    """Other servers (``sharing.peer_tier``)."""
-
-    def begin_purge(self, tenant: bytes | None, local: Unfinished | None = None) -> Unfinished:
-        """Tell them of a purge; ``local`` is what the upper tier does of it."""
-
-    def stats(self) -> Any: ...
-
-
-class LowerTier(Source, Protocol):
-    """A tier engine that several servers share (``storage.object``)."""
-
-    def submit_store(self, run: Run) -> Job: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def flush(self, timeout_s: float) -> bool: ...
-
-    def hide(self, tenant: bytes | None) -> None:
-        """As ``begin_purge``, for this server alone."""
-
-    def object_stats(self) -> Any: ...
 
 
 class ReadObserver(Protocol):
@@ -119,7 +40,7 @@ class ReadObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LayeredSettings:
+class StackSettings:
     """Bounds of the background work.
 
     ``staging_bytes`` lie between the tiers while they are demoted, in batches of ``batch_bytes``;
@@ -137,8 +58,8 @@ class LayeredSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class FarStats:
-    """Pages that came from one far tier since the engine was opened."""
+class RemoteStats:
+    """Pages that came from one remote tier since the engine was opened."""
 
     num_promoted: int  # copied to NVMe after a load found them there
     num_promotions_dropped: int  # NVMe was busy or refused, or memory for copies was short
@@ -146,10 +67,10 @@ class FarStats:
 
 
 @dataclass(frozen=True, slots=True)
-class LayeredStats(FarStats):
-    """Pages that moved between NVMe and the object store, and what waits now."""
+class StackStats(RemoteStats):
+    """Pages that moved between NVMe and the bucket, and what waits now."""
 
-    num_demoted: int  # copied to the object store, durable
+    num_demoted: int  # copied to the bucket, durable
     bytes_demoted: int
     num_demotions_dropped: int  # refused for good, failed too often, or queue full
     num_demotions_gone: int  # NVMe gave them up before their turn

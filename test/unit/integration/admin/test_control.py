@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from inspect import unwrap
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
@@ -18,20 +18,12 @@ from sglang_tiered.integration.admin import control
 from sglang_tiered.integration.admin.control import PREFIX, Control
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
+from sglang_tiered.storage.promises import keep, promise
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 A = tenant_digest("a", None)
-
-
-class Purge:
-    """Stands for a purge on its way to the disk."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.durable = False
-
-    def wait(self, timeout_s: float) -> bool:
-        assert timeout_s == 0.0
-        return self.durable
 
 
 class Scheduler:
@@ -39,7 +31,7 @@ class Scheduler:
         self.idle = idle
         self.control = Control()
         self.refuses_flushes = False
-        self.purges: dict[bytes | None, Purge] = {}
+        self.purges: dict[bytes | None, Future[bool]] = {}
         self.told: list[bytes | None] = []  # to other servers
         self.num_flushes = 0
         self.waiting_queue = [request("a"), request("b")]
@@ -48,13 +40,14 @@ class Scheduler:
         self.tree_cache.tp_world_size = 1
         storage = SimpleNamespace(begin_purge=self.begin_purge)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
+        self.control.after_scheduler(None, self)
 
     def begin_purge(
         self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
-    ) -> Purge:
+    ) -> Future[bool]:
         if tells_peers and not was_told:
             self.told.append(tenant)
-        return self.purges.setdefault(tenant, Purge())
+        return self.purges.setdefault(tenant, promise())
 
     def is_fully_idle(self) -> bool:
         return self.idle
@@ -209,18 +202,21 @@ def test_requests_without_tiers_keep_sglangs_keys(
     assert made.extra_key == "acme" + "0" * 32
 
 
-def test_repeated_request_polls_the_same_purge() -> None:
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_repeated_request_polls_the_same_purge(is_durable: bool) -> None:
     scheduler = Scheduler(idle=True)
-    number = "again"
+    number = f"again {is_durable}"
     assert ask(scheduler, number, extra_key="a") == {
         "done": False, "durable": False, "in_memory": "gone",
     }  # fmt: skip
-    for purge in scheduler.purges.values():
-        purge.done = True
-    assert ask(scheduler, number, extra_key="a")["durable"] is False
-    for purge in scheduler.purges.values():
-        purge.durable = True
-    assert ask(scheduler, number, extra_key="a")["durable"] is True
+    *others, last = scheduler.purges.values()
+    for purge in others:
+        keep(purge, True)
+    assert ask(scheduler, number, extra_key="a")["done"] is False
+    keep(last, is_durable)
+    assert ask(scheduler, number, extra_key="a") == {
+        "done": True, "durable": is_durable, "in_memory": "gone",
+    }  # fmt: skip
     assert scheduler.num_flushes == 1
 
 

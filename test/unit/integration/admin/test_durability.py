@@ -18,8 +18,7 @@ from sglang_tiered.integration.admin import durability
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.base import NO_TENANT
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import NO_TENANT, Tier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,13 +87,13 @@ def resumed(open_server: Open) -> TieredStorage:
     windows = PoolTransfer(PoolName.SWA, host_indices=SLOTS[-2 * PAGE_SIZE :], keys=HASHES[-2:])
     assert first.batch_set_v2([windows]) == {PoolName.SWA: [True, True]}
     assert make_durable(first, HASHES, Tier.OBJECT, NO_TENANT, TIMEOUT_S) == NUM_PAGES
-    engine = second.layered_engine
+    engine = second.stack
     assert engine is not None
     keys = second.keys_of_pools(HASHES)[:NUM_PAGES]
     deadline = time.monotonic() + TIMEOUT_S
-    while not all(engine.contains_below(keys)):
+    while not all(engine.contains_in_bucket(keys)):
         assert time.monotonic() < deadline
-        engine.lower.refresh(1.0)
+        engine.bucket.refresh(1.0)
     assert not any(second.region_engine.view.contains(keys))
     return second
 
@@ -107,8 +106,7 @@ def test_bucket_pages_reach_nvme_under_their_tenant(
     assert len(held) == NUM_PAGES + 2, "the windows too"
     assert {page.tenant for page in held} == {TENANT}
     assert all(page.is_used for page in held), "reclaim would take them first"
-    assert resumed.layered_engine is not None
-    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    shutil.rmtree(str(resumed.stack.bucket._client.directory))  # type: ignore[attr-defined]
     pool = resumed.mem_pool_host
     expected = pool.buffer.clone()
     pool.buffer.zero_()
@@ -119,16 +117,14 @@ def test_bucket_pages_reach_nvme_under_their_tenant(
 def test_nvme_that_stores_nothing_ends_a_checkpoint(
     resumed: TieredStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resumed.layered_engine is not None
-    monkeypatch.setattr(resumed.layered_engine._promoter, "_may_store", lambda: False)
+    monkeypatch.setattr(resumed.stack._promoter, "_may_store", lambda: False)
     begun = time.monotonic()
     assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
     assert time.monotonic() - begun < 5.0
 
 
 def test_bucket_without_its_objects_ends_a_checkpoint(resumed: TieredStorage) -> None:
-    assert resumed.layered_engine is not None
-    shutil.rmtree(str(resumed.layered_engine.lower._client.directory))  # type: ignore[attr-defined]
+    shutil.rmtree(str(resumed.stack.bucket._client.directory))  # type: ignore[attr-defined]
     begun = time.monotonic()
     assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
     assert time.monotonic() - begun < 5.0
@@ -149,13 +145,13 @@ def test_page_stored_during_the_flush_does_not_count(
     early = 8
     server.batch_set_v1(HASHES[:early], SLOTS[: early * PAGE_SIZE])
     shard = server.region_engine
-    sync = shard.sync
+    flush = shard.flush
 
-    def sync_then_store(timeout_s: float) -> bool:
-        is_synced = sync(timeout_s)
+    def flush_then_store(timeout_s: float) -> bool:
+        is_synced = flush(timeout_s)
         late = server.batch_set_v1(HASHES[early:], SLOTS[early * PAGE_SIZE :])
         assert all(late)
         return is_synced
 
-    monkeypatch.setattr(shard, "sync", sync_then_store)
+    monkeypatch.setattr(shard, "flush", flush_then_store)
     assert make_durable(server, HASHES, Tier.NVME, NO_TENANT, 0.5) == early

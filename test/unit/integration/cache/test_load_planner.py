@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_tiered.integration.cache.load_planner import STALE_AFTER_S, YIELD_SHARE, LoadPlanner
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 TOKEN_S = 1e-4
 BYTES_PER_TOKEN = 1000

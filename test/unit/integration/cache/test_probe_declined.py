@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-from sglang_tiered.storage.stack.tiers import Span, Tier
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 HASHES = [f"{number:064x}" for number in range(10)]
 SPANS = [Span(Tier.NVME, 6), Span(Tier.OBJECT, 4)]

@@ -4,6 +4,7 @@ until the scheduler has put its memory out of reach, and all ranks do that in th
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, RemotePurges
 from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.promises import ended
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 A, B = bytes(range(16)), bytes(range(240, 256))
 PAGE = "ab" * 32
@@ -28,9 +33,10 @@ class Rank:
         self.agreement = RankAgreement(INITIAL, RULES, is_first=is_first, is_alone=is_alone)
         self.acted: list[bytes | None] = []
 
-    def begin_purge(self, tenant: bytes | None, *, was_told: bool) -> None:
+    def begin_purge(self, tenant: bytes | None, *, was_told: bool) -> Future[bool]:
         assert was_told
         self.purged.append(tenant)
+        return ended(True)
 
     def act(self) -> None:
         if self.exchange is None or self.exchange.purges is not self.told:

@@ -22,7 +22,7 @@ from small_cache import (
 
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from pathlib import Path

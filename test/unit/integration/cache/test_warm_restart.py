@@ -16,15 +16,16 @@ from sglang_tiered.integration.cache import warm_restart
 from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.warm_list import decode
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
 from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.storage.forgetting import Forgetting
 
 TIMEOUT_S = 20.0
 ACME, OTHER = tenant_digest("acme", "s3cret"), tenant_digest("other", None)
@@ -89,8 +90,8 @@ def tier(tmp_path: Path) -> Iterator[Tier]:
     tier.host.close()
 
 
-def finished(purge: Forgetting) -> bool:
-    return purge.wait(TIMEOUT_S)
+def finished(purge: Future[bool]) -> bool:
+    return is_true(purge, TIMEOUT_S)
 
 
 def test_purge_is_durable_once_the_list_forgot(

@@ -24,7 +24,7 @@ from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
 from sglang_tiered.storage.object.stats import ObjectStats
-from sglang_tiered.storage.stack.tiers import FarStats, LayeredStats
+from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 if TYPE_CHECKING:
     import pytest
@@ -85,7 +85,7 @@ BELOW = ObjectTierStats(
         object_bytes=0,
         staged_bytes=0,
     ),
-    moved=LayeredStats(
+    moved=StackStats(
         num_promoted=1,
         num_promotions_dropped=2,
         num_recovered=8,
@@ -107,7 +107,7 @@ BESIDE = PeerTierStats(
         num_purges_told=17,
         num_purges_applied=18,
     ),
-    moved=FarStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
+    moved=RemoteStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
     reads=TierReads(10, 11.0),
 )
 FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE)
@@ -123,7 +123,7 @@ def fields(of: type[Any], prefix: str) -> set[str]:
 def test_no_count_of_a_tier_is_left_out() -> None:
     exported = {metric.field for metric in METRICS}
     counted = fields(EngineStats, "nvme") | fields(PlannerStats, "planner")
-    counted |= fields(LayeredStats, "object.moved") | fields(FarStats, "peer.moved")
+    counted |= fields(StackStats, "object.moved") | fields(RemoteStats, "peer.moved")
     for prefix in ("", "object.", "peer."):
         counted |= fields(TierReads, f"{prefix}reads")
     assert counted <= exported

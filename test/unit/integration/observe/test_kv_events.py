@@ -347,8 +347,8 @@ def test_sick_engine_in_the_middle_of_a_lookup() -> None:
 def test_a_sick_bucket_is_no_bucket_that_lost_its_pages() -> None:
     """Its pages are told to be gone, and told of again when it is well."""
     core, bucket = Core(), SharedTier()
-    layered: Any = SimpleNamespace(lower=bucket)
-    storage: Any = SimpleNamespace(region_engine=MemoryEngine(1 << 20), layered_engine=layered)
+    stack = SimpleNamespace(nvme=MemoryEngine(1 << 20), bucket=bucket)
+    storage: Any = SimpleNamespace(stack=stack)
     events = TierEvents(core, tiers_of(storage), core.params)
     node = core.add(0, range(8))
     keys = core.keys(node)

@@ -14,6 +14,7 @@ from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from slow_weights import Weights
 
+from kit.waiting import eventually
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
@@ -26,9 +27,10 @@ from sglang_tiered.integration.observe.stats import tier_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
-from sglang_tiered.storage.stack.tiers import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,7 +196,7 @@ def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> N
         tenant = purged.tenant_of(key, "salt")
         storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
-    assert storage.begin_purge(tenant_digest("acme", "salt")).wait(20.0)
+    assert is_true(storage.begin_purge(tenant_digest("acme", "salt")), 20.0)
     assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
 
 
@@ -544,8 +546,8 @@ def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
     )
     storage = make.open(make_pool(0))
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
-    assert storage.layered_engine.layered_stats().demote_backlog == 0
-    assert storage.layered_engine._demoter._suspended
+    assert storage.stack.stack_stats().demote_backlog == 0
+    assert storage.stack._demoter._suspended
 
 
 @pytest.mark.usefixtures("bucket")
@@ -567,7 +569,7 @@ def test_pages_of_a_nameless_setting_stay_out_of_the_bucket_although_the_weights
     guess = storage._namespace
     weights.are_read(storage)
     assert storage._namespace == guess
-    assert storage.layered_engine._demoter._suspended
+    assert storage.stack._demoter._suspended
 
 
 @pytest.mark.usefixtures("bucket")
@@ -576,16 +578,14 @@ def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
 ) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
-    assert storage._far_tiers.collector is None, "it would collect for nobody"
+    assert storage._tiers.collector is None, "it would collect for nobody"
     weights.are_read(storage)
-    assert storage._far_tiers.collector is not None
-    assert storage._far_tiers.lower.namespace == storage._namespace
+    assert storage._tiers.collector is not None
+    assert storage._tiers.bucket.namespace == storage._namespace
     keys = hashes("a")
     storage.batch_set_v1(keys, slots(0))
     assert make_durable(storage, keys, Tier.OBJECT, b"t" * 16, work_s=TIMEOUT_S) == 1
-    deadline = time.monotonic() + TIMEOUT_S
-    while not storage.layered_engine.layered_stats().num_demoted:
-        assert time.monotonic() < deadline
+    eventually(lambda: storage.stack.stack_stats().num_demoted > 0, timeout_s=TIMEOUT_S)
 
 
 def test_closing_waits_for_no_weights_also_where_the_tiers_did_not_open(

@@ -12,6 +12,7 @@ import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
+from kit.waiting import drained
 from sglang_tiered.config import (
     GiB,
     MiB,
@@ -23,7 +24,7 @@ from sglang_tiered.config import (
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.stack.tiers import Tier
+from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_tier_too_small_for_the_pages_of_the_model_is_refused_in_one_sentence(
 
 
 def test_two_of_sglangs_calls_fit_the_queue_of_stores(open_storage: Open) -> None:
-    """One is SGLang's; the room of the other is for what far tiers bring, or it would cost the
+    """One is SGLang's; the room of the other is for what remote tiers bring, or it would cost the
     first its tail."""
     pool = make_pool(None, page_bytes=8 * MiB, num_pages=1)
     engine = open_storage(pool).region_engine
@@ -108,16 +109,16 @@ def test_the_leading_large_pages_that_a_bucket_brings_are_kept_on_nvme(
     first = open_storage(pool, bucket=True)
     assert first.batch_set_v1(keys, slots(*range(10))) == [True] * 10
     engine_keys = first.keys_of_pools(keys)
-    assert all(first.layered_engine.flush(engine_keys, TIMEOUT_S)), "the bucket takes no such page"
+    assert all(first.stack.flush_to_bucket(engine_keys, TIMEOUT_S)), "the bucket takes no such page"
     first.close()
     pool.buffer.zero_()
     second = open_storage(pool, bucket=True, directory=str(tmp_path / "other"))
-    layered = second.layered_engine
-    assert layered.lower.refresh(TIMEOUT_S)
+    stack = second.stack
+    assert stack.bucket.refresh(TIMEOUT_S)
     second.transfers.expect_load(keys, b"a" * 16)
     assert second.batch_get_v1(keys, slots(*range(10))) == [True] * 10
     assert torch.equal(pool.buffer, before)
-    assert layered.drain(TIMEOUT_S) and layered.upper.drain(TIMEOUT_S)
-    stats = layered.far_stats(Tier.OBJECT)
+    assert drained(stack, TIMEOUT_S) and drained(stack.nvme, TIMEOUT_S)
+    stats = stack.remote_stats(Tier.OBJECT)
     assert (stats.num_promoted, stats.num_promotions_dropped) == (8, 2)
-    assert layered.upper.lookup(engine_keys).num_hits == 8
+    assert stack.nvme.lookup(engine_keys).num_hits == 8

@@ -24,7 +24,9 @@ from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import tier_stats
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.stack.tiers import Span, Tier
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.stack.tiers import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,7 +150,7 @@ def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
     store(b, other, slots(2), tenant=b"b" * 16)
     until(lambda: a.storage.lookup_leading(keys) == 2, "not found")
     purge = a.storage.begin_purge(TENANT)
-    assert purge.wait(TIMEOUT_S)
+    assert is_true(purge, TIMEOUT_S)
     until(lambda: b.storage.num_kept(keys) == 0, "still there")
     until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
     assert b.storage.num_kept(other) == 1
@@ -169,7 +171,7 @@ def test_after_a_weight_update_nothing_is_shared(
     assert b.storage.lookup_leading(keys) == 0
     a.storage.change_weights(tree_is_empty=True)
     store(a, keys, slots(0))
-    assert b.storage._layered.peers.refresh(TIMEOUT_S)
+    assert b.storage.stack.remote[Tier.PEER].refresh(TIMEOUT_S)
     assert b.storage.lookup_leading(keys) == 0
 
 
@@ -191,7 +193,7 @@ def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
     b = open_side("b", None)
     assert not b.storage.knows_namespace
     purge = b.storage.begin_purge(TENANT)
-    assert not purge.done and not purge.wait(0.0)
+    assert not purge.done()
     assert a.storage.num_kept(keys) == 1
     os.close(held)
 
@@ -200,5 +202,5 @@ def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
         return bool(b.storage.knows_namespace)
 
     until(is_settled, "weights were not read")
-    assert purge.wait(TIMEOUT_S) and purge.done
+    assert is_true(purge, TIMEOUT_S)
     until(lambda: a.storage.num_kept(keys) == 0, "not purged")

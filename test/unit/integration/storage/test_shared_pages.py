@@ -24,9 +24,10 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import tier_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
-from sglang_tiered.storage.stack.tiers import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -224,7 +225,7 @@ def test_a_rank_that_knows_its_weights_in_the_instant_it_opens_gets_their_pages(
     # The search gave up waiting, and its thread ended before anybody looked.
     search: Any = SimpleNamespace(namespace=None, answer=lender._namespace, is_nameless=False)
     borrower._use_borrowed(search)
-    borrower._region.lender = lender.region_engine.directory  # type: ignore[union-attr]
+    borrower.region_engine.lender = lender.region_engine.directory  # type: ignore[union-attr]
     borrower.settle_namespace()
     assert load(borrower) == [True] * 3
 
@@ -247,7 +248,7 @@ def test_purged_pages_are_gone_for_every_rank(ranks: Ranks) -> None:
     storages = ranks.open(latent_pool(1), latent_pool(1))
     store(storages)
     purges = [storage.begin_purge(None) for storage in reversed(storages)]
-    assert all(purge.wait(TIMEOUT_S) for purge in purges)
+    assert all(is_true(purge, TIMEOUT_S) for purge in purges)
     assert [load(storage) for storage in storages] == [[False] * 3] * 2
 
 
@@ -284,7 +285,7 @@ def test_what_only_the_bucket_holds_comes_to_every_rank(ranks: Ranks, tmp_path: 
     deadline = time.monotonic() + TIMEOUT_S
     while first.batch_exists(KEYS) < 3:  # the bucket is listed in the background
         assert time.monotonic() < deadline
-    assert second.layered_engine is None
+    assert not second.stack.remote
     assert load(second) == [True] * 3
     expected = latent_pool(1).kv_buffer[0:3]
     assert torch.equal(pools[1].kv_buffer[5:8], expected)

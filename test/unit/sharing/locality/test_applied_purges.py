@@ -6,6 +6,7 @@ import pytest
 
 from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.purges import PurgeBook
+from sglang_tiered.storage.promises import ended, keep, promise
 from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
 HERE, THERE = b"h" * 32, b"t" * 32
@@ -29,17 +30,6 @@ class Notes:
             raise OSError("No space left on device")
         self.num_writes += 1
         self.files[name] = data
-
-
-class Local:
-    """A purge of the own store, until it ends."""
-
-    def __init__(self, *, done: bool = False, durable: bool = True) -> None:
-        self.done = done
-        self.durable = durable
-
-    def wait(self, timeout_s: float | None) -> bool:
-        return self.done and self.durable
 
 
 class Clock:
@@ -84,7 +74,7 @@ def members_of(server: Server) -> list[bytes]:
 def test_durable_purge_is_not_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     for _ in range(3):
-        first.book.begin(TENANT, Local(done=True))
+        first.book.begin(TENANT, ended(True))
     first.book.begin(None)
     first.memory.remember()
     first.memory.remember()
@@ -100,12 +90,12 @@ def test_durable_purge_is_not_applied_again(notes: Notes, clock: Clock) -> None:
 
 def test_undurable_purge_is_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
-    under_way, refused = Local(), Local(done=True, durable=False)
+    under_way, refused = promise(), ended(False)
     first.book.begin(TENANT, under_way)
     first.book.begin(TENANT, refused)
     first.memory.remember()
     assert not Server(notes, clock).book
-    under_way.done = True
+    keep(under_way, True)
     first.memory.remember()
     assert len(Server(notes, clock).book) == 1
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.sharing.locality import purges
 from sglang_tiered.sharing.locality.formats import Purge, pack_purge
 from sglang_tiered.sharing.locality.purges import PurgeBook
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     import pytest
@@ -35,11 +36,11 @@ def test_purge_is_due_until_published() -> None:
     world.now += 3.0
     (due,) = book.due(10)
     assert (due.namespace, due.age_s) == (NAMESPACE, 3.0)
-    assert not purge.done
-    assert not purge.wait(0.0)
+    assert not purge.done()
+    assert not is_true(purge, 0.0)
     book.told([due])
-    assert purge.done
-    assert purge.wait(0.0)
+    assert purge.done()
+    assert is_true(purge, 0.0)
     assert book.due(10) == []
     assert book.num_told == 1
     book.check_integrity()
@@ -100,7 +101,7 @@ def test_purge_of_the_old_namespace_is_still_published() -> None:
     assert due.namespace == NAMESPACE
     book.compare(set())
     book.told([due])
-    assert purge.wait(0.0)
+    assert is_true(purge, 0.0)
     book.check_integrity()
 
 
@@ -114,8 +115,8 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append(book.begin(TENANT))
         book.check_integrity()
     assert len(book) == book.num_due == 5
-    assert [purge.done for purge in told] == [True] * 7 + [False] * 5
-    assert not any(purge.wait(0.0) for purge in told)
+    assert [purge.done() for purge in told] == [True] * 7 + [False] * 5
+    assert not any(is_true(purge, 0.0) for purge in told)
 
 
 def test_close_ends_unpublished_purges() -> None:
@@ -123,5 +124,5 @@ def test_close_ends_unpublished_purges() -> None:
     book = world.book()
     purge = book.begin(TENANT)
     book.close()
-    assert purge.done
-    assert not purge.wait(20.0)
+    assert purge.done()
+    assert not is_true(purge, 20.0)

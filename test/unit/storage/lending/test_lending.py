@@ -13,6 +13,7 @@ from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
 from sglang_tiered.storage.lending.wire import short_path
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_a_borrower_stores_nothing_and_leaves_it_to_the_lender_to_know(
 ) -> None:
     run = make_run(1, [100, 200])
     assert borrower.lookup(run.keys) == (2, Stop.END)
-    assert borrower.view.contains(run.keys) == [True, True]
+    assert borrower.contains(run.keys) == [True, True]
     assert finished(borrower.submit_store(run)) == [Reason.DUPLICATE] * 2
     assert owner.lookup(run.keys) == (0, Stop.MISS)
     assert owner.stats().bytes_written == 0
@@ -101,7 +102,7 @@ def test_a_page_that_the_lender_gave_up_meanwhile_is_a_miss(
 ) -> None:
     run = make_run(1, [100])
     store(owner, run)
-    assert owner.clear(TIMEOUT_S)
+    assert is_true(owner.begin_purge(None), TIMEOUT_S)
     assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
 
 
@@ -184,7 +185,7 @@ def test_a_page_on_its_way_while_it_is_purged_does_not_arrive(
     job = borrower.submit_load(blank(run))
     assert engine.begun.wait(TIMEOUT_S)
     purge = borrower.begin_purge(None)
-    assert purge.done and purge.wait(0.0)
+    assert purge.done() and purge.result()
     engine.let_go.set()
     assert finished(job) == [Reason.CANCELLED]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.runs import NAMESPACE
+from kit.waiting import drained
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
 
     yield make
     for engine in made:
-        engine.drain(TIMEOUT_S)
+        drained(engine, TIMEOUT_S)
         engine.check_integrity()
         engine.close()
         assert not [thread.name for thread in engine._threads if thread.is_alive()]

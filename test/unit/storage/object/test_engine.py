@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Health, Reason, Run, Stop
 from sglang_tiered.storage.object.failures import Failure, RequestError
@@ -138,7 +138,7 @@ def test_stores_beyond_the_staging_memory_are_rejected_at_once(
     assert 20 <= len(rejected) < 40
     assert engine.object_stats().staged_bytes <= 4 << 20
     gate.opened.set()
-    assert engine.drain(TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
     assert {job.reasons[0] for job in jobs} == {Reason.OK, Reason.REJECTED}
     assert engine.stats().queued_store_bytes == 0
 
@@ -366,23 +366,6 @@ def test_closing_is_bounded_while_a_request_hangs(
     for thread in engine._threads:
         thread.join(TIMEOUT_S)
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
-
-
-def test_a_job_cancelled_before_its_request_is_cancelled(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    engine = make_engine(num_connections=1)
-    run, other = make_run(1, [4096]), make_run(2, [4096])
-    for each in (run, other):
-        finished(engine.submit_store(each))
-    gate = Gate(engine, "get_range")
-    first = engine.submit_load(blank(run))
-    assert gate.reached.wait(TIMEOUT_S)
-    second = engine.submit_load(blank(other))
-    second.cancel()
-    gate.opened.set()
-    assert finished(first) == [Reason.OK]
-    assert finished(second) == [Reason.CANCELLED]
 
 
 def test_old_objects_are_misses_by_their_time_to_live(

@@ -23,6 +23,7 @@ from sglang_tiered.storage.object.format import (
     unpack_purge,
 )
 from sglang_tiered.storage.object.names import Layout, ObjectId
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from kit.runs import Blank, MakeRun, PageData
@@ -231,7 +232,7 @@ def test_a_purge_reaches_other_servers_and_objects_that_were_open(
     under_way = of(A, make_run(3, [100]))
     job = b.submit_store(under_way)
     poll_until(lambda: b._state.packing is None and not b._state.stores)
-    assert a.purge(A, TIMEOUT_S)
+    assert is_true(a.begin_purge(A), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert (hits(b, known), hits(b, other), hits(b, under_way)) == (0, 1, 0)
     assert b.flush(TIMEOUT_S)
@@ -259,7 +260,7 @@ def test_a_purge_by_a_clock_that_is_behind_leaves_nothing_to_be_listed_again(
     if is_known:
         assert a.refresh(TIMEOUT_S)
         assert hits(a, run) == 1
-    assert a.clear(TIMEOUT_S) if tenant is None else a.purge(tenant, TIMEOUT_S)
+    assert is_true(a.begin_purge(tenant), TIMEOUT_S)
     c = make_engine(clocks=right)
     for engine in (a, b, c):
         assert engine.refresh(TIMEOUT_S, full=True)
@@ -277,12 +278,12 @@ def test_what_is_stored_in_the_instant_of_a_purge_outlives_it(
     before, after = of(A, make_run(1, [100])), of(A, make_run(2, [100]))
     for _ in range(3):
         store(a, before)
-        assert a.purge(A, TIMEOUT_S)
+        assert is_true(a.begin_purge(A), TIMEOUT_S)
         store(a, after)
         assert b.refresh(TIMEOUT_S)
         assert (hits(a, before), hits(b, before)) == (0, 0)
         assert (hits(a, after), hits(b, after)) == (1, 1)
-        assert a.purge(A, TIMEOUT_S)
+        assert is_true(a.begin_purge(A), TIMEOUT_S)
 
 
 def test_a_purge_leaves_nothing_of_the_tenant_but_its_tombstone(
@@ -291,7 +292,7 @@ def test_a_purge_leaves_nothing_of_the_tenant_but_its_tombstone(
     a = make_engine()
     store(a, of(A, make_run(1, [100])))
     store(a, of(B, make_run(2, [100])))
-    assert a.purge(A, TIMEOUT_S)
+    assert is_true(a.begin_purge(A), TIMEOUT_S)
     assert len(paths(a, "objects")) == len(paths(a, "manifests")) == 1
     (path,) = paths(a, "purges")
     purge = unpack_purge(a._client.get(path))
@@ -309,7 +310,7 @@ def test_a_late_manifest_from_before_a_purge_stays_hidden(
     (path,) = paths(a, "manifests")
     data = bytes(a._client.get(path))
     now[0] += 5
-    assert a.purge(A, TIMEOUT_S)
+    assert is_true(a.begin_purge(A), TIMEOUT_S)
     a._client.put(path, data)  # as by a writer that did not know yet
     b = make_engine(clocks=clocks)
     for engine in (a, b):
@@ -324,10 +325,10 @@ def test_a_purge_covers_other_namespaces_and_clear_only_its_own(
     store(a, of(A, make_run(1, [100])))
     store(b, of(A, make_run(2, [100])))
     store(b, of(B, make_run(3, [100])))
-    assert a.purge(A, TIMEOUT_S)
+    assert is_true(a.begin_purge(A), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert (hits(b, make_run(2, [100])), hits(b, make_run(3, [100]))) == (0, 1)
-    assert a.clear(TIMEOUT_S)
+    assert is_true(a.begin_purge(None), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S, full=True)
     assert hits(b, make_run(3, [100])) == 1
 
@@ -374,11 +375,10 @@ def test_a_purge_waits_for_an_upload_that_is_under_way(
     assert reached.wait(TIMEOUT_S)
     forgetting = a.begin_purge(A)
     assert finished(job) == [Reason.CANCELLED]
-    assert not forgetting.wait(0.05)
-    assert not forgetting.done
+    assert not is_true(forgetting, 0.05)
+    assert not forgetting.done()
     opened.set()
-    assert forgetting.wait(TIMEOUT_S)
-    assert forgetting.done
+    assert is_true(forgetting, TIMEOUT_S)
     assert paths(a, "manifests") == []
     assert hits(a, run) == 0
 

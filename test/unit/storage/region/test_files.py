@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import (
@@ -40,7 +41,7 @@ def test_every_file_that_a_store_writes_is_known_for_ours(
         tmp_path, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
     )
     assert engine.submit_store(make_run(1, [4096])).wait(10.0)
-    assert engine.purge(b"t" * 16, 10.0)
+    assert is_true(engine.begin_purge(b"t" * 16), 10.0)
     for name in NOTE_NAMES:
         engine.notes.write(name, b"x")
     engine.close()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from kit.waiting import drained
 from sglang_tiered.storage.base import Job, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import aligned_buffer
@@ -38,7 +39,7 @@ def engine(tmp_path: Path) -> Iterator[RegionEngine]:
         max_queued_store_bytes=64 * MiB,
     )
     yield made
-    assert made.drain(TIMEOUT_S)
+    assert drained(made, TIMEOUT_S)
     made.check_integrity()
     made.close()
 

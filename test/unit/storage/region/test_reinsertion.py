@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun
+from kit.waiting import drained
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
@@ -32,7 +33,7 @@ def engine(tmp_path: Path) -> Iterator[RegionEngine]:
         num_readers=1,
     )
     yield engine
-    assert engine.drain(TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
     engine.check_integrity()
     engine.close()
 
@@ -85,7 +86,7 @@ def test_write_amplification_is_bounded_when_everything_is_hot(
         run = make_run(seed, [PAGE] * 50)
         store(engine, run)
         load(engine, blank(run))
-    assert engine.drain(TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
     stats = engine.stats()
     assert 0 < stats.bytes_reinserted <= REINSERTION_SHARE * stats.bytes_written
 
@@ -120,7 +121,7 @@ def test_saved_pages_survive_a_restart(tmp_path: Path, make_run: MakeRun, blank:
     load(engine, blank(hot))
     for seed in range(2, 8):
         store(engine, make_run(seed, [PAGE] * 50))
-    assert engine.drain(TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
     engine.close()
     assert engine.stats().num_pages_reinserted == 3
     engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]

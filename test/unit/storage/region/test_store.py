@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.faulty import FaultyDevice
+from kit.waiting import drained
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -65,7 +67,7 @@ def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
     )
     yield engine
     gate.opened.set()
-    assert engine.drain(TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
     engine.check_integrity()
     engine.close()
 
@@ -219,11 +221,10 @@ def test_clear_waits_for_the_store_before_it_and_keeps_the_one_after(
     before, after = make_run(1, [4096]), make_run(2, [4096])
     job = gated.submit_store(before)
     assert gate.entered.wait(TIMEOUT_S)
-    clearing = threading.Thread(target=gated.clear, args=(TIMEOUT_S,))
-    clearing.start()
+    clearing = gated.begin_purge(None)
+    assert not clearing.done()
     gate.opened.set()
-    clearing.join(TIMEOUT_S)
-    assert not clearing.is_alive()
+    assert is_true(clearing, TIMEOUT_S)
     done(job)
     assert gated.lookup(before.keys).num_hits == 0
     assert done(gated.submit_store(after)) == [Reason.OK]

@@ -71,12 +71,12 @@ def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_p
 ) -> None:
     store(engine, make_run(1, [4096]))
     fail_once(monkeypatch, engine._device, name)
-    assert not engine.sync(TIMEOUT_S)
+    assert not engine.flush(TIMEOUT_S)
     assert engine.stats().health is Health.MISS_ONLY
     assert "own fault" in engine.stats().health_reason
     clock.now += 100.0
     assert engine.stats().health is Health.RUNNING
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
     (region,) = engine._state.regions
     assert region.durable_tail == region.published_tail
     engine.check_integrity()
@@ -90,13 +90,13 @@ def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinne
     store(engine, first)
     job = engine.submit_store(make_run(2, [4096] * 10))  # the first region is full
     assert job.wait(TIMEOUT_S)
-    engine.sync(TIMEOUT_S)
+    engine.flush(TIMEOUT_S)
     clock.now += 100.0
     assert engine.lookup(first.keys).num_hits == 10
     for seed in range(3, 9):
         store(engine, make_run(seed, [4096] * 10))
     assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
     engine.check_integrity()
 
 
@@ -105,8 +105,8 @@ def test_a_checkpoint_that_meets_our_own_fault_costs_no_barrier(
 ) -> None:
     fail_once(monkeypatch, sync_worker.checkpoint, "pack")
     store(engine, make_run(2, [4096]))
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)
     assert "a checkpoint failed" in engine.stats().health_reason
     clock.now += 100.0
     store(engine, make_run(3, [4096]))
-    assert engine.sync(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S)

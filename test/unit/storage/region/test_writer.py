@@ -11,6 +11,7 @@ import pytest
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.storage.base import NO_TENANT, Job, Reason, Run
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
@@ -71,7 +72,7 @@ class Bench:
     def store(self, seed: int, count: int = 1, nbytes: int = BLOCK_BYTES) -> list[Reason]:
         _, job = self.submit(seed, count, nbytes)
         assert job.wait(TIMEOUT_S), "the job did not finish"
-        self.engine.sync(TIMEOUT_S)  # or the jump would make a flush under way look hung
+        self.engine.flush(TIMEOUT_S)  # or the jump would make a flush under way look hung
         self.now += 100.0
         return job.reasons
 
@@ -111,7 +112,7 @@ def test_pages_follow_the_header(bench: Bench) -> None:
 def test_an_extent_is_appended_only_with_room_for_its_footer(bench: Bench) -> None:
     """14 blocks between header and trailer: 1 footer, so 12 pages of a block beside 1 header."""
     assert bench.store(1, 14) == [Reason.OK] * 14
-    assert bench.engine.sync(TIMEOUT_S)
+    assert bench.engine.flush(TIMEOUT_S)
     extents = bench.contents(0).extents
     assert extents["offset"].tolist() == [BLOCK_BYTES]
     assert extents["num_pages"].tolist() == [12]
@@ -244,10 +245,10 @@ def test_failed_footer_keeps_the_region_in_service(bench: Bench) -> None:
     assert job.wait(TIMEOUT_S)
     second, job = bench.submit(2, 1)
     assert job.wait(TIMEOUT_S)
-    bench.engine.sync(TIMEOUT_S)
+    bench.engine.flush(TIMEOUT_S)
     bench.device.faults = []
     assert bench.engine.lookup(run.keys).num_hits == 12
-    assert bench.engine.sync(TIMEOUT_S)
+    assert bench.engine.flush(TIMEOUT_S)
     bench.engine.close()
     reopened = Bench(bench.directory, bench.make_run)
     assert reopened.engine.lookup(run.keys).num_hits == 12
@@ -261,16 +262,16 @@ def test_a_barrier_stays_refused_while_pages_are_held_that_a_failed_sync_covered
     bench.fail("sync", error=errno.EIO)
     run, job = bench.submit(1, 2)
     assert job.wait(TIMEOUT_S)
-    assert not bench.engine.sync(TIMEOUT_S)
+    assert not bench.engine.flush(TIMEOUT_S)
     bench.device.faults = []
-    assert not bench.engine.sync(TIMEOUT_S), "a lost sync was forgotten"
+    assert not bench.engine.flush(TIMEOUT_S), "a lost sync was forgotten"
     assert bench.engine.lookup(run.keys).num_hits == 2
     assert bench.store(2) == [Reason.OK]
     assert len(bench.files()) == 2, "the doubtful region is still appended to"
     for seed in range(3, 9):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     assert bench.engine.lookup(run.keys).num_hits == 0
-    assert bench.engine.sync(TIMEOUT_S), "nothing in doubt is held any more"
+    assert bench.engine.flush(TIMEOUT_S), "nothing in doubt is held any more"
 
 
 def test_a_victim_that_cannot_be_removed_stays_in_service(
@@ -349,7 +350,7 @@ def test_a_purge_gives_back_what_can_go_beside_what_cannot(
     bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
     for seed in range(3):
         assert bench.store(seed, 12) == [Reason.OK] * 12
-    assert bench.engine.purge(NO_TENANT, TIMEOUT_S)
+    assert is_true(bench.engine.begin_purge(NO_TENANT), TIMEOUT_S)
     assert [file.name for file in bench.files()] == [region_name(0), region_name(2)], "2 is open"
     bench.engine.close()
 

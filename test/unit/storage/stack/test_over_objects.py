@@ -1,4 +1,4 @@
-"""Two layered engines over one directory of objects: what one stored the other serves and keeps."""
+"""Two stacks over one directory of objects: what one stored the other serves and keeps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import Reason, Run
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.storage.base import Reason, Run, Tier
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import LayeredEngine
-from sglang_tiered.storage.stack.tiers import Span, Tier
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,10 +26,10 @@ PAGES = [8192] * 4
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Callable[[str], LayeredEngine]]:
-    made: list[LayeredEngine] = []
+def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
+    made: list[TierStack] = []
 
-    def open_engine(name: str) -> LayeredEngine:
+    def open_engine(name: str) -> TierStack:
         upper = RegionEngine(
             tmp_path / name,
             namespace=NAMESPACE,
@@ -43,18 +44,18 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], LayeredEngine]]:
             linger_s=0.01,
             num_connections=2,
         )
-        engine = LayeredEngine(upper, ObjectEngine(settings, namespace=NAMESPACE))
+        engine = TierStack(upper, [ObjectEngine(settings, namespace=NAMESPACE)])
         made.append(engine)
         return engine
 
     yield open_engine
     for engine in made:
-        assert engine.drain(TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
         engine.close()
 
 
 def test_what_one_server_flushed_another_serves_and_keeps(
-    open_engine: Callable[[str], LayeredEngine],
+    open_engine: Callable[[str], TierStack],
     make_run: MakeRun,
     blank: Blank,
     page_data: PageData,
@@ -62,33 +63,33 @@ def test_what_one_server_flushed_another_serves_and_keeps(
     first, second = open_engine("first"), open_engine("second")
     run = make_run(1, PAGES)
     finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
-    assert first.flush(run.keys, TIMEOUT_S) == [True] * 4
+    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
     first.close()
-    assert second.lower.refresh(TIMEOUT_S)
+    assert second.bucket.refresh(TIMEOUT_S)
     assert second.lookup_spans(run.keys) == [Span(Tier.OBJECT, 4)]
     target = blank(run)
     assert finished(second.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
     assert page_data(target) == page_data(run)
     deadline = time.monotonic() + TIMEOUT_S
-    while second.layered_stats().num_promoted < 4:
+    while second.stack_stats().num_promoted < 4:
         assert time.monotonic() < deadline, "nothing was promoted"
         time.sleep(0.002)
     assert second.lookup_spans(run.keys) == [Span(Tier.NVME, 4)]
-    assert [usage.tenant for usage in second.upper.tenants(9)] == [TENANT]
+    assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
 
 def test_a_purge_reaches_both_tiers_and_outlives_the_server(
-    open_engine: Callable[[str], LayeredEngine], make_run: MakeRun
+    open_engine: Callable[[str], TierStack], make_run: MakeRun
 ) -> None:
     first = open_engine("first")
     mine, other = make_run(1, PAGES), make_run(2, PAGES)
     finished(first.submit_store(Run(mine.keys, mine.pages, TENANT)))
     finished(first.submit_store(other))
-    assert all(first.flush([*mine.keys, *other.keys], TIMEOUT_S))
-    assert first.purge(TENANT, TIMEOUT_S)
+    assert all(first.flush_to_bucket([*mine.keys, *other.keys], TIMEOUT_S))
+    assert is_true(first.begin_purge(TENANT), TIMEOUT_S)
     assert first.lookup(mine.keys).num_hits == 0
     first.close()
     second = open_engine("second")
-    assert second.lower.refresh(TIMEOUT_S)
+    assert second.bucket.refresh(TIMEOUT_S)
     assert second.lookup(mine.keys).num_hits == 0
     assert second.lookup(other.keys).num_hits == 4

@@ -298,7 +298,7 @@ def crashed(
     engine = open_engine(tmp_path / "shard-live")
     for seed in range(2):
         store(engine, make_run(seed, [8192]))
-    assert engine.sync(20.0)
+    assert engine.flush(20.0)
     store(engine, make_run(2, [8192]))
     shutil.copytree(tmp_path / "shard-live", tmp_path / "shard-0")
     engine.close()

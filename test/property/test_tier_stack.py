@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_tier import SharedTier
 
-from sglang_tiered.storage.base import Reason, Run
+from kit.waiting import drained
+from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import LayeredEngine
-from sglang_tiered.storage.stack.tiers import FAR_TIERS, LayeredSettings
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, StackSettings
 
 TIMEOUT_S = 20.0
 TENANTS = (b"a" * 16, b"b" * 16)
@@ -38,12 +40,12 @@ RUNS = [make_run(number) for number in range(NUM_RUNS)]
 class World:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.lower, self.peers = SharedTier(), SharedTier()
-        self.order = FAR_TIERS
+        self.bucket, self.peers = SharedTier(), SharedTier(tier=Tier.PEER)
+        self.order = REMOTE_TIERS
         self.engine = self.open()
         self.stored: set[int] = set()
 
-    def open(self) -> LayeredEngine:
+    def open(self) -> TierStack:
         upper = RegionEngine(
             self.directory,
             namespace=b"\x11" * 32,
@@ -52,10 +54,10 @@ class World:
             num_readers=2,
             num_writers=1,
         )
-        bounds = LayeredSettings(
+        bounds = StackSettings(
             staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001
         )
-        return LayeredEngine(upper, self.lower, bounds, peers=self.peers, order=lambda: self.order)
+        return TierStack(upper, [self.peers, self.bucket], bounds, order=lambda: self.order)
 
     def store(self, number: int) -> None:
         job = self.engine.submit_store(RUNS[number])
@@ -80,13 +82,13 @@ class World:
             assert reason is not Reason.OK or source == buffer, "other bytes were served"
 
     def purge(self, number: int) -> None:
-        assert self.engine.purge(TENANTS[number % 2], TIMEOUT_S)
+        assert is_true(self.engine.begin_purge(TENANTS[number % 2]), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def told(self, number: int) -> None:
         """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
         self.peers.begin_purge(TENANTS[number % 2])
-        assert self.engine.begin_purge(TENANTS[number % 2], was_told=True).wait(TIMEOUT_S)
+        assert is_true(self.engine.begin_purge(TENANTS[number % 2], was_told=True), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def lose(self, _: int) -> None:
@@ -99,27 +101,27 @@ class World:
         self.order = self.order[::-1]
 
     def sicken(self, _: int) -> None:
-        self.lower.sick = True
+        self.bucket.sick = True
 
     def heal(self, _: int) -> None:
-        self.lower.sick = False
+        self.bucket.sick = False
 
     def flush(self, number: int) -> None:
         run = RUNS[number]
-        self.lower.sick = False
-        durable = self.engine.flush(run.keys, TIMEOUT_S)
-        assert durable == self.lower.contains(run.keys)
+        self.bucket.sick = False
+        durable = self.engine.flush_to_bucket(run.keys, TIMEOUT_S)
+        assert durable == self.bucket.contains(run.keys)
         assert number in self.stored or not any(durable), "a purged page was copied"
 
     def restart(self, _: int) -> None:
-        self.engine.drain(TIMEOUT_S)
+        drained(self.engine, TIMEOUT_S)
         self.engine._demoter.close()
-        self.engine.upper.close()  # what others hold lives on
+        self.engine.nvme.close()  # what others hold lives on
         self.engine._loader.close()
         self.engine = self.open()
 
     def end(self) -> None:
-        assert self.engine.drain(TIMEOUT_S)
+        assert drained(self.engine, TIMEOUT_S)
         self.engine.check_integrity()
         for number, run in enumerate(RUNS):
             if number not in self.stored:
@@ -136,5 +138,5 @@ def test_no_order_of_events_serves_a_wrong_page(events: list[tuple[str, int]]) -
             for name, number in events:
                 getattr(world, name)(number)
         finally:
-            world.lower.sick = world.peers.sick = False
+            world.bucket.sick = world.peers.sick = False
             world.end()

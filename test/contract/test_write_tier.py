@@ -1,4 +1,4 @@
-"""The contract of ``storage.base``, over every engine."""
+"""What ``WriteTier`` promises of stores, over everything that keeps pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import drained
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -21,13 +22,14 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    TierEngine,
+    WriteTier,
 )
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
-from sglang_tiered.storage.stack import LayeredEngine
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +74,7 @@ ENGINES = [
     "faulty-without-faults",
     "object-memory",
     "object-directory",
-    "layered",
+    "stack",
 ]
 BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
 if BUCKET:  # any URL of an object tier; credentials are where they always are
@@ -80,8 +82,8 @@ if BUCKET:  # any URL of an object tier; credentials are where they always are
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
-    made: TierEngine
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WriteTier]:
+    made: WriteTier
     if request.param == "memory":
         made = MemoryEngine(CAPACITY)
     elif request.param == "faulty-without-faults":
@@ -92,25 +94,25 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngin
         made = make_object_engine((tmp_path / "store").as_uri())
     elif request.param == "object-url":
         made = make_object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
-    elif request.param == "layered":
+    elif request.param == "stack":
         # Nothing moves between the tiers, so that all outcomes are those of one run.
         lower = SharedTier()
         lower.known = False
-        made = LayeredEngine(make_region_engine(tmp_path / "store", direct=None), lower)
+        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [lower])
     else:
         direct = None if request.param == "region-direct" else False
         made = make_region_engine(tmp_path / "store", direct=direct)
     yield made
-    assert made.drain(TIMEOUT_S)
+    assert drained(made, TIMEOUT_S)
     made.check_integrity()
     made.close()
 
 
-def store(engine: TierEngine, run: Run) -> list[Reason]:
+def store(engine: WriteTier, run: Run) -> list[Reason]:
     return finished(engine.submit_store(run)).reasons
 
 
-def load(engine: TierEngine, run: Run) -> list[Reason]:
+def load(engine: WriteTier, run: Run) -> list[Reason]:
     return finished(engine.submit_load(run)).reasons
 
 
@@ -123,76 +125,8 @@ def select(run: Run, positions: list[int]) -> Run:
     return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
 
 
-def test_what_was_stored_comes_back(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    run = make_run(1, ODD_SIZES)
-    assert store(engine, run) == [Reason.OK] * run.num_pages
-    assert engine.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
-    target = blank(run)
-    assert load(engine, target) == [Reason.OK] * run.num_pages
-    assert page_data(target) == page_data(run)
-
-
-def test_segmentation_may_differ_between_store_and_load(
-    engine: TierEngine, make_run: MakeRun
-) -> None:
-    run = make_run(2, [(5000, 5000)])
-    store(engine, run)
-    buffer = memoryview(bytearray(10_003))
-    target = Run(run.keys, ((buffer[3:9], buffer[9:7000], buffer[7000:]),))
-    assert load(engine, target) == [Reason.OK]
-    assert bytes(buffer[3:]) == b"".join(run.pages[0])
-    assert bytes(buffer[:3]) == b"\0\0\0", "a byte beside the page was touched"
-
-
-def test_aligned_pages_of_one_pool(engine: TierEngine, make_run: MakeRun) -> None:
-    size, count = 8192, 40
-    pool = aligned_buffer(size * count)
-    source = make_run(3, [size] * count)
-    for i, (segment,) in enumerate(source.pages):
-        pool[i * size : (i + 1) * size] = segment
-    pages = tuple((pool[i * size : (i + 1) * size],) for i in range(count))
-    expected = bytes(pool)
-    assert set(store(engine, Run(source.keys, pages))) == {Reason.OK}
-    pool[:] = bytes(size * count)
-    assert set(load(engine, Run(source.keys, pages))) == {Reason.OK}
-    assert bytes(pool) == expected
-
-
-def test_lookup_counts_leading_hits_only(engine: TierEngine, make_run: MakeRun) -> None:
-    run = make_run(4, [4096] * 5)
-    store(engine, select(run, [0, 1, 3, 4]))
-    assert engine.lookup(run.keys) == LookupResult(2, Stop.MISS)
-    assert engine.lookup(run.keys[3:]) == LookupResult(2, Stop.END)
-    assert engine.lookup(run.keys[2:]) == LookupResult(0, Stop.MISS)
-    assert engine.lookup(()) == LookupResult(0, Stop.END)
-
-
-def test_missing_page_in_the_middle_is_a_miss_and_its_neighbours_load(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    run = make_run(5, [4096, 5000, 4096, 100])
-    store(engine, select(run, [0, 2, 3]))
-    target = blank(run)
-    assert load(engine, target) == [Reason.OK, Reason.MISS, Reason.OK, Reason.OK]
-    assert page_data(target)[1] == b"\xa5" * 5000
-    assert page_data(target)[2:] == page_data(run)[2:]
-
-
-def test_buffer_of_wrong_length_is_a_miss_and_untouched(
-    engine: TierEngine, make_run: MakeRun, page_data: PageData
-) -> None:
-    run = make_run(6, [4096])
-    store(engine, run)
-    for nbytes in (4095, 4097, 8192):
-        target = Run(run.keys, ((memoryview(bytearray(b"\xa5" * nbytes)),),))
-        assert load(engine, target) == [Reason.MISS]
-        assert page_data(target) == [b"\xa5" * nbytes]
-
-
 def test_storing_twice_is_a_duplicate_and_counts_as_success(
-    engine: TierEngine, make_run: MakeRun
+    engine: WriteTier, make_run: MakeRun
 ) -> None:
     run = make_run(7, [4096, 4096])
     store(engine, select(run, [0]))
@@ -202,13 +136,13 @@ def test_storing_twice_is_a_duplicate_and_counts_as_success(
     assert job.num_leading_ok == 2
 
 
-def test_a_page_larger_than_the_tier_has_no_space(engine: TierEngine, make_run: MakeRun) -> None:
+def test_a_page_larger_than_the_tier_has_no_space(engine: WriteTier, make_run: MakeRun) -> None:
     run = make_run(8, [100, CAPACITY + 1])
     assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
 
 
 def test_a_store_larger_than_the_queue_is_taken_in_parts(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = rest = make_run(17, [16_384] * 40)
     assert QUEUE < run.num_bytes < CAPACITY
@@ -223,7 +157,7 @@ def test_a_store_larger_than_the_queue_is_taken_in_parts(
 
 
 def test_what_does_not_fit_the_queue_is_dropped_from_the_end_and_counted(
-    engine: TierEngine, make_run: MakeRun
+    engine: WriteTier, make_run: MakeRun
 ) -> None:
     runs = [make_run(seed, [16_384] * 40) for seed in range(300, 304)]
     outcomes: Counter[tuple[JobKind, Reason]] = Counter()
@@ -240,7 +174,7 @@ def test_what_does_not_fit_the_queue_is_dropped_from_the_end_and_counted(
 
 
 def test_eviction_holds_the_cap_and_forgets_the_oldest(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [make_run(seed, [16_384] * 8) for seed in range(100, 130)]
     for run in runs:
@@ -256,7 +190,7 @@ def test_eviction_holds_the_cap_and_forgets_the_oldest(
 
 
 def test_the_store_lets_go_of_the_buffers(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
+    engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     original = make_run(9, [4096, 4097])
     buffers = [bytearray(b"".join(page)) for page in original.pages]
@@ -269,15 +203,7 @@ def test_the_store_lets_go_of_the_buffers(
     assert [b"".join(page) for page in target.pages] == [b"".join(p) for p in original.pages]
 
 
-def test_poll_reports_each_job_once(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
-    run = make_run(10, [4096])
-    first = finished(engine.submit_store(run))
-    second = finished(engine.submit_load(blank(run)))
-    assert engine.poll() == [first, second]
-    assert engine.poll() == []
-
-
-def test_cancelled_job_still_finishes(engine: TierEngine, make_run: MakeRun) -> None:
+def test_cancelled_store_still_finishes(engine: WriteTier, make_run: MakeRun) -> None:
     run = make_run(11, [65_536] * 8)
     job = engine.submit_store(run)
     job.cancel()
@@ -287,11 +213,11 @@ def test_cancelled_job_still_finishes(engine: TierEngine, make_run: MakeRun) -> 
 
 
 def test_clear_forgets_everything_and_works_on(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
+    engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(12, [4096] * 4)
     store(engine, run)
-    engine.clear(TIMEOUT_S)
+    is_true(engine.begin_purge(None), TIMEOUT_S)
     stats = engine.stats()
     assert (stats.num_pages, stats.stored_bytes, stats.physical_bytes) == (0, 0, 0)
     assert load(engine, blank(run)) == [Reason.MISS] * 4
@@ -299,7 +225,7 @@ def test_clear_forgets_everything_and_works_on(
 
 
 def test_closed_engine_answers_and_never_raises(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
+    engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(13, [4096] * 2)
     store(engine, run)
@@ -308,13 +234,13 @@ def test_closed_engine_answers_and_never_raises(
     assert engine.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert store(engine, run) == [Reason.CANCELLED] * 2
     assert load(engine, blank(run)) == [Reason.CANCELLED] * 2
-    engine.clear(TIMEOUT_S)
-    assert engine.drain(0.0)
+    is_true(engine.begin_purge(None), TIMEOUT_S)
+    assert drained(engine, 0.0)
     assert engine.stats().health is Health.FAILED
 
 
 def test_visible_only_when_readable(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [make_run(seed, [4096] * 4) for seed in range(200, 230)]
     wrong: list[str] = []
@@ -342,7 +268,7 @@ def test_visible_only_when_readable(
 
 
 def test_concurrent_stores_and_loads(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     wrong: list[object] = []
 
@@ -367,7 +293,7 @@ def test_concurrent_stores_and_loads(
     assert not wrong
 
 
-def test_the_books_balance(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
+def test_the_books_balance(engine: WriteTier, make_run: MakeRun, blank: Blank) -> None:
     run = make_run(14, [4096, 5000, 100])
     store(engine, run)
     store(engine, run)
@@ -388,11 +314,7 @@ def test_the_books_balance(engine: TierEngine, make_run: MakeRun, blank: Blank) 
     assert stats.health is Health.RUNNING
 
 
-def test_drain_with_nothing_submitted_returns_at_once(engine: TierEngine) -> None:
-    assert engine.drain(0.0)
-
-
-def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
+def damage(engine: WriteTier, directory: Path, data: bytes) -> None:
     """Flip a bit of the stored copy of ``data``, behind the engine's back."""
     inner = engine.inner if isinstance(engine, FaultyEngine) else engine
     if isinstance(inner, MemoryEngine):
@@ -418,7 +340,7 @@ def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
 
 
 def test_a_flipped_bit_is_corrupt_once_and_a_miss_afterwards(
-    engine: TierEngine, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(16, [4096, 4096, 4096])
     store(engine, run)

@@ -1,9 +1,9 @@
-"""``LayeredEngine``: one tier engine over NVMe (upper), other servers (peers), an object store
-(lower).
+"""``TierStack``: one tier made of this server's NVMe and any number of remote ones.
 
-Callers store into the upper tier only. From there pages go down in the background (``demotion``),
-and pages found in a far tier come up when a load wants them (``loading``, ``promotion``). A tier
-that fails leaves the others serving.
+Callers store into NVMe only. From there pages go down to a bucket in the background (``demotion``),
+and pages found in a remote tier come up when a load wants them (``loading``, ``promotion``). A tier
+that fails leaves the others serving. Without remote tiers everything is NVMe's own answer, and
+nothing runs here.
 
 Locks: ``_gate`` is held while something is submitted to a tier on our own account, and while a
 purge begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards our
@@ -16,11 +16,11 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
+    BucketTier,
     EngineStats,
     Health,
     Job,
@@ -28,92 +28,80 @@ from sglang_tiered.storage.base import (
     LookupResult,
     Reason,
     Stop,
-    TierEngine,
+    Tier,
+    WriteTier,
 )
+from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.promises import all_true
+from sglang_tiered.storage.region.store import RegionEngine
 from sglang_tiered.storage.stack.demotion import Demoter
-from sglang_tiered.storage.stack.forgetting import LayeredForgetting
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
 from sglang_tiered.storage.stack.tiers import (
-    FAR_TIERS,
-    FarStats,
-    LayeredSettings,
-    LayeredStats,
+    RemoteStats,
     Span,
-    Tier,
+    StackSettings,
+    StackStats,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Run, TenantUsage
-    from sglang_tiered.storage.region.store import RegionEngine
-    from sglang_tiered.storage.stack.tiers import (
-        LowerTier,
-        PeerSource,
-        ReadObserver,
-        Source,
-        Unfinished,
-    )
+    from sglang_tiered.storage.base import ReadTier, RemoteTier, Run, TenantUsage
+    from sglang_tiered.storage.lending import BorrowedEngine
+    from sglang_tiered.storage.stack.tiers import ReadObserver
 
-__all__ = ["LayeredEngine"]
+__all__ = ["TierStack"]
 
-_MAX_UNREPORTED = 4096
 _LOOK_S = 0.02
 _FLUSH_STEP_S = 1.0
 
 
-class LayeredEngine(TierEngine):
-    """Owns all its tiers, and closes them. ``order`` says which far tier is asked first and
+class TierStack(WriteTier):
+    """Owns all its tiers, and closes them: the remote ones first, as they may serve others from
+    NVMe. ``order`` says which remote tier is asked first (default: as they are listed) and
     ``may_promote`` whether pages may be copied up (default: always); neither must block."""
 
     def __init__(
         self,
-        upper: RegionEngine,
-        lower: LowerTier | None = None,
-        settings: LayeredSettings | None = None,
+        nvme: RegionEngine | BorrowedEngine,
+        remote: Sequence[RemoteTier] = (),
+        settings: StackSettings | None = None,
         *,
-        peers: PeerSource | None = None,
-        order: Callable[[], Sequence[Tier]] = lambda: FAR_TIERS,
+        order: Callable[[], Sequence[Tier]] | None = None,
         may_promote: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        settings = settings or LayeredSettings()
-        self.upper = upper
-        self.lower = lower
-        self.peers = peers
-        self.far: dict[Tier, Source] = {}
-        if peers is not None:
-            self.far[Tier.PEER] = peers
-        if lower is not None:
-            self.far[Tier.OBJECT] = lower
-        self._tiers: list[RegionEngine | Source] = [upper, *self.far.values()]
-        self._order = order
+        settings = settings or StackSettings()
+        self.nvme = nvme
+        self.remote = {tier.tier: tier for tier in remote}
+        bucket = self.remote.get(Tier.OBJECT)
+        self.bucket = bucket if isinstance(bucket, BucketTier) else None
+        self._order = order or (lambda: tuple(self.remote))
         self._clock = clock
         self._gate = threading.Lock()
         self._lock = threading.Lock()
         self._generation = 0
         self._closed = False
-        self._inflight: dict[Job, None] = {}
+        self._jobs = JobBook()  # of callers; of NVMe alone it has its own
         self._num_loads = 0  # of callers, under way
-        self._unreported: deque[Job] = deque(maxlen=_MAX_UNREPORTED)
-        self._outcomes: Counter[tuple[JobKind, Reason]] = Counter()
         self._bytes = dict.fromkeys(JobKind, 0)
-        self._promoter = Promoter(upper, self._gate, settings.promotion_bytes, may_promote)
+        self._promoter = Promoter(nvme, self._gate, settings.promotion_bytes, may_promote)
         self._loader = Loader(
-            upper,
-            self.far,
+            {Tier.NVME: nvme, **self.remote},
             self._promoter,
-            order=order,
+            order=self._order,
             ended=self._ended,
             generation=lambda: self._generation,
             clock=clock,
         )
-        self._demoter: Demoter | None = None  # without a lower tier nothing goes down
-        if lower is not None:
+        self._demoter: Demoter | None = None  # without a bucket nothing goes down
+        if self.bucket is not None:
+            assert isinstance(nvme, RegionEngine), "what is borrowed is its owner's to copy"
             self._demoter = Demoter(
-                upper,
-                lower,
+                nvme,
+                self.bucket,
                 settings,
                 gate=self._gate,
                 generation=lambda: self._generation,
@@ -121,17 +109,30 @@ class LayeredEngine(TierEngine):
                 clock=clock,
             )
 
+    @property
+    def _all(self) -> list[ReadTier]:
+        return [self.nvme, *self.remote.values()]
+
     def observe(self, observer: ReadObserver | None) -> None:
         """Tell somebody of every read of a tier from now on."""
         self._loader.observer = observer
 
     # ---- Lookups ----
 
+    @property
+    def health(self) -> Health:
+        if self._closed:
+            return Health.FAILED
+        serves = any(tier.health is Health.RUNNING for tier in self.remote.values())
+        return Health.RUNNING if serves else self.nvme.health
+
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        if not self.remote:
+            return self.nvme.lookup(keys)
         num_hits = sum(span.num_pages for span in self.lookup_spans(keys))
         if num_hits == len(keys) and not self._closed:
             return LookupResult(num_hits, Stop.END)
-        stops = [tier.lookup(keys[num_hits : num_hits + 1]).stop for tier in self._tiers]
+        stops = [tier.lookup(keys[num_hits : num_hits + 1]).stop for tier in self._all]
         if self._closed or set(stops) == {Stop.UNHEALTHY}:
             return LookupResult(num_hits, Stop.UNHEALTHY)
         return LookupResult(num_hits, Stop.PENDING if Stop.PENDING in stops else Stop.MISS)
@@ -142,11 +143,11 @@ class LayeredEngine(TierEngine):
         if self._closed:
             return []
         spans: list[Span] = []
-        at = self.upper.lookup(keys).num_hits
+        at = self.nvme.lookup(keys).num_hits
         if at:
             spans.append(Span(Tier.NVME, at))
         rest = keys[at:]
-        if rest and any(far.lookup(rest[:1]).num_hits for far in self.far.values()):
+        if rest and any(tier.lookup(rest[:1]).num_hits for tier in self.remote.values()):
             spans += self._spans_anywhere(rest)
         return spans
 
@@ -170,47 +171,49 @@ class LayeredEngine(TierEngine):
 
     def _contains(self, tier: Tier, keys: Sequence[bytes]) -> list[bool]:
         """Whether a tier could serve each key now."""
-        if tier is Tier.NVME:
-            serves = self.upper.stats().health is Health.RUNNING
-            return self.upper.view.contains(keys) if serves else [False] * len(keys)
-        source = self.far.get(tier)
-        if source is None or source.health is not Health.RUNNING:
-            return [False] * len(keys)
-        return source.contains(keys)
+        source = self.nvme if tier is Tier.NVME else self.remote.get(tier)
+        return [False] * len(keys) if source is None else source.contains(keys)
 
-    def contains_far(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        held = self.contains_remote(keys)
+        return [here or there for here, there in zip(self.nvme.contains(keys), held, strict=True)]
+
+    def contains_remote(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether any tier beyond NVMe could serve each key now. Memory only."""
         held = [False] * len(keys)
-        for tier in self.far:
+        for tier in self.remote:
             there = self._contains(tier, keys)
             held = [before or now for before, now in zip(held, there, strict=True)]
         return held
 
-    def contains_below(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether the lower tier holds each key. Memory only."""
-        return [False] * len(keys) if self.lower is None else self.lower.contains(keys)
+    def contains_in_bucket(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether the bucket holds each key. Memory only."""
+        return [False] * len(keys) if self.bucket is None else self.bucket.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
-        found = (tier.some_keys(limit) for tier in self._tiers)
+        found = (tier.some_keys(limit) for tier in self._all)
         return next(filter(None, found), [])
 
     # ---- Jobs ----
 
     def submit_store(self, run: Run) -> Job:
-        job = self.upper.submit_store(run)
+        if not self.remote:
+            return self.nvme.submit_store(run)
+        job = self.nvme.submit_store(run)
         with self._lock:
-            self._inflight[job] = None
+            self._jobs.add(job)
         job.call_at_end(self._ended)
         return job
 
     def submit_load(
         self, run: Run, *, deadline_s: float | None = None, tenant: bytes | None = None
     ) -> Job:
-        """Reads of far tiers fail after ``deadline_s``. Pages that came from there are stored in
-        the upper one too if ``tenant`` says whose they are."""
-        job = self._loader.open(run)
+        """Reads of remote tiers fail after ``deadline_s``. Pages that came from there are stored in
+        NVMe too if ``tenant`` says whose they are."""
+        if not self.remote:
+            return self._loader.read_nvme(run)
         with self._lock:
-            self._inflight[job] = None
+            job = self._jobs.open(JobKind.LOAD, run)
             self._num_loads += 1
             closed = self._closed
         if closed:
@@ -225,9 +228,7 @@ class LayeredEngine(TierEngine):
     def _ended(self, job: Job) -> None:
         """Under an engine's lock, perhaps: notes only."""
         with self._lock:
-            self._inflight.pop(job, None)
-            self._unreported.append(job)
-            self._outcomes.update((job.kind, reason) for reason in job.reasons)
+            self._jobs.note_end(job)
             for page, reason in zip(job.run.pages, job.reasons, strict=True):
                 if reason is Reason.OK:
                     self._bytes[job.kind] += sum(segment.nbytes for segment in page)
@@ -241,36 +242,31 @@ class LayeredEngine(TierEngine):
         elif not self._num_loads:
             self._demoter.wake()
 
-    def poll(self) -> list[Job]:
-        for tier in self._tiers:
-            tier.poll()  # of the parts; nobody waits for their reports
-        with self._lock:
-            finished = list(self._unreported)
-            self._unreported.clear()
-            return finished
-
     # ---- Making pages durable below ----
 
-    def flush(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Copy these pages of one chain to the lower tier now, ahead of everything: whether each is
+    def flush(self, timeout_s: float) -> bool:
+        return self.nvme.flush(timeout_s)
+
+    def flush_to_bucket(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Copy these pages of one chain to the bucket now, ahead of everything: whether each is
         durable there. Blocks; never on the scheduler thread."""
-        if self.lower is None or self._demoter is None:
+        if self.bucket is None or self._demoter is None:
             return [False] * len(keys)
         deadline = self._clock() + timeout_s
         pause_s = _LOOK_S
         while True:
-            held = self.lower.contains(keys)
+            held = self.bucket.contains(keys)
             lacking = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
             left_s = deadline - self._clock()
-            there = any(self.upper.view.contains(lacking))
+            there = any(self.nvme.contains(lacking))
             if not there or left_s <= 0 or self._closed:
                 return held
             begun = self._demoter.urge(lacking, NO_TENANT)
             while not begun.wait(_LOOK_S) and self._clock() < deadline:
                 # What fills the staging memory may wait for its object to be full.
-                self.lower.flush(min(_FLUSH_STEP_S, max(0.0, deadline - self._clock())))
-            self.lower.flush(max(0.0, min(deadline - self._clock(), timeout_s)))
-            if not all(self.lower.contains(keys)):
+                self.bucket.flush(min(_FLUSH_STEP_S, max(0.0, deadline - self._clock())))
+            self.bucket.flush(max(0.0, min(deadline - self._clock(), timeout_s)))
+            if not all(self.bucket.contains(keys)):
                 time.sleep(min(pause_s, max(0.0, deadline - self._clock())))
                 pause_s = min(2 * pause_s, _FLUSH_STEP_S)
 
@@ -278,77 +274,71 @@ class LayeredEngine(TierEngine):
 
     def begin_purge(
         self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
-    ) -> LayeredForgetting:
-        """The part of ``purge``, or of ``clear`` for None, that any thread may do: memory only.
-        What a peer purged and told us of is not told again, and not purged again from the lower
-        tier, which we share with it: perhaps that was long ago, with much stored there since."""
+    ) -> Future[bool]:
+        """As the contract says. What a peer purged and told us of is not told again, and not purged
+        again from the bucket, which we share with it: perhaps that was long ago, with much
+        stored there since."""
         with self._gate:
-            begun: list[Unfinished] = [self.upper.begin_purge(tenant)]
-            if self.lower is not None and was_told:
-                self.lower.hide(tenant)
-            elif self.lower is not None:
-                begun.append(self.lower.begin_purge(tenant))
-            if self.peers is not None and tells_peers and not was_told:
-                begun.append(self.peers.begin_purge(tenant, begun[0]))
+            begun = [self.nvme.begin_purge(tenant)]
+            for remote in self.remote.values():
+                if was_told:
+                    remote.hide(tenant)
+                elif tells_peers or remote.tier is not Tier.PEER:
+                    begun.append(remote.begin_purge(tenant, local=begun[0]))
             # Last: who reads pages under the new generation must find nothing purged any more.
             self._generation += 1
-            return LayeredForgetting(*begun)
-
-    def purge(self, tenant: bytes, timeout_s: float) -> bool:
-        return self.begin_purge(tenant).wait(timeout_s)
-
-    def clear(self, timeout_s: float) -> bool:
-        return self.begin_purge(None).wait(timeout_s)
+        return all_true(begun)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
     ) -> None:
         """As ``RegionEngine.set_namespace``. Of a namespace that nobody can name again
-        (``is_nameless``) nothing is copied down unless ``flush`` asks for it."""
+        (``is_nameless``) nothing is copied down unless ``flush_to_bucket`` asks for it."""
         with self._gate:
             if self._demoter is not None and is_nameless:
                 self._demoter.suspend()
-            for source in self.far.values():
-                source.set_namespace(namespace)
+            for remote in self.remote.values():
+                remote.set_namespace(namespace)
             if self._demoter is not None:
                 self._demoter.look_again()
-            self.upper.set_namespace(namespace, keep=keep)
+            self.nvme.set_namespace(namespace, keep=keep)
             self._generation += 1  # last, as for a purge
 
     # ---- Books ----
 
     def stats(self) -> EngineStats:
-        """The callers' jobs, and the upper tier's space. Each tier's own: ``upper.stats()`` and so
-        on; what moved between them: ``far_stats()`` and ``layered_stats()``."""
-        upper = self.upper.stats()
-        serves = any(source.health is Health.RUNNING for source in self.far.values())
-        health = Health.RUNNING if serves else upper.health
+        """The callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()`` and so on; what
+        moved between them: ``remote_stats()`` and ``stack_stats()``."""
+        stats = self.nvme.stats()
+        if not self.remote:
+            return stats
+        health = self.health
         with self._lock:
             return dataclasses.replace(
-                upper,
-                health=Health.FAILED if self._closed else health,
-                health_reason="" if serves else upper.health_reason,
-                num_inflight_jobs=len(self._inflight),
-                num_pages_loaded=self._outcomes[JobKind.LOAD, Reason.OK],
+                stats,
+                health=health,
+                health_reason="" if health is Health.RUNNING else stats.health_reason or "closed",
+                num_inflight_jobs=self._jobs.num_inflight,
+                num_pages_loaded=self._jobs.outcomes[JobKind.LOAD, Reason.OK],
                 bytes_loaded=self._bytes[JobKind.LOAD],
-                num_pages_stored=self._outcomes[JobKind.STORE, Reason.OK],
+                num_pages_stored=self._jobs.outcomes[JobKind.STORE, Reason.OK],
                 bytes_stored=self._bytes[JobKind.STORE],
-                reasons=dict(self._outcomes),
+                reasons=dict(self._jobs.outcomes),
             )
 
-    def far_stats(self, tier: Tier) -> FarStats:
-        return FarStats(
+    def remote_stats(self, tier: Tier) -> RemoteStats:
+        return RemoteStats(
             num_promoted=self._promoter.num_promoted[tier],
             num_promotions_dropped=self._promoter.num_dropped[tier],
             num_recovered=self._loader.num_recovered[tier],
         )
 
-    def layered_stats(self) -> LayeredStats:
-        """Of the object store: what came from there, and what went there."""
+    def stack_stats(self) -> StackStats:
+        """Of the bucket: what came from there, and what went there."""
         demoter = self._demoter
         assert demoter is not None, "there is no object store"
-        return LayeredStats(
-            **dataclasses.asdict(self.far_stats(Tier.OBJECT)),
+        return StackStats(
+            **dataclasses.asdict(self.remote_stats(Tier.OBJECT)),
             num_demoted=demoter.num_demoted,
             bytes_demoted=demoter.bytes_demoted,
             num_demotions_dropped=demoter.num_dropped,
@@ -357,13 +347,7 @@ class LayeredEngine(TierEngine):
         )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
-        return self.upper.tenants(limit)
-
-    def drain(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            jobs = list(self._inflight)
-        return all(job.wait(max(deadline - time.monotonic(), 0.0)) for job in jobs)
+        return self.nvme.tenants(limit)
 
     def close(self) -> None:
         with self._lock:
@@ -372,19 +356,17 @@ class LayeredEngine(TierEngine):
             self._closed = True
         if self._demoter is not None:
             self._demoter.close()
-        if self.peers is not None:
-            self.peers.close()  # which serves others from the upper tier
-        self.upper.close()
-        if self.lower is not None:
-            self.lower.close()
+        for remote in self.remote.values():
+            remote.close()
+        self.nvme.close()
         self._loader.close()
 
     def check_integrity(self) -> None:
-        for tier in self._tiers:
+        for tier in self._all:
             tier.check_integrity()
         with self._lock:
             assert self._num_loads >= 0, f"{self._num_loads} loads under way"
-            loads = sum(job.kind is JobKind.LOAD for job in self._inflight)
+            loads = sum(job.kind is JobKind.LOAD for job in self._jobs.inflight)
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
         staged, flying = (0, 0) if self._demoter is None else self._demoter.take_stock()
         assert staged >= 0 and flying >= 0, f"{staged} bytes of {flying} pages on their way"

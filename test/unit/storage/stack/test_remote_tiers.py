@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from shared_tier import SharedTier
 
-from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import LayeredEngine
-from sglang_tiered.storage.stack.tiers import FAR_TIERS, LayeredSettings, Span, Tier
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span, StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
-SETTINGS = LayeredSettings(promotion_bytes=1 << 20, retry_s=0.01)
+SETTINGS = StackSettings(promotion_bytes=1 << 20, retry_s=0.01)
 
 
 class Forgetful(SharedTier):
     """Says that it holds more than it can serve: as another server whose page just went, or one
     whose bytes arrive damaged."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tier: Tier = Tier.OBJECT) -> None:
+        super().__init__(tier=tier)
         self.failing: dict[bytes, Reason] = {}
         self.asked: list[tuple[bytes, ...]] = []
 
@@ -52,26 +53,21 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.peers, self.lower = Forgetful(), Forgetful()
-        self.lower.known = False  # nothing is demoted
-        self.order: tuple[Tier, ...] = FAR_TIERS
-        self.made: list[LayeredEngine] = []
+        self.peers, self.bucket = Forgetful(tier=Tier.PEER), Forgetful()
+        self.bucket.known = False  # nothing is demoted
+        self.order: tuple[Tier, ...] = REMOTE_TIERS
+        self.made: list[TierStack] = []
 
-    def open(self, *, peers: bool = True, lower: bool = True) -> LayeredEngine:
-        upper = RegionEngine(
+    def open(self, *, peers: bool = True, bucket: bool = True) -> TierStack:
+        nvme = RegionEngine(
             self.directory,
             namespace=b"\x11" * 32,
             capacity_bytes=1 << 22,
             region_bytes=1 << 18,
             num_readers=2,
         )
-        engine = LayeredEngine(
-            upper,
-            self.lower if lower else None,
-            SETTINGS,
-            peers=self.peers if peers else None,
-            order=lambda: self.order,
-        )
+        remote = [self.peers] * peers + [self.bucket] * bucket
+        engine = TierStack(nvme, remote, SETTINGS, order=lambda: self.order)
         self.made.append(engine)
         return engine
 
@@ -81,9 +77,9 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path / "store")
     yield made
     made.peers.release()
-    made.lower.release()
+    made.bucket.release()
     for engine in made.made:
-        assert engine.drain(TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
         engine.check_integrity()
         engine.close()
 
@@ -107,7 +103,7 @@ def test_a_prefix_over_three_tiers_is_one_hit_and_one_load(
     run = make_run(1, PAGES * 2)
     finished(engine.submit_store(part(run, 0, 5)))
     finished(world.peers.submit_store(part(run, 0, 1, 2, 5)))
-    finished(world.lower.submit_store(part(run, 2, 3, 4, 5)))
+    finished(world.bucket.submit_store(part(run, 2, 3, 4, 5)))
     assert engine.lookup_spans(run.keys) == [
         Span(Tier.NVME, 1),
         Span(Tier.PEER, 2),
@@ -119,16 +115,16 @@ def test_a_prefix_over_three_tiers_is_one_hit_and_one_load(
     assert finished(engine.submit_load(target)) == [Reason.OK] * 6 + [Reason.MISS] * 2
     assert page_data(target)[:6] == page_data(run)[:6]
     assert world.peers.asked == [run.keys[1:3]]
-    assert world.lower.asked == [run.keys[3:5]]
+    assert world.bucket.asked == [run.keys[3:5]]
 
 
-def test_the_caller_says_which_far_tier_is_asked_first(
+def test_the_caller_says_which_remote_tier_is_asked_first(
     world: World, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
     finished(world.peers.submit_store(part(run, 0, 1, 2)))
-    finished(world.lower.submit_store(part(run, 0, 1, 3)))
+    finished(world.bucket.submit_store(part(run, 0, 1, 3)))
     assert engine.lookup_spans(run.keys) == [Span(Tier.PEER, 3), Span(Tier.OBJECT, 1)]
     world.order = (Tier.OBJECT, Tier.PEER)
     assert engine.lookup_spans(run.keys) == [
@@ -137,13 +133,13 @@ def test_the_caller_says_which_far_tier_is_asked_first(
         Span(Tier.OBJECT, 1),
     ]
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 4
-    assert world.lower.asked == [(run.keys[0], run.keys[1], run.keys[3])]
+    assert world.bucket.asked == [(run.keys[0], run.keys[1], run.keys[3])]
     assert world.peers.asked == [(run.keys[2],)]
 
 
 @pytest.mark.parametrize("reason", [Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR])
-@pytest.mark.parametrize("order", [FAR_TIERS, FAR_TIERS[::-1]])
-def test_what_one_far_tier_fails_the_other_serves(
+@pytest.mark.parametrize("order", [REMOTE_TIERS, REMOTE_TIERS[::-1]])
+def test_what_one_remote_tier_fails_the_other_serves(
     world: World,
     make_run: MakeRun,
     blank: Blank,
@@ -153,7 +149,7 @@ def test_what_one_far_tier_fails_the_other_serves(
 ) -> None:
     engine = world.open()
     world.order = order
-    tiers = {Tier.PEER: world.peers, Tier.OBJECT: world.lower}
+    tiers = {Tier.PEER: world.peers, Tier.OBJECT: world.bucket}
     first, second = (tiers[tier] for tier in order)
     run = make_run(1, PAGES)
     finished(first.submit_store(part(run, 0, 1, 2, 3)))
@@ -164,10 +160,10 @@ def test_what_one_far_tier_fails_the_other_serves(
     assert reasons == [Reason.OK, Reason.OK, Reason.OK, reason]
     assert page_data(target)[:3] == page_data(run)[:3]
     assert second.asked == [run.keys[1:3]]
-    assert engine.far_stats(order[1]).num_recovered == 2
-    assert engine.far_stats(order[0]).num_recovered == 0
-    until(lambda: engine.upper.view.contains(run.keys) == [True] * 3 + [False], "not kept")
-    assert [engine.far_stats(tier).num_promoted for tier in order] == [1, 2]
+    assert engine.remote_stats(order[1]).num_recovered == 2
+    assert engine.remote_stats(order[0]).num_recovered == 0
+    until(lambda: engine.nvme.view.contains(run.keys) == [True] * 3 + [False], "not kept")
+    assert [engine.remote_stats(tier).num_promoted for tier in order] == [1, 2]
 
 
 def test_a_page_that_every_tier_fails_is_asked_for_once_at_each(
@@ -175,11 +171,11 @@ def test_a_page_that_every_tier_fails_is_asked_for_once_at_each(
 ) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
-    for tier in (world.peers, world.lower):
+    for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
         tier.failing = dict.fromkeys(run.keys, Reason.IO_ERROR)
     assert finished(engine.submit_load(blank(run), tenant=TENANT)) == [Reason.IO_ERROR] * 4
-    assert world.peers.asked == world.lower.asked == [run.keys]
+    assert world.peers.asked == world.bucket.asked == [run.keys]
 
 
 def test_nothing_else_is_tried_once_the_deadline_has_passed(
@@ -187,61 +183,60 @@ def test_nothing_else_is_tried_once_the_deadline_has_passed(
 ) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
-    for tier in (world.peers, world.lower):
+    for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
     world.peers.failing = dict.fromkeys(run.keys, Reason.MISS)
     assert finished(engine.submit_load(blank(run), deadline_s=0.0)) == [Reason.MISS] * 4
-    assert world.lower.asked == []
+    assert world.bucket.asked == []
 
 
 def test_what_came_from_a_peer_is_kept_under_its_tenant_but_not_after_a_purge(
     world: World, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    engine = world.open(lower=False)
+    engine = world.open(bucket=False)
     run, other = make_run(1, PAGES), make_run(2, PAGES)
     finished(world.peers.submit_store(part(run, 0, 1, 2, 3)))
     finished(world.peers.submit_store(part(other, 0, 1, 2, 3)))
     finished(engine.submit_load(blank(run), tenant=TENANT))
-    until(lambda: engine.far_stats(Tier.PEER).num_promoted == 4, "nothing was kept")
-    assert [usage.tenant for usage in engine.upper.tenants(9)] == [TENANT]
+    until(lambda: engine.remote_stats(Tier.PEER).num_promoted == 4, "nothing was kept")
+    assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
     again = blank(run)
-    assert finished(engine.upper.submit_load(again)) == [Reason.OK] * 4
+    assert finished(engine.nvme.submit_load(again)) == [Reason.OK] * 4
     assert page_data(again) == page_data(run)
     world.peers.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(other), tenant=TENANT)
     engine.begin_purge(TENANT, was_told=True)
     world.peers.release()
     assert finished(job) == [Reason.OK] * 4
-    assert engine.drain(TIMEOUT_S)
-    until(lambda: engine.far_stats(Tier.PEER).num_promotions_dropped == 4, "what came before")
-    assert engine.upper.view.contains([*run.keys, *other.keys]) == [False] * 8
+    assert drained(engine, TIMEOUT_S)
+    until(lambda: engine.remote_stats(Tier.PEER).num_promotions_dropped == 4, "what came before")
+    assert engine.nvme.view.contains([*run.keys, *other.keys]) == [False] * 8
 
 
 def test_without_a_bucket_nothing_goes_down_and_all_else_works(
     world: World, make_run: MakeRun, blank: Blank
 ) -> None:
-    engine = world.open(lower=False)
+    engine = world.open(bucket=False)
     run = make_run(1, PAGES)
     finished(engine.submit_store(part(run, 0, 1)))
     finished(world.peers.submit_store(part(run, 2, 3)))
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 4
-    assert engine.flush(run.keys, TIMEOUT_S) == [False] * 4
-    assert engine.contains_below(run.keys) == [False] * 4
-    assert engine.contains_far(run.keys) == [False, False, True, True]
+    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
+    assert engine.contains_in_bucket(run.keys) == [False] * 4
+    assert engine.contains_remote(run.keys) == [False, False, True, True]
     assert engine.some_keys(9)
-    engine.poll()
     engine.set_namespace(b"\x22" * 32)
     assert engine.lookup(run.keys).num_hits == 0
-    assert engine.clear(TIMEOUT_S)
+    assert is_true(engine.begin_purge(None), TIMEOUT_S)
 
 
 def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Blank) -> None:
-    engine = world.open(peers=False, lower=False)
+    engine = world.open(peers=False, bucket=False)
     run = make_run(1, PAGES)
     finished(engine.submit_store(part(run, 0, 1)))
     assert engine.lookup(run.keys) == LookupResult(2, Stop.MISS)
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2 + [Reason.MISS] * 2
-    assert engine.purge(TENANT, TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
 
 
 def test_a_purge_is_told_unless_it_was_told(world: World, make_run: MakeRun) -> None:
@@ -249,16 +244,16 @@ def test_a_purge_is_told_unless_it_was_told(world: World, make_run: MakeRun) -> 
     long ago."""
     engine = world.open()
     run = make_run(1, PAGES)
-    for tier in (world.peers, world.lower):
+    for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
-    assert engine.begin_purge(TENANT, was_told=True).wait(TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT, was_told=True), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4, "it told the others again"
-    assert world.lower.hidden == set(run.keys)
-    assert world.lower.stats().num_pages == 4, "it purged the bucket again"
-    assert engine.begin_purge(TENANT, tells_peers=False).wait(TIMEOUT_S)
+    assert world.bucket.hidden == set(run.keys)
+    assert world.bucket.stats().num_pages == 4, "it purged the bucket again"
+    assert is_true(engine.begin_purge(TENANT, tells_peers=False), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4
-    assert world.lower.stats().num_pages == 0
-    assert engine.begin_purge(TENANT).wait(TIMEOUT_S)
+    assert world.bucket.stats().num_pages == 0
+    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
     assert world.peers.stats().num_pages == 0
 
 
@@ -267,12 +262,12 @@ def test_sick_peers_leave_the_bucket_serving_and_the_reverse(
 ) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
-    for tier in (world.peers, world.lower):
+    for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
     world.peers.sick = True
     assert engine.lookup_spans(run.keys) == [Span(Tier.OBJECT, 4)]
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 4
-    world.peers.sick, world.lower.sick = False, True
+    world.peers.sick, world.bucket.sick = False, True
     assert engine.lookup_spans(run.keys) == [Span(Tier.PEER, 4)]
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 4
     world.peers.sick = True
@@ -287,7 +282,7 @@ def test_a_long_lookup_takes_the_scheduler_a_moment_only(world: World, make_run:
     keys = run.keys
     finished(engine.submit_store(part(run, *range(0, 1600, 3))))
     finished(world.peers.submit_store(part(run, *range(1, 1600, 3))))
-    finished(world.lower.submit_store(part(run, *range(2, 1600, 3))))
+    finished(world.bucket.submit_store(part(run, *range(2, 1600, 3))))
     engine.lookup_spans(keys)
     begun, computed = time.monotonic(), time.thread_time()
     spans = engine.lookup_spans(keys)

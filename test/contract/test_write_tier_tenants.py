@@ -1,4 +1,4 @@
-"""The contract of ``storage.base`` on tenants, over every engine."""
+"""What ``WriteTier`` promises to tenants, over everything that keeps pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
@@ -19,20 +19,21 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     TenantUsage,
-    TierEngine,
+    WriteTier,
 )
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.stack import LayeredEngine
+from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kit.runs import Blank, MakeRun, PageData
 
-MakeEngine = Callable[..., TierEngine]
+MakeEngine = Callable[..., WriteTier]
 
 CAPACITY = 1 << 20
 REGION = 64 * 1024
@@ -47,16 +48,16 @@ ENGINES = [
     "region-buffered",
     "faulty-without-faults",
     "object",
-    "layered",
+    "stack",
 ]
 
 
 @pytest.fixture(params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
-    made: list[TierEngine] = []
+    made: list[WriteTier] = []
 
-    def make(max_tenant_bytes: int | None = None) -> TierEngine:
-        engine: TierEngine
+    def make(max_tenant_bytes: int | None = None) -> WriteTier:
+        engine: WriteTier
         if request.param == "memory":
             engine = MemoryEngine(CAPACITY, max_tenant_bytes=max_tenant_bytes)
         elif request.param == "faulty-without-faults":
@@ -86,20 +87,20 @@ def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
                     directory, direct=False if request.param == "region-buffered" else None
                 ),
             )
-            if request.param == "layered":
-                engine = LayeredEngine(engine, SharedTier())
+            if request.param == "stack":
+                engine = TierStack(engine, [SharedTier()])
         made.append(engine)
         return engine
 
     yield make
     for engine in made:
-        assert engine.drain(TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
         engine.check_integrity()
         engine.close()
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine) -> TierEngine:
+def engine(make_engine: MakeEngine) -> WriteTier:
     return make_engine()
 
 
@@ -107,11 +108,11 @@ def of(tenant: bytes, run: Run) -> Run:
     return Run(run.keys, run.pages, tenant)
 
 
-def hits(engine: TierEngine, run: Run) -> int:
+def hits(engine: WriteTier, run: Run) -> int:
     return engine.lookup(run.keys).num_hits
 
 
-def usage(engine: TierEngine) -> dict[bytes, TenantUsage]:
+def usage(engine: WriteTier) -> dict[bytes, TenantUsage]:
     return {entry.tenant: entry for entry in engine.tenants(100)}
 
 
@@ -121,7 +122,7 @@ def test_a_tenant_of_another_length_is_our_own_bug(make_run: MakeRun) -> None:
 
 
 def test_pages_are_counted_under_the_tenant_that_stored_them(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
+    engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
     for run in runs:
@@ -140,12 +141,12 @@ def test_pages_are_counted_under_the_tenant_that_stored_them(
 
 
 def test_purge_forgets_one_tenant_and_nothing_else(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     mine, other, nobodys = of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)
     for run in (mine, other, nobodys):
         finished(engine.submit_store(run))
-    assert engine.purge(A, TIMEOUT_S)
+    assert is_true(engine.begin_purge(A), TIMEOUT_S)
     assert engine.lookup(mine.keys) == LookupResult(0, Stop.MISS)
     assert finished(engine.submit_load(blank(mine))) == [Reason.MISS] * 4
     for run in (other, nobodys):
@@ -158,16 +159,16 @@ def test_purge_forgets_one_tenant_and_nothing_else(
     assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
 
-def test_what_has_no_tenant_can_be_purged_too(engine: TierEngine, make_run: MakeRun) -> None:
+def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeRun) -> None:
     mine, nobodys = of(A, make_run(1, PAGES)), make_run(2, PAGES)
     for run in (mine, nobodys):
         finished(engine.submit_store(run))
-    assert engine.purge(NO_TENANT, TIMEOUT_S)
+    assert is_true(engine.begin_purge(NO_TENANT), TIMEOUT_S)
     assert (hits(engine, mine), hits(engine, nobodys)) == (4, 0)
 
 
 def test_a_purged_tenant_may_store_again(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = of(A, make_run(1, PAGES))
     for _ in range(3):
@@ -175,40 +176,38 @@ def test_a_purged_tenant_may_store_again(
         target = blank(run)
         assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
-        assert engine.purge(A, TIMEOUT_S)
+        assert is_true(engine.begin_purge(A), TIMEOUT_S)
         assert hits(engine, run) == 0
 
 
 def test_purge_of_a_tenant_nobody_knows_changes_nothing(
-    engine: TierEngine, make_run: MakeRun
+    engine: WriteTier, make_run: MakeRun
 ) -> None:
     run = of(A, make_run(1, PAGES))
     finished(engine.submit_store(run))
-    assert engine.purge(B, TIMEOUT_S)
+    assert is_true(engine.begin_purge(B), TIMEOUT_S)
     assert hits(engine, run) == 4
     assert engine.stats().num_pages_purged == 0
 
 
-def test_clear_purges_every_tenant(engine: TierEngine, make_run: MakeRun) -> None:
+def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
     for run in runs:
         finished(engine.submit_store(run))
-    assert engine.clear(TIMEOUT_S)
+    assert is_true(engine.begin_purge(None), TIMEOUT_S)
     assert [hits(engine, run) for run in runs] == [0, 0, 0]
     assert engine.tenants(9) == []
     assert engine.stats().num_tenants == 0
     assert engine.stats().num_pages_purged == 12
 
 
-def test_a_closed_engine_promises_no_purge(engine: TierEngine) -> None:
+def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:
     engine.close()
-    assert not engine.purge(A, TIMEOUT_S)
-    assert not engine.clear(TIMEOUT_S)
+    assert not is_true(engine.begin_purge(A), TIMEOUT_S)
+    assert not is_true(engine.begin_purge(None), TIMEOUT_S)
 
 
-def test_no_store_from_before_a_purge_lands_behind_it(
-    engine: TierEngine, make_run: MakeRun
-) -> None:
+def test_no_store_from_before_a_purge_lands_behind_it(engine: WriteTier, make_run: MakeRun) -> None:
     stop = threading.Event()
     others: list[Run] = []
 
@@ -226,7 +225,7 @@ def test_no_store_from_before_a_purge_lands_behind_it(
         for turn in range(15):
             runs = [of(A, make_run(100 * turn + i, PAGES)) for i in range(4)]
             jobs = [engine.submit_store(run) for run in runs]
-            assert engine.purge(A, TIMEOUT_S)
+            assert is_true(engine.begin_purge(A), TIMEOUT_S)
             assert [hits(engine, run) for run in runs] == [0] * 4
             assert {reason for job in jobs for reason in finished(job)} <= {
                 Reason.OK,

@@ -1,4 +1,4 @@
-"""The layered engine: where pages come from, what moves between the tiers, what never does."""
+"""The stack: where pages come from, what moves between the tiers, what never does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from shared_tier import SharedTier
 
-from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import Health, JobKind, LookupResult, Reason, Run, Stop
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.storage.base import Health, JobKind, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import LayeredEngine
-from sglang_tiered.storage.stack.tiers import LayeredSettings, Span, Tier
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import Span, StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
-SETTINGS = LayeredSettings(
+SETTINGS = StackSettings(
     staging_bytes=1 << 20, batch_bytes=1 << 16, promotion_bytes=1 << 20, retry_s=0.01
 )
 
@@ -41,20 +42,18 @@ class Tiers:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.lower = SharedTier()
-        self.made: list[LayeredEngine] = []
+        self.bucket = SharedTier()
+        self.made: list[TierStack] = []
 
-    def open(
-        self, settings: LayeredSettings = SETTINGS, *, may_promote: bool = True
-    ) -> LayeredEngine:
-        upper = RegionEngine(
+    def open(self, settings: StackSettings = SETTINGS, *, may_promote: bool = True) -> TierStack:
+        nvme = RegionEngine(
             self.directory,
             namespace=b"\x11" * 32,
             capacity_bytes=1 << 22,
             region_bytes=1 << 18,
             num_readers=2,
         )
-        engine = LayeredEngine(upper, self.lower, settings, may_promote=lambda: may_promote)
+        engine = TierStack(nvme, [self.bucket], settings, may_promote=lambda: may_promote)
         self.made.append(engine)
         return engine
 
@@ -63,15 +62,15 @@ class Tiers:
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
     made = Tiers(tmp_path / "store")
     yield made
-    made.lower.release()
+    made.bucket.release()
     for engine in made.made:
-        engine.drain(TIMEOUT_S)
+        drained(engine, TIMEOUT_S)
         engine.check_integrity()
         engine.close()
 
 
 @pytest.fixture
-def engine(tiers: Tiers) -> LayeredEngine:
+def engine(tiers: Tiers) -> TierStack:
     return tiers.open()
 
 
@@ -87,11 +86,11 @@ def of(tenant: bytes, run: Run) -> Run:
 def test_a_prefix_over_both_tiers_is_one_hit_in_spans(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    tiers.lower.known = False  # nothing is demoted
+    tiers.bucket.known = False  # nothing is demoted
     engine = tiers.open()
     run = make_run(1, PAGES * 2)
     finished(engine.submit_store(select(run, [0, 1, 5])))
-    finished(tiers.lower.submit_store(select(run, [2, 3, 4, 5])))
+    finished(tiers.bucket.submit_store(select(run, [2, 3, 4, 5])))
     assert engine.lookup_spans(run.keys) == [
         Span(Tier.NVME, 2),
         Span(Tier.OBJECT, 3),
@@ -107,37 +106,37 @@ def test_a_prefix_over_both_tiers_is_one_hit_in_spans(
 def test_a_load_is_done_only_when_both_tiers_are(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
-    tiers.lower.known = False
+    tiers.bucket.known = False
     engine = tiers.open()
     run = make_run(1, PAGES)
     finished(engine.submit_store(select(run, [0, 1])))
-    finished(tiers.lower.submit_store(select(run, [2, 3])))
-    tiers.lower.holding = {JobKind.LOAD}
+    finished(tiers.bucket.submit_store(select(run, [2, 3])))
+    tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run))
-    until(lambda: engine.upper.stats().num_pages_loaded == 2, "the upper part was not read")
-    assert not job.done, "buffers were released while the lower tier may write into them"
-    assert not engine.drain(0.0)
-    tiers.lower.release()
+    until(lambda: engine.nvme.stats().num_pages_loaded == 2, "the part of NVMe was not read")
+    assert not job.done, "buffers were released while the bucket may write into them"
+    assert not drained(engine, 0.0)
+    tiers.bucket.release()
     assert finished(job) == [Reason.OK] * 4
 
 
 def test_a_page_that_the_disk_lost_comes_from_below(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    tiers.lower.known = False
+    tiers.bucket.known = False
     engine = tiers.open()
     run = make_run(1, PAGES)
     finished(engine.submit_store(of(TENANT, run)))
-    finished(tiers.lower.submit_store(select(run, [1, 2])))
+    finished(tiers.bucket.submit_store(select(run, [1, 2])))
     damage(tiers.directory, page_data(run)[1])
     damage(tiers.directory, page_data(run)[3])
     target = blank(run)
     reasons = finished(engine.submit_load(target, tenant=TENANT))
     assert reasons == [Reason.OK, Reason.OK, Reason.OK, Reason.CORRUPT]
     assert page_data(target)[:3] == page_data(run)[:3]
-    assert engine.layered_stats().num_recovered == 1
-    until(lambda: engine.layered_stats().num_promoted == 1, "it was not written again")
-    assert engine.upper.view.contains(run.keys) == [True, True, True, False]
+    assert engine.stack_stats().num_recovered == 1
+    until(lambda: engine.stack_stats().num_promoted == 1, "it was not written again")
+    assert engine.nvme.view.contains(run.keys) == [True, True, True, False]
 
 
 def damage(directory: Path, data: bytes) -> None:
@@ -149,195 +148,195 @@ def damage(directory: Path, data: bytes) -> None:
                 stream.write(bytes([data[0] ^ 1]))
 
 
-def test_deadlines_reach_the_lower_tier_and_a_late_load_is_no_hit(
+def test_deadlines_reach_the_bucket_and_a_late_load_is_no_hit(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = tiers.open()
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
-    tiers.lower.holding = {JobKind.LOAD}
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    tiers.bucket.holding = {JobKind.LOAD}
     target = blank(run)
     job = engine.submit_load(target, deadline_s=0.0)
-    tiers.lower.release()
+    tiers.bucket.release()
     assert finished(job) == [Reason.CANCELLED] * 4
     assert page_data(target) == [b"\xa5" * 8192] * 4
-    assert tiers.lower.deadlines == [0.0]
+    assert tiers.bucket.deadlines == [0.0]
 
 
 # ---- Promotion ----
 
 
 def test_pages_found_below_are_kept_above_under_their_tenant(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
     target = blank(run)
     finished(engine.submit_load(target, tenant=TENANT))
     for (segment,) in target.pages:
         segment[:] = bytes(segment.nbytes)  # the caller's again: the copy must be another
-    until(lambda: engine.layered_stats().num_promoted == 4, "nothing was promoted")
-    assert [usage.tenant for usage in engine.upper.tenants(9)] == [TENANT]
+    until(lambda: engine.stack_stats().num_promoted == 4, "nothing was promoted")
+    assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
     again = blank(run)
-    assert finished(engine.upper.submit_load(again)) == [Reason.OK] * 4
+    assert finished(engine.nvme.submit_load(again)) == [Reason.OK] * 4
     assert page_data(again) == page_data(run)
 
 
 def test_pages_whose_tenant_nobody_knows_are_not_promoted(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun, blank: Blank
+    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
     finished(engine.submit_load(blank(run)))
-    assert engine.upper.view.contains(run.keys) == [False] * 4
+    assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
 def test_of_a_load_beyond_the_bound_of_promotions_the_leading_pages_are_kept(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
-    small = tiers.open(LayeredSettings(promotion_bytes=8192 * 3))
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    small = tiers.open(StackSettings(promotion_bytes=8192 * 3))
     assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    until(lambda: small.layered_stats().num_promoted == 3, "what fits was not kept")
-    assert small.layered_stats().num_promotions_dropped == 1
-    assert small.upper.view.contains(run.keys) == [True] * 3 + [False]
+    until(lambda: small.stack_stats().num_promoted == 3, "what fits was not kept")
+    assert small.stack_stats().num_promotions_dropped == 1
+    assert small.nvme.view.contains(run.keys) == [True] * 3 + [False]
     target = blank(run)
     assert finished(small.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
     assert page_data(target) == page_data(run)
-    until(lambda: small.layered_stats().num_promoted == 4, "the next load brings the next")
+    until(lambda: small.stack_stats().num_promoted == 4, "the next load brings the next")
 
 
 def test_promotion_is_bounded_and_asks_first(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
-    small = tiers.open(LayeredSettings(promotion_bytes=8191))
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    small = tiers.open(StackSettings(promotion_bytes=8191))
     assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    assert small.layered_stats().num_promotions_dropped == 4
+    assert small.stack_stats().num_promotions_dropped == 4
     small.close()
-    tiers.lower = SharedTier()
-    finished(tiers.lower.submit_store(of(TENANT, run)))
+    tiers.bucket = SharedTier()
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
     unwilling = tiers.open(may_promote=False)
     assert finished(unwilling.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    assert unwilling.layered_stats().num_promotions_dropped == 4
-    assert unwilling.upper.view.contains(run.keys) == [False] * 4
+    assert unwilling.stack_stats().num_promotions_dropped == 4
+    assert unwilling.nvme.view.contains(run.keys) == [False] * 4
 
 
 def test_a_purge_between_load_and_promotion_wins(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun, blank: Blank
+    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
-    tiers.lower.holding = {JobKind.LOAD}
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run), tenant=TENANT)
     purge = engine.begin_purge(b"b" * 16)  # of anybody: what was read before is not trusted
-    tiers.lower.release()
+    tiers.bucket.release()
     assert finished(job) == [Reason.OK] * 4
-    assert purge.wait(TIMEOUT_S)
-    assert engine.drain(TIMEOUT_S)
-    assert engine.layered_stats().num_promotions_dropped == 4
-    assert engine.upper.view.contains(run.keys) == [False] * 4
+    assert is_true(purge, TIMEOUT_S)
+    assert drained(engine, TIMEOUT_S)
+    assert engine.stack_stats().num_promotions_dropped == 4
+    assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
 def test_what_is_read_while_a_purge_begins_is_not_promoted(
-    engine: LayeredEngine,
+    engine: TierStack,
     tiers: Tiers,
     make_run: MakeRun,
     blank: Blank,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, run)))
-    begin, jobs = engine.upper.begin_purge, []
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    begin, jobs = engine.nvme.begin_purge, []
 
     def begin_behind_a_read(tenant: bytes | None) -> object:
         jobs.append(engine.submit_load(blank(run), tenant=TENANT))
         return begin(tenant)
 
-    monkeypatch.setattr(engine.upper, "begin_purge", begin_behind_a_read)
-    assert engine.purge(TENANT, TIMEOUT_S)
+    monkeypatch.setattr(engine.nvme, "begin_purge", begin_behind_a_read)
+    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
     assert finished(jobs[0]) == [Reason.OK] * 4
-    assert engine.upper.drain(TIMEOUT_S)
+    assert drained(engine.nvme, TIMEOUT_S)
     assert engine.lookup(run.keys).num_hits == 0
-    assert engine.layered_stats().num_promotions_dropped == 4
+    assert engine.stack_stats().num_promotions_dropped == 4
 
 
 # ---- Demotion ----
 
 
 def test_what_is_stored_goes_down_in_order_and_under_its_tenant(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
     for run in runs:
         finished(engine.submit_store(run))
-    until(lambda: engine.layered_stats().num_demoted == 20, "not everything was demoted")
-    assert engine.layered_stats().demote_backlog == 0
-    stored = [key for run in tiers.lower.stored_runs for key in run.keys]
+    until(lambda: engine.stack_stats().num_demoted == 20, "not everything was demoted")
+    assert engine.stack_stats().demote_backlog == 0
+    stored = [key for run in tiers.bucket.stored_runs for key in run.keys]
     assert sorted(stored) == sorted(key for run in runs for key in run.keys)
-    assert {run.tenant for run in tiers.lower.stored_runs} == {TENANT}
+    assert {run.tenant for run in tiers.bucket.stored_runs} == {TENANT}
     for run in runs:
         at = stored.index(run.keys[0])
         assert stored[at : at + 4] == list(run.keys), "a chain was torn apart"
         target = blank(run)
-        assert finished(tiers.lower.submit_load(target)) == [Reason.OK] * 4
+        assert finished(tiers.bucket.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
 
 
-def test_reclaim_does_not_take_a_copy_to_the_lower_tier_for_a_use(
-    engine: LayeredEngine, make_run: MakeRun, blank: Blank
+def test_reclaim_does_not_take_a_copy_to_the_bucket_for_a_use(
+    engine: TierStack, make_run: MakeRun, blank: Blank
 ) -> None:
     copied, wanted = (of(TENANT, make_run(seed, PAGES)) for seed in range(2))
     for run in (copied, wanted):
         finished(engine.submit_store(run))
-    until(lambda: engine.layered_stats().num_demoted == 8, "not everything was demoted")
+    until(lambda: engine.stack_stats().num_demoted == 8, "not everything was demoted")
     finished(engine.submit_load(blank(wanted)))
-    behind = engine.upper.view.pages_behind(-1)
+    behind = engine.nvme.view.pages_behind(-1)
     assert behind is not None
     assert {page.key for page in behind[1] if page.is_used} == set(wanted.keys)
 
 
 def test_a_restart_finds_what_was_never_copied(tiers: Tiers, make_run: MakeRun) -> None:
-    tiers.lower.known = False
+    tiers.bucket.known = False
     first = tiers.open()
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(6)]
     for run in runs:
         finished(first.submit_store(run))
-    assert first.layered_stats().num_demoted == 0
-    first.upper.close()
-    tiers.lower.known = True
-    finished(tiers.lower.submit_store(runs[0]))  # by another server, say
+    assert first.stack_stats().num_demoted == 0
+    first.nvme.close()
+    tiers.bucket.known = True
+    finished(tiers.bucket.submit_store(runs[0]))  # by another server, say
     second = tiers.open()
-    until(lambda: second.layered_stats().num_demoted == 20, "not everything was demoted")
-    assert all(all(tiers.lower.contains(run.keys)) for run in runs)
-    order = [run.keys[0] for run in tiers.lower.stored_runs]
+    until(lambda: second.stack_stats().num_demoted == 20, "not everything was demoted")
+    assert all(all(tiers.bucket.contains(run.keys)) for run in runs)
+    order = [run.keys[0] for run in tiers.bucket.stored_runs]
     assert order.index(runs[1].keys[0]) == 1, "the oldest is the next to be reclaimed"
 
 
 def test_nothing_is_copied_while_a_load_is_under_way(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
-    tiers.lower.known = False
+    tiers.bucket.known = False
     engine = tiers.open()
     wanted = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(of(TENANT, wanted)))
-    tiers.lower.holding = {JobKind.LOAD}
+    finished(tiers.bucket.submit_store(of(TENANT, wanted)))
+    tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(wanted))
-    tiers.lower.known = True
+    tiers.bucket.known = True
     finished(engine.submit_store(make_run(2, PAGES)))
-    # It polls after each look: one that began after the store had ended found nothing to do.
-    looks = tiers.lower.num_polls
-    until(lambda: tiers.lower.num_polls >= looks + 2, "it does not look")
-    assert engine.layered_stats().num_demoted == 0
-    tiers.lower.release()
+    # It looks at the tier first: a step that began after the store had ended found nothing to do.
+    looks = tiers.bucket.num_looks
+    until(lambda: tiers.bucket.num_looks >= looks + 2, "it does not look")
+    assert engine.stack_stats().num_demoted == 0
+    tiers.bucket.release()
     finished(job)
-    until(lambda: engine.layered_stats().num_demoted == 4, "it never went on")
+    until(lambda: engine.stack_stats().num_demoted == 4, "it never went on")
 
 
 def test_a_tier_out_of_reach_is_waited_for_and_then_filled(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    tiers.lower.sick = True
+    tiers.bucket.sick = True
     engine = tiers.open()
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
@@ -345,85 +344,85 @@ def test_a_tier_out_of_reach_is_waited_for_and_then_filled(
     assert finished(engine.submit_load(target)) == [Reason.OK] * 4
     assert page_data(target) == page_data(run)
     assert engine.stats().health is Health.RUNNING
-    assert engine.layered_stats().demote_backlog == 4
-    tiers.lower.sick = False
-    until(lambda: engine.layered_stats().num_demoted == 4, "it was not filled")
+    assert engine.stack_stats().demote_backlog == 4
+    tiers.bucket.sick = False
+    until(lambda: engine.stack_stats().num_demoted == 4, "it was not filled")
 
 
 def test_failures_are_tried_again_and_given_up_at_last(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Tiers, make_run: MakeRun
 ) -> None:
-    tiers.lower.refuse = Reason.IO_ERROR
+    tiers.bucket.refuse = Reason.IO_ERROR
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
-    until(lambda: engine.layered_stats().demote_backlog == 4, "nothing waits for its next turn")
-    tiers.lower.refuse = None
-    until(lambda: engine.layered_stats().num_demoted == 4, "it was not tried again")
-    tiers.lower.refuse = Reason.NO_SPACE
+    until(lambda: engine.stack_stats().demote_backlog == 4, "nothing waits for its next turn")
+    tiers.bucket.refuse = None
+    until(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
+    tiers.bucket.refuse = Reason.NO_SPACE
     finished(engine.submit_store(make_run(2, PAGES)))
-    until(lambda: engine.layered_stats().num_demotions_dropped == 4, "it was not given up")
-    assert engine.layered_stats().demote_backlog == 0
+    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not given up")
+    assert engine.stack_stats().demote_backlog == 0
 
 
 def test_a_full_queue_refuses_and_a_scan_finds_the_rest(tiers: Tiers, make_run: MakeRun) -> None:
-    tiers.lower.sick = True
-    engine = tiers.open(LayeredSettings(max_queued_keys=8, retry_s=0.01))
+    tiers.bucket.sick = True
+    engine = tiers.open(StackSettings(max_queued_keys=8, retry_s=0.01))
     runs = [make_run(seed, PAGES) for seed in range(10)]
     for run in runs:
         finished(engine.submit_store(run))
-    assert engine.layered_stats().demote_backlog == 8
-    tiers.lower.sick = False
-    until(lambda: engine.layered_stats().num_demoted == 40, "what was refused was lost")
+    assert engine.stack_stats().demote_backlog == 8
+    tiers.bucket.sick = False
+    until(lambda: engine.stack_stats().num_demoted == 40, "what was refused was lost")
 
 
 def test_a_purge_while_pages_are_copied_leaves_none_below(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Tiers, make_run: MakeRun
 ) -> None:
     for turn in range(8):
         runs = [of(TENANT, make_run(100 * turn + i, PAGES)) for i in range(4)]
         jobs = [engine.submit_store(run) for run in runs]
         for job in jobs[:2]:
             finished(job)
-        assert engine.purge(TENANT, TIMEOUT_S)
+        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
         for job in jobs:
             finished(job)
         assert [engine.lookup(run.keys).num_hits for run in runs] == [0] * 4
-        engine.flush([key for run in runs for key in run.keys], 0.05)
-        assert not any(tiers.lower.contains([key for run in runs for key in run.keys]))
+        engine.flush_to_bucket([key for run in runs for key in run.keys], 0.05)
+        assert not any(tiers.bucket.contains([key for run in runs for key in run.keys]))
 
 
 def test_what_is_read_while_a_purge_begins_is_not_copied_down(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers.lower.known = False  # nothing is copied yet
+    tiers.bucket.known = False  # nothing is copied yet
     engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(run))
-    begin = engine.upper.begin_purge
+    begin = engine.nvme.begin_purge
 
     def begin_behind_a_read(tenant: bytes | None) -> object:
-        tiers.lower.known = True
-        until(lambda: engine.upper.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        tiers.bucket.known = True
+        until(lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied")
         return begin(tenant)
 
-    monkeypatch.setattr(engine.upper, "begin_purge", begin_behind_a_read)
-    assert engine.purge(TENANT, TIMEOUT_S)
-    until(lambda: engine.layered_stats().demote_backlog == 0, "the copy did not end")
+    monkeypatch.setattr(engine.nvme, "begin_purge", begin_behind_a_read)
+    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    until(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
     assert engine.lookup(run.keys).num_hits == 0
-    assert engine.layered_stats().num_demotions_gone == 4
+    assert engine.stack_stats().num_demotions_gone == 4
 
 
 def test_a_new_namespace_is_not_copied_down(
-    engine: LayeredEngine, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Tiers, make_run: MakeRun
 ) -> None:
     engine.set_namespace(b"\x22" * 32)
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
-    assert engine.layered_stats().demote_backlog == 0
+    assert engine.stack_stats().demote_backlog == 0
     assert engine.lookup(run.keys).num_hits == 4
 
 
-def test_what_the_lower_tier_holds_is_seen_again_if_the_namespace_changes_behind_the_look(
+def test_what_the_bucket_holds_is_seen_again_if_the_namespace_changes_behind_the_look(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer was of the old namespace: all of the new one would be copied again."""
@@ -441,47 +440,47 @@ def test_what_the_lower_tier_holds_is_seen_again_if_the_namespace_changes_behind
         num_looks += 1
         return is_first
 
-    monkeypatch.setattr(tiers.lower, "refresh", refresh)
+    monkeypatch.setattr(tiers.bucket, "refresh", refresh)
     engine = tiers.open()
     opened.set()
     assert looked[0].wait(TIMEOUT_S)
     finished(engine.submit_store(of(TENANT, make_run(1, PAGES))))
-    until(looked[2].is_set, "the lower tier was not looked at again")
-    assert engine.layered_stats().num_demoted == 0
+    until(looked[2].is_set, "the bucket was not looked at again")
+    assert engine.stack_stats().num_demoted == 0
 
 
 def test_what_is_read_while_the_namespace_changes_is_not_copied_into_the_new_one(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers.lower.known = False  # nothing is copied but by ``flush``
+    tiers.bucket.known = False  # nothing is copied but by ``flush``
     engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(run))
-    flush = threading.Thread(target=engine.flush, args=(run.keys, TIMEOUT_S))
-    change = tiers.lower.set_namespace
+    flush = threading.Thread(target=engine.flush_to_bucket, args=(run.keys, TIMEOUT_S))
+    change = tiers.bucket.set_namespace
 
     def change_behind_a_read(namespace: bytes) -> None:
         flush.start()
-        until(lambda: engine.upper.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        until(lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied")
         change(namespace)
 
-    monkeypatch.setattr(tiers.lower, "set_namespace", change_behind_a_read)
+    monkeypatch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
     engine.set_namespace(b"\x22" * 32)
     flush.join(TIMEOUT_S)
     assert not flush.is_alive()
-    until(lambda: engine.layered_stats().demote_backlog == 0, "the copy did not end")
+    until(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
     assert engine.lookup(run.keys).num_hits == 0
 
 
 def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches land under the lower engine's lock, so it must not be called under the demoter's."""
-    tiers.lower.holding = {JobKind.STORE}
-    engine = tiers.open(LayeredSettings(staging_bytes=1 << 15, batch_bytes=1 << 15))
+    """Batches land under the lock of the bucket, so it must not be called under the demoter's."""
+    tiers.bucket.holding = {JobKind.STORE}
+    engine = tiers.open(StackSettings(staging_bytes=1 << 15, batch_bytes=1 << 15))
     owned: list[bool] = []
     looked = threading.Semaphore(0)
-    stats = tiers.lower.stats
+    stats = tiers.bucket.stats
 
     def watched() -> object:
         owned.append(engine._demoter._wake._is_owned())
@@ -490,14 +489,14 @@ def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
 
     for seed in range(3):
         finished(engine.submit_store(make_run(seed, PAGES)))
-    until(lambda: tiers.lower.num_held == 1, "nothing was demoted")
-    monkeypatch.setattr(tiers.lower, "stats", watched)
+    until(lambda: tiers.bucket.num_held == 1, "nothing was demoted")
+    monkeypatch.setattr(tiers.bucket, "stats", watched)
     for _ in range(2):
         assert looked.acquire(timeout=TIMEOUT_S), "a full staging area was not looked after"
-    assert tiers.lower.num_held == 1, "more lies between the tiers than may"
+    assert tiers.bucket.num_held == 1, "more lies between the tiers than may"
     assert not any(owned)
-    tiers.lower.release()
-    until(lambda: engine.layered_stats().num_demoted == 12, "it never went on")
+    tiers.bucket.release()
+    until(lambda: engine.stack_stats().num_demoted == 12, "it never went on")
 
 
 # ---- Flush ----
@@ -506,25 +505,25 @@ def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
 def test_flush_goes_ahead_of_everything_and_says_what_is_durable(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
-    tiers.lower.known = False  # nothing is copied unless asked for
+    tiers.bucket.known = False  # nothing is copied unless asked for
     engine = tiers.open()
     run, other = make_run(1, PAGES), make_run(2, PAGES)
     finished(engine.submit_store(select(run, [0, 1, 2])))
     finished(engine.submit_store(other))
-    assert engine.flush(run.keys, TIMEOUT_S) == [True, True, True, False]
-    assert tiers.lower.contains(other.keys) == [False] * 4
+    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
+    assert tiers.bucket.contains(other.keys) == [False] * 4
 
 
 def test_flush_to_a_tier_out_of_reach_ends_in_time(tiers: Tiers, make_run: MakeRun) -> None:
-    tiers.lower.sick = True
+    tiers.bucket.sick = True
     engine = tiers.open()
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
     begun = time.monotonic()
-    assert engine.flush(run.keys, 0.2) == [False] * 4
+    assert engine.flush_to_bucket(run.keys, 0.2) == [False] * 4
     assert time.monotonic() - begun < 5
-    threading.Timer(0.1, lambda: setattr(tiers.lower, "sick", False)).start()
-    assert engine.flush(run.keys, TIMEOUT_S) == [True] * 4
+    threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
+    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
 def test_jobs_end_when_the_engine_is_closed_under_them(
@@ -532,12 +531,12 @@ def test_jobs_end_when_the_engine_is_closed_under_them(
 ) -> None:
     engine = tiers.open()
     run = make_run(1, PAGES)
-    finished(tiers.lower.submit_store(run))
-    tiers.lower.holding = {JobKind.LOAD}
+    finished(tiers.bucket.submit_store(run))
+    tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run))
     closer = threading.Thread(target=engine.close)
     closer.start()
-    tiers.lower.release()
+    tiers.bucket.release()
     assert job.wait(TIMEOUT_S)
     closer.join(TIMEOUT_S)
     assert not closer.is_alive()

@@ -1,0 +1,326 @@
+"""What ``ReadTier`` promises of lookups, loads and purges, over all that pages are read from."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from peer_child import sharer
+from redis_server import RedisServer
+from shared_tier import SharedTier
+
+from kit.faulty import FaultyEngine
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.waiting import TIMEOUT_S, drained
+from sglang_tiered.storage.base import (
+    Health,
+    Job,
+    LookupResult,
+    ReadTier,
+    Reason,
+    Run,
+    Stop,
+    Tier,
+    WriteTier,
+)
+from sglang_tiered.storage.lending import BorrowedEngine, PageLender
+from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+from sglang_tiered.storage.stack import TierStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(60)
+
+CAPACITY = 4 << 20
+TENANT = b"t" * 16
+ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
+SAYS_ALL = "borrowed"
+"""Its lookups answer that everything is held: the lender knows."""
+
+
+@dataclass
+class Place:
+    """A tier that is read, and where its pages come from."""
+
+    tier: ReadTier
+    source: WriteTier
+    settle: Callable[[], object] = lambda: None
+
+    def store(self, run: Run) -> None:
+        job = self.source.submit_store(run)
+        assert job.wait(TIMEOUT_S)
+        assert set(job.reasons) <= {Reason.OK, Reason.DUPLICATE}
+        self.settle()
+
+    def load(self, run: Run) -> list[Reason]:
+        return finished(self.tier.submit_load(run)).reasons
+
+
+def region_engine(directory: Path, *, direct: bool | None = None) -> RegionEngine:
+    directory.mkdir(mode=0o700)
+    return RegionEngine(
+        directory,
+        namespace=NAMESPACE,
+        capacity_bytes=CAPACITY,
+        region_bytes=512 * 1024,
+        num_readers=2,
+        device=FileDevice(directory, direct=direct),
+    )
+
+
+def object_engine(url: str) -> ObjectEngine:
+    settings = ObjectSettings(
+        url=url, linger_s=0.0, capacity_bytes=CAPACITY, object_bytes=1 << 20, num_connections=2
+    )
+    return ObjectEngine(settings, namespace=NAMESPACE)
+
+
+def open_place(name: str, directory: Path, redis: RedisServer | None, opened: ExitStack) -> Place:
+    if name == "peers":
+        assert redis is not None
+        namespace = directory.name.encode()[-32:].ljust(32, b"-")
+        holder = opened.enter_context(sharer(redis.url, directory / "holder", namespace=namespace))
+        own = opened.enter_context(sharer(redis.url, directory / "own", namespace=namespace))
+
+        def settle() -> None:
+            assert holder.tier.refresh(TIMEOUT_S)
+            assert own.tier.refresh(TIMEOUT_S)
+
+        return Place(own.tier, holder.region, settle)
+    if name == SAYS_ALL:
+        owner = region_engine(directory / "store")
+        opened.callback(owner.close)
+        lender = PageLender(owner.directory, owner.submit_load)
+        opened.callback(lender.close)
+        borrower = BorrowedEngine()
+        borrower.lender, borrower.claim = owner.directory, b"model"
+        lender.claim = b"model"
+        return Place(borrower, owner)
+    tier: WriteTier
+    if name == "memory":
+        tier = MemoryEngine(CAPACITY)
+    elif name == "faulty-without-faults":
+        tier = FaultyEngine(MemoryEngine(CAPACITY))
+    elif name == "object-memory":
+        tier = object_engine(f"memory://{directory}")
+    elif name == "object-directory":
+        tier = object_engine((directory / "store").as_uri())
+    elif name == "object-url":
+        tier = object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
+    elif name == "stack-of-nvme":
+        tier = TierStack(region_engine(directory / "store"))
+    elif name in ("stack", "stack-from-remote"):
+        peers, bucket = SharedTier(tier=Tier.PEER), SharedTier()
+        bucket.known = False  # nothing is copied down
+        tier = TierStack(region_engine(directory / "store"), [peers, bucket])
+        if name == "stack-from-remote":
+            return Place(tier, bucket)
+    else:
+        direct = None if name == "region-direct" else False
+        tier = region_engine(directory / "store", direct=direct)
+    return Place(tier, tier)
+
+
+LOOKED_UP = [
+    "memory",
+    "faulty-without-faults",
+    "region-direct",
+    "region-buffered",
+    "object-memory",
+    "object-directory",
+    "stack-of-nvme",
+    "stack",
+    "stack-from-remote",
+    "peers",
+]
+BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
+if BUCKET:  # any URL of an object tier; credentials are where they always are
+    LOOKED_UP.append("object-url")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=LOOKED_UP)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    needs_redis = request.param == "peers"
+    redis = request.getfixturevalue("redis") if needs_redis else None
+    with ExitStack() as opened:
+        made = open_place(request.param, tmp_path, redis, opened)
+        yield made
+        assert drained(made.tier, TIMEOUT_S)
+        made.tier.check_integrity()
+        made.tier.close()
+
+
+loads = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=True)
+
+
+def finished(job: Job) -> Job:
+    assert job.wait(TIMEOUT_S), "the job did not finish"
+    return job
+
+
+def select(run: Run, positions: list[int]) -> Run:
+    return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
+
+
+@loads
+def test_what_was_stored_comes_back(
+    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(1, ODD_SIZES)
+    place.store(run)
+    assert place.tier.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
+    assert place.tier.contains(run.keys) == [True] * run.num_pages
+    target = blank(run)
+    assert place.load(target) == [Reason.OK] * run.num_pages
+    assert page_data(target) == page_data(run)
+
+
+@loads
+def test_segmentation_may_differ_between_store_and_load(place: Place, make_run: MakeRun) -> None:
+    run = make_run(2, [(5000, 5000)])
+    place.store(run)
+    buffer = memoryview(bytearray(10_003))
+    target = Run(run.keys, ((buffer[3:9], buffer[9:7000], buffer[7000:]),))
+    assert place.load(target) == [Reason.OK]
+    assert bytes(buffer[3:]) == b"".join(run.pages[0])
+    assert bytes(buffer[:3]) == b"\0\0\0", "a byte beside the page was touched"
+
+
+@loads
+def test_aligned_pages_of_one_pool(place: Place, make_run: MakeRun) -> None:
+    size, count = 8192, 40
+    pool = aligned_buffer(size * count)
+    source = make_run(3, [size] * count)
+    place.store(source)
+    pages = tuple((pool[i * size : (i + 1) * size],) for i in range(count))
+    assert set(place.load(Run(source.keys, pages))) == {Reason.OK}
+    assert bytes(pool) == b"".join(page[0] for page in source.pages)
+
+
+def test_lookup_counts_leading_hits_only(place: Place, make_run: MakeRun) -> None:
+    run = make_run(4, [4096] * 5)
+    place.store(select(run, [0, 1, 3, 4]))
+    assert place.tier.lookup(run.keys) == LookupResult(2, Stop.MISS)
+    assert place.tier.lookup(run.keys[3:]) == LookupResult(2, Stop.END)
+    assert place.tier.lookup(run.keys[2:]) == LookupResult(0, Stop.MISS)
+    assert place.tier.lookup(()) == LookupResult(0, Stop.END)
+    assert place.tier.contains(run.keys) == [True, True, False, True, True]
+
+
+@loads
+def test_missing_page_in_the_middle_leaves_its_neighbours(
+    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(5, [4096, 5000, 4096, 100])
+    place.store(select(run, [0, 2, 3]))
+    target = blank(run)
+    assert place.load(target) == [Reason.OK, Reason.MISS, Reason.OK, Reason.OK]
+    assert page_data(target)[1] == b"\xa5" * 5000
+    assert page_data(target)[2:] == page_data(run)[2:]
+
+
+@loads
+def test_buffer_of_wrong_length_is_a_miss_and_untouched(
+    place: Place, make_run: MakeRun, page_data: PageData
+) -> None:
+    run = make_run(6, [4096])
+    place.store(run)
+    for nbytes in (4095, 4097, 8192):
+        target = Run(run.keys, ((memoryview(bytearray(b"\xa5" * nbytes)),),))
+        assert place.load(target) == [Reason.MISS]
+        assert page_data(target) == [b"\xa5" * nbytes]
+        place.store(make_run(60 + nbytes, [10]))  # a change, so that a peer tells of it anew
+
+
+@loads
+def test_loads_from_many_threads(
+    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    runs = [make_run(20 + number, [10_000] * 20) for number in range(8)]
+    for run in runs:
+        place.store(run)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            target = blank(runs[number])
+            reasons = place.load(target)
+            if set(reasons) != {Reason.OK} or page_data(target) != page_data(runs[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+@loads
+def test_a_callback_sees_complete_reasons(place: Place, make_run: MakeRun, blank: Blank) -> None:
+    run = make_run(12, [4096] * 3)
+    place.store(run)
+    seen: list[list[Reason]] = []
+    job = place.tier.submit_load(blank(run))
+    job.call_at_end(lambda job: seen.append(list(job.reasons)))
+    finished(job)
+    assert seen == [[Reason.OK] * 3]
+
+
+@pytest.mark.parametrize("tenant", [TENANT, None])
+def test_what_was_purged_is_hidden_at_once(
+    place: Place, make_run: MakeRun, tenant: bytes | None
+) -> None:
+    run = make_run(13, [4096] * 3)
+    place.store(Run(run.keys, run.pages, TENANT))
+    assert place.tier.lookup(run.keys).num_hits == 3
+    purge = place.tier.begin_purge(tenant)
+    assert place.tier.lookup(run.keys).num_hits == 0
+    assert place.tier.contains(run.keys) == [False] * 3
+    assert is_true(purge, TIMEOUT_S)
+    assert place.tier.lookup(run.keys).num_hits == 0
+
+
+def test_pages_of_another_namespace_are_not_found(place: Place, make_run: MakeRun) -> None:
+    run = make_run(14, [4096] * 3)
+    place.store(run)
+    place.tier.set_namespace(b"\x22" * 32)
+    assert place.tier.lookup(run.keys).num_hits == 0
+    assert place.tier.contains(run.keys) == [False] * 3
+
+
+@loads
+def test_a_closed_tier_answers_and_promises_nothing(
+    place: Place, make_run: MakeRun, blank: Blank
+) -> None:
+    run = make_run(15, [4096] * 2)
+    place.store(run)
+    begun = place.tier.begin_purge(b"u" * 16)
+    place.tier.close()
+    place.tier.close()
+    assert begun.done(), "whoever waits for a purge waits for ever"
+    assert place.tier.health is Health.FAILED
+    assert place.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
+    assert place.tier.contains(run.keys) == [False] * 2
+    assert place.tier.some_keys(9) == []
+    assert place.load(blank(run)) == [Reason.CANCELLED] * 2
+    after = place.tier.begin_purge(None)
+    assert after.done() and not after.result()

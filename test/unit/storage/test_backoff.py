@@ -1,0 +1,46 @@
+"""Many that wait for one thing do not come back at once, and a cause is told once."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.backoff import Backoff, OnceLog
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_spread_pauses_stay_within_their_bounds() -> None:
+    backoff, now, pauses = Backoff(0.1, 5.0, spread=0.5), 0.0, []
+    for _ in range(12):
+        backoff.fail(now)
+        pauses.append(backoff.wait_s(now))
+        now += pauses[-1]
+    whole = [min(0.1 * 2**number, 5.0) for number in range(12)]
+    assert all(
+        0.499 * top <= pause <= 1.001 * top for pause, top in zip(pauses, whole, strict=True)
+    )
+    backoff.succeed()
+    assert backoff.wait_s(now) == 0.0
+
+
+def test_a_cause_is_told_again_after_it_was_settled(caplog: pytest.LogCaptureFixture) -> None:
+    log = OnceLog(logging.getLogger("once"))
+    for _ in range(2):
+        for cause in ("a", "b", "a"):
+            log.report(cause, "%s fails", cause)
+        assert log.settle_all()
+        assert not log.settle_all()
+    assert [record.getMessage() for record in caplog.records] == ["a fails", "b fails"] * 2
+
+
+def test_a_fault_is_told_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    log = OnceLog(logging.getLogger("once"))
+    for _ in range(2):
+        try:
+            raise ValueError("seven")
+        except ValueError:
+            log.fault("a", "it failed")
+    assert "ValueError: seven" in caplog.text
+    assert len(caplog.records) == 1
