@@ -29,6 +29,7 @@ from rich.table import Table
 from machine import describe_machine, describe_versions
 from serving_bench import (
     disk_added,
+    many,
     noreuse,
     replays,
     returning,
@@ -67,6 +68,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "noreuse": noreuse.run,
     "device": noreuse.run_device,
     "write_pressure": write_pressure.run,
+    "many": many.run,
     "sharegpt": replays.run_sharegpt,
     "mooncake": replays.run_mooncake,
     # What a system has learnt of a slow disk shall not weigh on others, so these come last.
@@ -100,6 +102,13 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NUMBER",
         help=f"tokens a returning turn adds (default: {FULL.num_new})",
     )
+    parser.add_argument(
+        "--neighbour",
+        type=int,
+        default=0,
+        metavar="CORES",
+        help="run `device` also beside processes that keep so many cores busy",
+    )
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -126,6 +135,8 @@ def parse_arguments() -> argparse.Namespace:
             f"--new-tokens {options.new_tokens} is not between 1 and {setting.num_new}; with more "
             "the conversations of `device` would outgrow the device"
         )
+    if not 0 <= options.neighbour <= (cores := os.cpu_count() or 1):
+        parser.error(f"--neighbour {options.neighbour} is not between 0 and {cores}")
     if "tiered" not in options.systems or len(options.systems) < 2:
         parser.error("--systems must name tiered and at least one other to compare it with")
     return options
@@ -179,11 +190,13 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             kv_bytes_per_token=per_token,
             names=[name for name in SYSTEMS if name in options.systems],
             trace=options.trace or MOONCAKE_FILE,
+            neighbour=options.neighbour,
         )
         report.settings |= {
             **dataclasses.asdict(setting),
             "scenarios": scenarios,
             "systems": bench.names,
+            "neighbour_cores": options.neighbour,
             "page_size": PAGE_SIZE,
             "kv_bytes_per_token": per_token,
             "host_tokens": setting.main.host_tokens,
