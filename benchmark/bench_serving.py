@@ -28,6 +28,7 @@ from rich.table import Table
 
 from machine import describe_machine, describe_versions
 from serving_bench import (
+    balanced,
     disk_added,
     many,
     noreuse,
@@ -74,6 +75,8 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     # What a system has learnt of a slow disk shall not weigh on others, so these come last.
     "slow_disk": slow_disk.run,
     "disk_added": disk_added.run,
+    # These have servers of their own, on a disk that is paced.
+    "balanced": balanced.run,
 }
 
 
