@@ -35,11 +35,12 @@ from serving_bench import (
     replays,
     returning,
     slow_disk,
+    users,
     write_pressure,
 )
 from serving_bench.bench import Bench
 from serving_bench.client import RequestFailedError
-from serving_bench.plots import draw_plots
+from serving_bench.plots import draw_plots, draw_users
 from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY, Setting
 from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
 from serving_bench.throttle import NoThrottleError, find_throttle
@@ -77,6 +78,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "disk_added": disk_added.run,
     # These have servers of their own, on a disk that is paced.
     "balanced": balanced.run,
+    "users": users.run,
 }
 
 
@@ -184,7 +186,8 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
         model = make_model(setting.shape, workspace.root)
         per_token = kv_bytes_per_token(model)
         setting = setting.with_nvme(per_token)
-        workspace.check_space(4 * setting.main.nvme_bytes + (1 << 30), 4 * _num_pages(setting))
+        largest = max(setting.main.nvme_bytes, setting.crowd.geometry.nvme_bytes)
+        workspace.check_space(4 * largest + (1 << 30), 4 * _num_pages(setting))
         bench = Bench(
             setting=setting,
             workspace=workspace,
@@ -317,7 +320,10 @@ def main() -> int:
         console.print(note)
     write_json(options.json, report)
     if options.plots:
-        for path in draw_plots(options.plots, bench.outcomes, bench.occupancy):
+        drawn = draw_plots(options.plots, bench.outcomes, bench.occupancy)
+        if points := report.raw.get("users", {}).get("points"):
+            drawn.append(draw_users(options.plots, points))
+        for path in drawn:
             print(path, file=sys.stderr)
     return bench.exit_code or (1 if bench.failures else 0)
 

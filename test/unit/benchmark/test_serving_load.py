@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -11,9 +12,11 @@ import psutil
 import pytest
 
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
-from serving_bench.client import Sample
+from serving_bench.client import Request, Sample
 from serving_bench.neighbour import busy_cores
 from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
+from serving_bench.setting import FULL, QUICK
+from serving_bench.users import BUSY, User, busy_share, think_s, turns_each
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,9 +86,69 @@ def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
     assert disk.reads("stock") == []
 
 
+def test_a_server_is_idle_between_requests() -> None:
+    taken = [
+        sample(started_s=10.0, latency_s=2.0),
+        sample(started_s=11.0, latency_s=2.0),
+        sample(started_s=14.0, latency_s=1.0),
+    ]
+    assert busy_share(taken) == pytest.approx(4 / 5)
+
+
+def test_thinking_times_keep_a_server_busy() -> None:
+    # Five users of a server that takes 0.1 s for each request, one after the other.
+    taken = [sample(started_s=i / 10, latency_s=0.1) for i in range(50)]
+    thought_s = think_s(taken, 5)
+    assert 5 * 0.1 / (thought_s + 0.1) == pytest.approx(BUSY)
+    queued = [sample(started_s=i / 10, latency_s=9.0) for i in range(50)]
+    assert think_s(queued, 1) == 0.0
+
+
+def test_every_point_has_enough_samples() -> None:
+    for setting in (QUICK, FULL):
+        crowd = setting.crowd
+        for number in crowd.users:
+            turns = turns_each(number, crowd.slices, crowd.min_samples)
+            assert turns >= 1
+            assert turns * number * crowd.slices >= crowd.min_samples
+    assert FULL.crowd.min_samples >= 200
+
+
+def test_users_range_from_device_to_ten_hosts() -> None:
+    for setting in (QUICK, FULL):
+        crowd = setting.crowd
+        assert crowd.users[0] * crowd.contexts[1] <= crowd.geometry.device_tokens
+        assert 8 <= crowd.users[-1] * crowd.contexts[1] / crowd.geometry.host_tokens <= 12
+        capacity = setting.with_nvme(1000).crowd.geometry.nvme_bytes
+        assert capacity > crowd.users[-1] * crowd.contexts[1] * 1000
+
+
+def test_a_full_conversation_goes_back_to_opening() -> None:
+    user = User("u", 100, 220, num_new=30, num_output=1, source=random.Random(1))
+    opening = user.first_turn()
+    assert 100 <= len(opening.prompt) <= 190
+    request, lengths = opening, []
+    for _ in range(12):
+        user.answered(request, sample())
+        history = list(user.history)
+        request = user.turn()
+        assert request.prompt[:100] == opening.prompt[:100]
+        assert list(request.prompt[: request.num_reusable]) == history[: request.num_reusable]
+        lengths.append(len(request.prompt))
+    assert max(lengths) <= 220
+    assert 130 in lengths, "it went back to its opening"
+    assert len({request.label, opening.label}) == 2
+
+
 def test_neighbours_end_with_what_they_disturb() -> None:
     before = set(psutil.Process().children())
     with busy_cores(2):
         started = set(psutil.Process().children()) - before
         assert len(started) == 2
     assert not any(process.is_running() for process in started)
+
+
+def test_requests_of_two_users_never_match() -> None:
+    users = [User(f"u{i}", 100, 220, 30, 1, random.Random(i)) for i in range(2)]
+    first: list[Request] = [user.first_turn() for user in users]
+    assert first[0].prompt[:64] != first[1].prompt[:64]
