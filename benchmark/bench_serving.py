@@ -32,6 +32,7 @@ from serving_bench import (
     disk_added,
     many,
     noreuse,
+    regret,
     replays,
     returning,
     slow_disk,
@@ -79,6 +80,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     # These have servers of their own, on a disk that is paced.
     "balanced": balanced.run,
     "users": users.run,
+    "regret": regret.run,
 }
 
 

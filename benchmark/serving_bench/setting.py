@@ -74,6 +74,8 @@ class Setting:
     nvme_over_working_set: float
     trace_requests: int
     crowd: Crowd
+    regret_ratios: tuple[float, ...]  # R: load over prefill
+    regret_window_s: float  # what a policy has to notice a change of speed
 
     def with_nvme(self, kv_bytes_per_token: int) -> Setting:
         """The same with the byte cap of the NVMe tier filled in, for a model's KV size."""
@@ -120,6 +122,8 @@ FULL = Setting(
         slices=3,
         min_samples=200,
     ),
+    regret_ratios=(0.25, 0.57, 0.8, 1.0, 1.25, 2.0),
+    regret_window_s=10.0,
 )
 
 QUICK = replace(
@@ -140,6 +144,7 @@ QUICK = replace(
         slices=2,
         min_samples=60,
     ),
+    regret_ratios=(0.57, 1.25),
 )
 
 # Its figures mean nothing; it shows within a minute or two that everything runs.
@@ -164,6 +169,8 @@ TINY = replace(
         slices=2,
         min_samples=20,
     ),
+    regret_ratios=(0.57,),
+    regret_window_s=2.0,
 )
 
 

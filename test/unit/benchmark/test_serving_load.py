@@ -15,7 +15,9 @@ from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_tok
 from serving_bench.client import Request, Sample
 from serving_bench.neighbour import busy_cores
 from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
+from serving_bench.regret import regrets
 from serving_bench.setting import FULL, QUICK
+from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
 from serving_bench.users import BUSY, User, busy_share, think_s, turns_each
 
 if TYPE_CHECKING:
@@ -138,6 +140,25 @@ def test_a_full_conversation_goes_back_to_opening() -> None:
     assert max(lengths) <= 220
     assert 130 in lengths, "it went back to its opening"
     assert len({request.label, opening.label}) == 2
+
+
+def test_regret_is_over_the_better_of_both() -> None:
+    taken = {
+        "tiered": [sample(ttft_s=1.1), sample(ttft_s=0.9)],
+        ALWAYS: [sample(ttft_s=1.0), sample(ttft_s=3.0)],
+        "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
+    }
+    assert regrets(taken) == pytest.approx([1.1, 1.0])
+
+
+def test_always_differs_by_its_policy_alone(tmp_path: Path) -> None:
+    geometry = FULL.main
+    given = launch_arguments(ALWAYS, geometry, tmp_path / ALWAYS)
+    default = launch_arguments("tiered", geometry, tmp_path / "tiered")
+    assert given[-2:] == ["--tier-load", "always"]
+    assert "--tier-load" not in default
+    assert len(given) == len(default) + 2
+    assert ALWAYS not in SYSTEMS
 
 
 def test_neighbours_end_with_what_they_disturb() -> None:
