@@ -28,16 +28,20 @@ from rich.table import Table
 
 from machine import describe_machine, describe_versions
 from serving_bench import (
+    balanced,
     disk_added,
+    many,
     noreuse,
+    regret,
     replays,
     returning,
     slow_disk,
+    users,
     write_pressure,
 )
 from serving_bench.bench import Bench
 from serving_bench.client import RequestFailedError
-from serving_bench.plots import draw_plots
+from serving_bench.plots import draw_plots, draw_users
 from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY, Setting
 from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
 from serving_bench.throttle import NoThrottleError, find_throttle
@@ -67,11 +71,16 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "noreuse": noreuse.run,
     "device": noreuse.run_device,
     "write_pressure": write_pressure.run,
+    "many": many.run,
     "sharegpt": replays.run_sharegpt,
     "mooncake": replays.run_mooncake,
     # What a system has learnt of a slow disk shall not weigh on others, so these come last.
     "slow_disk": slow_disk.run,
     "disk_added": disk_added.run,
+    # These have servers of their own, on a disk that is paced.
+    "balanced": balanced.run,
+    "users": users.run,
+    "regret": regret.run,
 }
 
 
@@ -100,6 +109,13 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NUMBER",
         help=f"tokens a returning turn adds (default: {FULL.num_new})",
     )
+    parser.add_argument(
+        "--neighbour",
+        type=int,
+        default=0,
+        metavar="CORES",
+        help="run `device` also beside processes that keep so many cores busy",
+    )
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -126,6 +142,8 @@ def parse_arguments() -> argparse.Namespace:
             f"--new-tokens {options.new_tokens} is not between 1 and {setting.num_new}; with more "
             "the conversations of `device` would outgrow the device"
         )
+    if not 0 <= options.neighbour <= (cores := os.cpu_count() or 1):
+        parser.error(f"--neighbour {options.neighbour} is not between 0 and {cores}")
     if "tiered" not in options.systems or len(options.systems) < 2:
         parser.error("--systems must name tiered and at least one other to compare it with")
     return options
@@ -170,7 +188,8 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
         model = make_model(setting.shape, workspace.root)
         per_token = kv_bytes_per_token(model)
         setting = setting.with_nvme(per_token)
-        workspace.check_space(4 * setting.main.nvme_bytes + (1 << 30), 4 * _num_pages(setting))
+        largest = max(setting.main.nvme_bytes, setting.crowd.geometry.nvme_bytes)
+        workspace.check_space(4 * largest + (1 << 30), 4 * _num_pages(setting))
         bench = Bench(
             setting=setting,
             workspace=workspace,
@@ -179,11 +198,13 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             kv_bytes_per_token=per_token,
             names=[name for name in SYSTEMS if name in options.systems],
             trace=options.trace or MOONCAKE_FILE,
+            neighbour=options.neighbour,
         )
         report.settings |= {
             **dataclasses.asdict(setting),
             "scenarios": scenarios,
             "systems": bench.names,
+            "neighbour_cores": options.neighbour,
             "page_size": PAGE_SIZE,
             "kv_bytes_per_token": per_token,
             "host_tokens": setting.main.host_tokens,
@@ -301,7 +322,10 @@ def main() -> int:
         console.print(note)
     write_json(options.json, report)
     if options.plots:
-        for path in draw_plots(options.plots, bench.outcomes, bench.occupancy):
+        drawn = draw_plots(options.plots, bench.outcomes, bench.occupancy)
+        if points := report.raw.get("users", {}).get("points"):
+            drawn.append(draw_users(options.plots, points))
+        for path in drawn:
             print(path, file=sys.stderr)
     return bench.exit_code or (1 if bench.failures else 0)
 

@@ -2,9 +2,10 @@
 
 Two processes hand over the pages of one prompt at a time, by each way in turns, beside plain TCP
 sockets that do nothing but gather, send, receive and scatter the same pages. Both include the
-copies out of and into the pools; the endpoints also checksum, confirm and bound. Then a prefill
-and a decode server answer cold prompts beside one server. No ratio is printed when bytes or tokens
-differ.
+copies out of and into the pools; the endpoints also checksum, confirm and bound. Where Mooncake's
+transfer engine is installed, it takes turns with them over TCP. Then plain sockets alone: pages one
+by one beside slabs. Then a prefill and a decode server answer cold prompts beside one server. No
+ratio is printed when bytes or tokens differ.
 
     python benchmark/bench_transfer.py [--quick] [--no-servers] [--json FILE]
 """
@@ -24,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from machine import describe_machine, describe_versions
-from transfer_bench import codecs, goodput, handoff
+from transfer_bench import codecs, goodput, handoff, mooncake
 from transfer_bench.pools import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (512, 2048, 8192)
-WANTED = {"tcp_over_raw_tcp": 0.85, "same_host_over_tcp": 2.0}
+COLLATED_PAGES = (1, 16, 64)  # tokens per page of the experiment with slabs
+WANTED = {"tcp_over_raw_tcp": 0.85, "same_host_over_tcp": 2.0, "tcp_over_mooncake_tcp": 1.0}
 
 
 def main() -> None:
@@ -47,11 +49,19 @@ def main() -> None:
     num_rounds = 5 if arguments.quick else 11
     tokens = 8192 if arguments.quick else 16384
     shape = Shape(8, tokens // arguments.page_size, arguments.page_size)
-    samples = goodput.measure(shape, num_rounds, list(goodput.WAYS))
+    absent = mooncake.why_not()
+    ways = [*goodput.WAYS, *([] if absent else [goodput.MOONCAKE])]
+    samples = goodput.measure(shape, num_rounds, ways)
     ratios = _ratios(samples)
     console.print(_goodput_table(samples, shape))
+    if absent:
+        console.print(f"mooncake_tcp was left out: {absent}")
+    collated, collation = _measure_collation(console, tokens, num_rounds)
+    ratios |= collated
     console.print(_ratio_table(ratios))
     raw: dict[str, Any] = {
+        "mooncake_tcp": absent or "measured",
+        "collation": collation,
         "goodput": {name: vars(value) for name, value in samples.items()},
         "prompt_bytes": shape.prompt_bytes,
         "codecs": {name: vars(value) for name, value in _measure_codecs(console).items()},
@@ -80,19 +90,40 @@ def _ratios(samples: dict[str, goodput.Samples]) -> dict[str, dict[str, float]]:
     pairs = {
         "tcp_over_raw_tcp": ("tcp", goodput.RAW),
         "same_host_over_tcp": ("same host", "tcp"),
+        "tcp_over_mooncake_tcp": ("tcp", goodput.MOONCAKE),
+        "same_host_over_mooncake_tcp": ("same host", goodput.MOONCAKE),
     }
-    found = {}
-    for name, (ours, other) in pairs.items():
-        quotients = [
-            b / a for a, b in zip(samples[ours].seconds, samples[other].seconds, strict=True)
-        ]
-        found[name] = {
-            "value": statistics.median(quotients),
-            "min": min(quotients),
-            "max": max(quotients),
-            "n": len(quotients),
-        }
-    return found
+    return {
+        name: _quotients(samples[ours], samples[other])
+        for name, (ours, other) in pairs.items()
+        if other in samples
+    }
+
+
+def _quotients(ours: goodput.Samples, other: goodput.Samples) -> dict[str, float]:
+    quotients = [b / a for a, b in zip(ours.seconds, other.seconds, strict=True)]
+    return {
+        "value": statistics.median(quotients),
+        "min": min(quotients),
+        "max": max(quotients),
+        "n": len(quotients),
+    }
+
+
+def _measure_collation(
+    console: Console, tokens: int, num_rounds: int
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Plain sockets with slabs over plain sockets with one transfer per page, by page size."""
+    ratios: dict[str, dict[str, float]] = {}
+    raw: dict[str, Any] = {}
+    for page_size in COLLATED_PAGES:
+        shape = Shape(8, tokens // page_size, page_size)
+        samples = goodput.measure(shape, num_rounds, [goodput.PAGES])
+        console.print(_goodput_table(samples, shape))
+        name = f"slabs_over_pages_of_{page_size}"
+        ratios[name] = _quotients(samples[goodput.RAW], samples[goodput.PAGES])
+        raw[str(page_size)] = {way: vars(value) for way, value in samples.items()}
+    return ratios, raw
 
 
 def _goodput_table(samples: dict[str, goodput.Samples], shape: Shape) -> Table:
@@ -122,7 +153,7 @@ def _ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
     table = Table("ratio", "median", "min", "max", "wanted")
     for name, found in ratios.items():
         figures = (f"{found[key]:.2f}" for key in ("value", "min", "max"))
-        table.add_row(name, *figures, f"{WANTED[name]:.2f}")
+        table.add_row(name, *figures, f"{WANTED[name]:.2f}" if name in WANTED else "")
     return table
 
 

@@ -17,7 +17,7 @@ from serving_bench.measures import Outcome, Round, describe_samples, unequal_lab
 from serving_bench.systems import Fleet, start_fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from serving_bench.setting import Geometry, Setting
@@ -38,6 +38,7 @@ class Bench:
     names: Sequence[str]  # systems chosen, in order
     trace: Path | None = None
     extra: Sequence[str] = ()  # flags for every server
+    neighbour: int = 0  # cores that another process keeps busy where a scenario has such a part
     occupancy: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     exit_code: int = 0
@@ -54,7 +55,7 @@ class Bench:
         was asked more than its host tier holds, so that all of its memory has been touched."""
         if self._main is None:
             self._main = self._stack.enter_context(self.fleet(self.names, self.setting.main))
-            self._warm_up(self._main)
+            self.warm_up(self._main)
         return self._main
 
     def close_main_fleet(self) -> None:
@@ -63,19 +64,29 @@ class Bench:
         self._main = None
 
     @contextlib.contextmanager
-    def fleet(self, names: Sequence[str], geometry: Geometry) -> Iterator[Fleet]:
+    def fleet(
+        self,
+        names: Sequence[str],
+        geometry: Geometry,
+        environment: Callable[[str], Mapping[str, str]] = lambda _: {},
+    ) -> Iterator[Fleet]:
         title = f"starting {', '.join(names)}"
         with (
             self.workspace.folder(f"fleet-{time.monotonic_ns()}") as folder,
             self.steps(title, 1) as step,
             start_fleet(
-                names, geometry, model=self.model, folder=folder, extra=self.extra
+                names,
+                geometry,
+                model=self.model,
+                folder=folder,
+                extra=self.extra,
+                environment=environment,
             ) as fleet,
         ):
             step()
             yield fleet
 
-    def _warm_up(self, fleet: Fleet) -> None:
+    def warm_up(self, fleet: Fleet) -> None:
         source = random.Random("warm-up")
         length = self.setting.contexts[1]
         number = fleet.geometry.host_tokens // length + 2

@@ -15,6 +15,7 @@ from serving_bench.measures import (
     throughput,
     ttft_percentile,
 )
+from serving_bench.neighbour import busy_cores
 from serving_bench.returning import ttft_line
 
 if TYPE_CHECKING:
@@ -73,13 +74,15 @@ def run_device(bench: Bench) -> None:
     setting, fleet = bench.setting, bench.main_fleet()
     names = bench.choose("stock", "hicache-file", "tiered")
     length = setting.prompt_tokens
-    returns = setting.rounds * setting.per_round * 2 + 2
+    returns = setting.rounds * setting.per_round * (3 if bench.neighbour else 2) + 2
     growth = returns * (setting.num_new + setting.num_output)
     number_that_fit = max(1, int(setting.main.device_tokens * 0.8 - growth) // length)
     conversations = make_conversations("device", SEED, number_that_fit)
     first: Round = {}
     singles: list[Round] = []
     batches: list[Round] = []
+    disturbed: list[Round] = []  # batches beside a neighbour that keeps cores busy
+    parts = [(0, batches), *([(bench.neighbour, disturbed)] if bench.neighbour else [])]
     outcome = Outcome(beside={"first": [first]})
     for number, conversation in enumerate(conversations):
         request = conversation.turn(length, setting.num_output)
@@ -95,18 +98,21 @@ def run_device(bench: Bench) -> None:
                 conversation.answered(request, sample)
             singles.append(one)
             step()
-            requests = [
-                conversations[place % len(conversations)].turn(
-                    setting.num_new, setting.num_output, f"/batch/{number}/{place}"
-                )
-                for place in range(setting.per_round)
-            ]
-            batch: Round = {}
-            for system in fleet.in_turn(names, number):
-                batch[system.name] = ask_each(system.url, requests, CONCURRENCY)
-            batches.append(batch)
+            for num_cores, into in parts:
+                requests = [
+                    conversations[place % len(conversations)].turn(
+                        setting.num_new, setting.num_output, f"/batch/{num_cores}/{number}/{place}"
+                    )
+                    for place in range(setting.per_round)
+                ]
+                batch: Round = {}
+                with busy_cores(num_cores):
+                    for system in fleet.in_turn(names, number):
+                        batch[system.name] = ask_each(system.url, requests, CONCURRENCY)
+                into.append(batch)
             step()
     outcome.rounds = [*singles, *batches]
+    outcome.beside["beside a neighbour"] = disturbed
     held = sum(len(conversation.history) for conversation in conversations)
     outcome.conditions = (
         f"{len(conversations)} conversations, at the end {held:,} tokens = "
@@ -115,6 +121,26 @@ def run_device(bench: Bench) -> None:
     )
     if bench.conclude("device", outcome):
         _report(bench, "device", singles, batches)
+        _report_disturbed(bench, disturbed)
+
+
+def _report_disturbed(bench: Bench, disturbed: list[Round]) -> None:
+    """The throughput beside processes that keep cores busy, where there were any."""
+    for peer in [name for one in disturbed[:1] for name in one if name != "tiered"]:
+        bench.report.add(
+            f"device_throughput_beside_neighbour_over_{peer.replace('-', '_')}",
+            round_quotients(disturbed, peer, throughput),
+            wanted=">= 0.98" if peer == "stock" else "",
+            beside=f"{_rates(disturbed, peer)}; {bench.neighbour} cores kept busy",
+        )
+
+
+def _rates(rounds: list[Round], peer: str) -> str:
+    rates = {
+        name: sum(throughput(one[name]) for one in rounds) / len(rounds)
+        for name in ("tiered", peer)
+    }
+    return " / ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
 
 
 def _report(bench: Bench, scenario: str, singles: list[Round], batches: list[Round]) -> None:
@@ -135,15 +161,11 @@ def _report(bench: Bench, scenario: str, singles: list[Round], batches: list[Rou
             wanted="<= 1.03" if aim else "",
             beside=f"of {len(pooled[0][peer])} requests each",
         )
-        rates = {
-            name: sum(map(throughput, [one[name] for one in batches])) / len(batches)
-            for name in ("tiered", peer)
-        }
         report.add(
             f"{scenario}_throughput_over_{suffix}",
             round_quotients(batches, peer, throughput),
             wanted=">= 0.98" if aim else "",
-            beside=" / ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()),
+            beside=_rates(batches, peer),
         )
     hits = hits_by_tier([s for one in [*singles, *batches] for s in one["tiered"]])
     report.note(f"{scenario}: hit tokens of tiered by tier: {hits}.")

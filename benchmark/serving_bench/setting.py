@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-__all__ = ["FULL", "PAGE_SIZE", "QUICK", "TINY", "Geometry", "Setting", "context_lengths"]
+__all__ = [
+    "FULL",
+    "PAGE_SIZE",
+    "QUICK",
+    "TINY",
+    "Crowd",
+    "Geometry",
+    "Setting",
+    "context_lengths",
+]
 
 PAGE_SIZE = 64
 # SGLang adds one page of padding to every host pool.
@@ -34,6 +43,18 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """Sizes of `users`: the first number of users fits on the device, the last has up to ten times
+    what host memory holds."""
+
+    geometry: Geometry
+    contexts: tuple[int, int]  # tokens of a conversation, from its opening to its longest
+    users: tuple[int, ...]
+    slices: int  # parts of each point in which systems take turns
+    min_samples: int  # of a point, all slices together
+
+
+@dataclass(frozen=True)
 class Setting:
     """One way to run every scenario."""
 
@@ -52,6 +73,9 @@ class Setting:
     working_set: float  # conversations' tokens over device and host tokens
     nvme_over_working_set: float
     trace_requests: int
+    crowd: Crowd
+    regret_ratios: tuple[float, ...]  # R: load over prefill
+    regret_window_s: float  # what a policy has to notice a change of speed
 
     def with_nvme(self, kv_bytes_per_token: int) -> Setting:
         """The same with the byte cap of the NVMe tier filled in, for a model's KV size."""
@@ -61,7 +85,18 @@ class Setting:
             self,
             main=replace(self.main, nvme_bytes=cap),
             disk=replace(self.disk, nvme_bytes=cap),
+            crowd=replace(self.crowd, geometry=self._crowd_geometry(kv_bytes_per_token)),
         )
+
+    def _crowd_geometry(self, kv_bytes_per_token: int) -> Geometry:
+        """A store that holds the users of all points, their dead branches included."""
+        crowd = self.crowd
+        tokens = 0.0
+        for number in crowd.users:
+            turns = max(crowd.min_samples, number * crowd.slices)
+            tokens += number * crowd.contexts[1] + turns * (self.num_new + PAGE_SIZE)
+        cap = max(int(tokens * 1.5 * kv_bytes_per_token), 64 << 20)
+        return replace(crowd.geometry, nvme_bytes=cap)
 
 
 FULL = Setting(
@@ -80,6 +115,15 @@ FULL = Setting(
     working_set=4.0,
     nvme_over_working_set=1.5,
     trace_requests=64,
+    crowd=Crowd(
+        geometry=Geometry(device_tokens=8192, host_ratio=1),
+        contexts=(768, 1472),
+        users=(5, 10, 25, 50),
+        slices=3,
+        min_samples=200,
+    ),
+    regret_ratios=(0.25, 0.57, 0.8, 1.0, 1.25, 2.0),
+    regret_window_s=10.0,
 )
 
 QUICK = replace(
@@ -93,6 +137,14 @@ QUICK = replace(
     prompt_tokens=768,
     rounds=3,
     trace_requests=32,
+    crowd=Crowd(
+        geometry=Geometry(device_tokens=4096, host_ratio=1),
+        contexts=(320, 704),
+        users=(5, 10, 25, 50),
+        slices=2,
+        min_samples=60,
+    ),
+    regret_ratios=(0.57, 1.25),
 )
 
 # Its figures mean nothing; it shows within a minute or two that everything runs.
@@ -110,6 +162,15 @@ TINY = replace(
     per_round=3,
     working_set=2.0,
     trace_requests=8,
+    crowd=Crowd(
+        geometry=Geometry(device_tokens=1536, host_ratio=1),
+        contexts=(128, 256),
+        users=(5, 20),
+        slices=2,
+        min_samples=20,
+    ),
+    regret_ratios=(0.57,),
+    regret_window_s=2.0,
 )
 
 

@@ -15,12 +15,13 @@ from server_process import Server
 from serving_bench.setting import PAGE_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from serving_bench.setting import Geometry
 
 __all__ = [
+    "ALWAYS",
     "ENVIRONMENT",
     "SYSTEMS",
     "Fleet",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 SYSTEMS = ("stock", "hicache-host", "hicache-file", "tiered")
+# The tiers with another policy: every load is made. Of single scenarios, never chosen by name.
+ALWAYS = "tiered-always"
 # With as many OpenMP threads as cores, GNU OpenMP spins at every barrier, which costs whole time
 # slices where anything else wants a core; it seems to stop doing so once a second thread of the
 # process computes, as HiCache's storage thread does and stock SGLang has none to do. Equal for all.
@@ -59,9 +62,10 @@ def launch_arguments(
         *extra,
     ]
     host = ["--hicache-ratio", str(geometry.host_ratio)]
-    if name == "tiered":
+    if name in ("tiered", ALWAYS):
         store = ["--tier-dir", str(folder / name), "--tier-nvme-bytes", str(geometry.nvme_bytes)]
-        return [*common, *host, *store]
+        policy = ["--tier-load", "always"] if name == ALWAYS else []
+        return [*common, *host, *store, *policy]
     common += ["--tier-mode", "off"]
     if name == "stock":
         return common
@@ -115,7 +119,7 @@ class System:
 
     def stored_bytes(self) -> int:
         """KV bytes in its store: the tier's own count, or the sizes of the files."""
-        if self.name == "tiered":
+        if self.name in ("tiered", ALWAYS):
             return int(self.server.tier_state()["nvme_stored_bytes"])
         total = 0
         with contextlib.suppress(OSError), os.scandir(self.store) as entries:
@@ -192,15 +196,16 @@ def start_fleet(
     model: Path,
     folder: Path,
     extra: Sequence[str] = (),
+    environment: Callable[[str], Mapping[str, str]] = lambda _: {},
 ) -> Iterator[Fleet]:
-    """Launch the systems together and wait for all; they are killed however the block ends."""
+    """Launch the systems together and wait for all; they are killed however the block ends.
+    ``environment`` is what a system of that name gets beside what all get."""
     fleet = Fleet(geometry)
     try:
         for name in names:
             arguments = launch_arguments(name, geometry, folder, extra)
-            server = Server.spawn(
-                model, folder / f"{name}.log", *arguments, environment=ENVIRONMENT
-            )
+            variables = {**ENVIRONMENT, **environment(name)}
+            server = Server.spawn(model, folder / f"{name}.log", *arguments, environment=variables)
             fleet.systems[name] = System(name, server, folder / name, model)
         for system in fleet.systems.values():
             system.server.wait_until_it_generates(START_DEADLINE_S)

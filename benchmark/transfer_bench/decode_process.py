@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
 from sglang_tiered.wire.keys import load_keys
+from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
-from transfer_bench.raw_sockets import receive_prompt
+from transfer_bench.raw_sockets import receive_pages, receive_prompt
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -55,7 +56,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
     keep_freed_memory()  # as in a server
     pool, received = Pool(shape, filled=False), _Received()
     endpoints: dict[str, DecodeEndpoint] = {}
-    connections: dict[int, socket.socket] = {}
+    connections: dict[str, socket.socket] = {}
     while True:
         match pipe.recv():
             case ("endpoint", name, settings, keys):
@@ -74,25 +75,37 @@ def serve(pipe: Connection, shape: Shape) -> None:
                     num_receivers=1,
                 )
                 received.wait_for(room)
-                pipe.send((cpu_seconds() - before, 0))
-                pipe.send(pool.digest(pages))
+                _answer(pipe, pool, pages, before)
                 endpoints[name].close_room(room)
-                pool.array[:] = 0
-            case ("raw", port, seed):
+            case ("raw" | "pages" as way, port, seed):
                 pages = prompt_pages(shape, seed)
-                if port not in connections:
-                    connections[port] = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+                if way not in connections:
+                    connections[way] = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
                 before = cpu_seconds()
-                receive_prompt(connections[port], pool, pages)
-                pipe.send((cpu_seconds() - before, 0))
-                pipe.send(pool.digest(pages))
-                pool.array[:] = 0
+                receive = receive_pages if way == "pages" else receive_prompt
+                receive(connections[way], pool, pages)
+                _answer(pipe, pool, pages, before)
+            case ("mooncake",):
+                mooncake = MooncakeEnd(pool)
+                pipe.send((mooncake.session, mooncake.base))
+            case ("mooncake", seed):
+                before = cpu_seconds()
+                pipe.send("ready")
+                pipe.recv()  # all is written
+                _answer(pipe, pool, prompt_pages(shape, seed), before)
             case ("stop",):
                 break
     for endpoint in endpoints.values():
         endpoint.close()
     for connection in connections.values():
         connection.close()
+
+
+def _answer(pipe: Connection, pool: Pool, pages: Any, cpu_before: float) -> None:
+    """What it cost here and what arrived; then the pool is as empty as before."""
+    pipe.send((cpu_seconds() - cpu_before, 0))
+    pipe.send(pool.digest(pages))
+    pool.array[:] = 0
 
 
 def _endpoint(

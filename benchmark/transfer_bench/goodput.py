@@ -17,8 +17,9 @@ from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import load_keys, make_keys
 from transfer_bench import decode_process
+from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
-from transfer_bench.raw_sockets import send_prompt
+from transfer_bench.raw_sockets import send_pages, send_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 60.0
 RAW = "raw sockets"
+PAGES = "raw sockets, page by page"
+MOONCAKE = "mooncake tcp"
 TCP = TransferSettings(same_host=False)
 WAYS: dict[str, tuple[TransferSettings, bool]] = {
     "tcp": (TCP, False),
@@ -75,8 +78,8 @@ class _Events:
 
 
 def measure(shape: Shape, num_rounds: int, ways: list[str]) -> dict[str, Samples]:
-    """Samples of plain sockets and of each way, one prompt each in turns; the first turn, which
-    connects, is not counted. Raises when a byte differs."""
+    """Samples of plain sockets and of each way (``WAYS``, ``PAGES`` or ``MOONCAKE``), one prompt
+    each in turns; the first turn, which connects, is not counted. Raises when a byte differs."""
     keep_freed_memory()  # as in a server
     samples = {name: Samples() for name in (RAW, *ways)}
     context = multiprocessing.get_context("spawn")
@@ -87,19 +90,22 @@ def measure(shape: Shape, num_rounds: int, ways: list[str]) -> dict[str, Samples
         pool = Pool(shape, filled=True)
         keys = Path(folder) / "keys"
         make_keys(keys)
-        senders = {name: _Sender(name, pool, pipe, keys) for name in ways}
-        raw = _RawSender(pool, pipe, server)
+        endpoints = {name: _Sender(name, pool, pipe, keys) for name in ways if name in WAYS}
+        senders: dict[str, Any] = {RAW: _RawSender("raw", pool, pipe, server), **endpoints}
+        if PAGES in ways:
+            senders[PAGES] = _RawSender("pages", pool, pipe, server)
+        if MOONCAKE in ways:
+            senders[MOONCAKE] = _MooncakeSender(pool, pipe)
         try:
             for number in range(num_rounds + 1):
                 for name in _rotated(list(samples), number):
-                    sender: Any = raw if name == RAW else senders[name]
-                    seconds, cpu = sender.send(seed=number + 1)
+                    seconds, cpu = senders[name].send(seed=number + 1)
                     if number:
                         samples[name].seconds.append(seconds)
                         samples[name].cpu.append(cpu)
         finally:
             pipe.send(("stop",))
-            for endpoint in senders.values():
+            for endpoint in endpoints.values():
                 endpoint.close()
             process.join(DEADLINE_S)
     return samples
@@ -146,18 +152,41 @@ class _Sender:
 
 
 class _RawSender:
-    def __init__(self, pool: Pool, pipe: Connection, server: socket.socket) -> None:
-        self._pool, self._pipe, self._server = pool, pipe, server
+    """Plain sockets: all of a prompt in slabs (``raw``), or each page by itself (``pages``)."""
+
+    def __init__(self, way: str, pool: Pool, pipe: Connection, server: socket.socket) -> None:
+        self._way, self._pool, self._pipe, self._server = way, pool, pipe, server
         self._connection: socket.socket | None = None
 
     def send(self, seed: int) -> tuple[float, float]:
         pages = prompt_pages(self._pool.shape, seed + 1000)
-        self._pipe.send(("raw", self._server.getsockname()[1], seed))
+        self._pipe.send((self._way, self._server.getsockname()[1], seed))
         if self._connection is None:
             self._connection, _ = self._server.accept()
         begun, cpu = time.perf_counter(), cpu_seconds()
-        send_prompt(self._connection, self._pool, pages)
+        send = send_pages if self._way == "pages" else send_prompt
+        send(self._connection, self._pool, pages)
         seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+        return seconds, cpu + _checked(self._pipe, self._pool, pages)
+
+
+class _MooncakeSender:
+    """Mooncake's engine here, which writes into the pool there."""
+
+    def __init__(self, pool: Pool, pipe: Connection) -> None:
+        self._pool, self._pipe, self._end = pool, pipe, MooncakeEnd(pool)
+        pipe.send(("mooncake",))
+        self._session, self._base = pipe.recv()
+
+    def send(self, seed: int) -> tuple[float, float]:
+        shape = self._pool.shape
+        pages, destinations = prompt_pages(shape, seed + 1000), prompt_pages(shape, seed)
+        self._pipe.send(("mooncake", seed))
+        self._pipe.recv()
+        begun, cpu = time.perf_counter(), cpu_seconds()
+        self._end.write(self._session, self._base, pages, destinations)
+        seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+        self._pipe.send("written")
         return seconds, cpu + _checked(self._pipe, self._pool, pages)
 
 

@@ -1,8 +1,12 @@
-"""The same pages over plain TCP sockets: gathered, sent, received and scattered, with nothing
-checked, confirmed or bounded. What the endpoints are measured against."""
+"""The same pages over plain TCP sockets, with nothing checked, confirmed or bounded.
+
+Gathered into slabs, sent, received and scattered: what the endpoints are measured against. And page
+by page, each a transfer of its own out of one pool into the other: what gathering is worth.
+"""
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
     import socket
 
     from transfer_bench.pools import Pool
+
+_HEADER = struct.Struct("<QQ")  # buffer, place of the page in the prompt
 
 
 def send_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
@@ -40,6 +46,33 @@ def receive_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
             data = buffer[index * size : (index + 1) * size]
             pool.memories.kv.scatter(spec.first_pair + index, part, None, data)
     connection.sendall(b"!")
+
+
+def send_pages(connection: socket.socket, pool: Pool, pages: Any) -> None:
+    """As ``send_prompt``, with a header and a send of its own for each page of each buffer."""
+    for index, buffer in enumerate(pool.array):
+        for place, page in enumerate(pages):
+            data = memoryview(buffer[page])
+            sent = connection.sendmsg([_HEADER.pack(index, place), data])
+            if sent < _HEADER.size + data.nbytes:
+                connection.sendall(data[sent - _HEADER.size :])
+    connection.recv(1)
+
+
+def receive_pages(connection: socket.socket, pool: Pool, pages: Any) -> None:
+    """Each page straight to where it belongs."""
+    header = bytearray(_HEADER.size)
+    for _ in range(len(pages) * len(pool.array)):
+        _receive(connection, memoryview(header))
+        index, place = _HEADER.unpack(header)
+        _receive(connection, memoryview(pool.array[index, pages[place]]))
+    connection.sendall(b"!")
+
+
+def _receive(connection: socket.socket, view: memoryview) -> None:
+    filled = 0
+    while filled < view.nbytes:
+        filled += connection.recv_into(view[filled:])
 
 
 def _slabs(pool: Pool) -> list[SlabSpec]:

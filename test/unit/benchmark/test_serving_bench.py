@@ -244,6 +244,7 @@ def test_an_answer_that_breaks_off_is_no_sample() -> None:
         (["--systems", "stock,vllm"], "no system vllm; there are stock"),
         (["--new-tokens", "0"], "--new-tokens 0 is not between 1 and 96"),
         (["--new-tokens", "97"], "--new-tokens 97 is not between 1 and 96"),
+        (["--neighbour", "9999"], "--neighbour 9999 is not between 0 and"),
         (["--systems", "stock,hicache-file"], "must name tiered"),
         (["--systems", "tiered"], "at least one other"),
         (["--only", "mooncake", "--trace", "absent.jsonl"], "absent.jsonl"),

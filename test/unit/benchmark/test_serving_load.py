@@ -1,0 +1,175 @@
+"""What the scenarios of paced disks and of many users decide before anything is divided."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
+from serving_bench.client import Request, Sample
+from serving_bench.neighbour import busy_cores
+from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
+from serving_bench.regret import regrets
+from serving_bench.setting import FULL, QUICK
+from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
+from serving_bench.users import BUSY, User, busy_share, think_s, turns_each
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READER = """
+import sys, time
+from pathlib import Path
+from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+device = FileDevice(Path(sys.argv[1]), direct=False)
+fd = device.create("region", 1 << 20)
+page = aligned_buffer(1 << 16)
+for number in range(4):
+    assert device.readv(fd, [page], number << 16) == 1 << 16
+"""
+
+
+def sample(
+    *,
+    ttft_s: float = 1.0,
+    started_s: float = 0.0,
+    latency_s: float = 1.0,
+    prompt: int = 200,
+    reusable: int = 0,
+) -> Sample:
+    cached = {"device": 0, "host": 0, "storage": 0}
+    return Sample("a", started_s, ttft_s, (), latency_s, prompt, reusable, (1,), cached)
+
+
+def test_the_ideal_shares_work_between_both_ends() -> None:
+    assert ideal_s(prefill_s=1.0, load_s=1.0, new_s=0.1) == pytest.approx(0.6)
+    # A disk that takes forever leaves the prefill, one that takes no time leaves the new tokens.
+    assert ideal_s(1.0, 1e9, 0.1) == pytest.approx(1.1)
+    assert ideal_s(1.0, 1e-9, 0.1) == pytest.approx(0.1)
+
+
+def test_the_prefill_leaves_new_tokens_out() -> None:
+    full = [sample(ttft_s=1.5, reusable=150), sample(ttft_s=9.0, reusable=150)] + [
+        sample(ttft_s=1.78, reusable=150)
+    ]
+    new = [sample(ttft_s=0.5)] * 3
+    assert prefill_s_per_token(full, new) == pytest.approx(1.28 / 128)
+
+
+def test_the_pace_makes_loads_r_times_prefill() -> None:
+    speed = paced_bytes_per_s(0.5, prefill_s=1e-3, token_bytes=8000)
+    assert 8000 / speed == pytest.approx(0.5 * 1e-3)
+
+
+def test_reads_side_by_side_share_one_disk() -> None:
+    # Two at once and one later: 3 units in the 2 s in which anything was read.
+    reads = [Read(5.0, 6.0, 1), Read(0.0, 1.0, 1), Read(0.5, 1.0, 1)]
+    assert achieved_bytes_per_s(reads) == 1.5
+    assert achieved_bytes_per_s([]) == 0.0
+
+
+def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
+    disk = PacedDisk(tmp_path)
+    disk.set_speed(1 << 20)
+    (tmp_path / "store").mkdir()
+    command = [sys.executable, "-c", READER, str(tmp_path / "store")]
+    environment = {**os.environ, **disk.environment("tiered")}
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    reads = disk.reads("tiered")
+    assert [read.num_bytes for read in reads] == [1 << 16] * 4
+    assert 0.5 * (1 << 20) < achieved_bytes_per_s(reads) <= 1 << 20
+    assert disk.reads("tiered", start=3) == reads[3:]
+    assert disk.reads("stock") == []
+
+
+def test_a_server_is_idle_between_requests() -> None:
+    taken = [
+        sample(started_s=10.0, latency_s=2.0),
+        sample(started_s=11.0, latency_s=2.0),
+        sample(started_s=14.0, latency_s=1.0),
+    ]
+    assert busy_share(taken) == pytest.approx(4 / 5)
+
+
+def test_thinking_times_keep_a_server_busy() -> None:
+    # Five users of a server that takes 0.1 s for each request, one after the other.
+    taken = [sample(started_s=i / 10, latency_s=0.1) for i in range(50)]
+    thought_s = think_s(taken, 5)
+    assert 5 * 0.1 / (thought_s + 0.1) == pytest.approx(BUSY)
+    queued = [sample(started_s=i / 10, latency_s=9.0) for i in range(50)]
+    assert think_s(queued, 1) == 0.0
+
+
+def test_every_point_has_enough_samples() -> None:
+    for setting in (QUICK, FULL):
+        crowd = setting.crowd
+        for number in crowd.users:
+            turns = turns_each(number, crowd.slices, crowd.min_samples)
+            assert turns >= 1
+            assert turns * number * crowd.slices >= crowd.min_samples
+    assert FULL.crowd.min_samples >= 200
+
+
+def test_users_range_from_device_to_ten_hosts() -> None:
+    for setting in (QUICK, FULL):
+        crowd = setting.crowd
+        assert crowd.users[0] * crowd.contexts[1] <= crowd.geometry.device_tokens
+        assert 8 <= crowd.users[-1] * crowd.contexts[1] / crowd.geometry.host_tokens <= 12
+        capacity = setting.with_nvme(1000).crowd.geometry.nvme_bytes
+        assert capacity > crowd.users[-1] * crowd.contexts[1] * 1000
+
+
+def test_a_full_conversation_goes_back_to_opening() -> None:
+    user = User("u", 100, 220, num_new=30, num_output=1, source=random.Random(1))
+    opening = user.first_turn()
+    assert 100 <= len(opening.prompt) <= 190
+    request, lengths = opening, []
+    for _ in range(12):
+        user.answered(request, sample())
+        history = list(user.history)
+        request = user.turn()
+        assert request.prompt[:100] == opening.prompt[:100]
+        assert list(request.prompt[: request.num_reusable]) == history[: request.num_reusable]
+        lengths.append(len(request.prompt))
+    assert max(lengths) <= 220
+    assert 130 in lengths, "it went back to its opening"
+    assert len({request.label, opening.label}) == 2
+
+
+def test_regret_is_over_the_better_of_both() -> None:
+    taken = {
+        "tiered": [sample(ttft_s=1.1), sample(ttft_s=0.9)],
+        ALWAYS: [sample(ttft_s=1.0), sample(ttft_s=3.0)],
+        "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
+    }
+    assert regrets(taken) == pytest.approx([1.1, 1.0])
+
+
+def test_always_differs_by_its_policy_alone(tmp_path: Path) -> None:
+    geometry = FULL.main
+    given = launch_arguments(ALWAYS, geometry, tmp_path / ALWAYS)
+    default = launch_arguments("tiered", geometry, tmp_path / "tiered")
+    assert given[-2:] == ["--tier-load", "always"]
+    assert "--tier-load" not in default
+    assert len(given) == len(default) + 2
+    assert ALWAYS not in SYSTEMS
+
+
+def test_neighbours_end_with_what_they_disturb() -> None:
+    before = set(psutil.Process().children())
+    with busy_cores(2):
+        started = set(psutil.Process().children()) - before
+        assert len(started) == 2
+    assert not any(process.is_running() for process in started)
+
+
+def test_requests_of_two_users_never_match() -> None:
+    users = [User(f"u{i}", 100, 220, 30, 1, random.Random(i)) for i in range(2)]
+    first: list[Request] = [user.first_turn() for user in users]
+    assert first[0].prompt[:64] != first[1].prompt[:64]

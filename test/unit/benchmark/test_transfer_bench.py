@@ -1,0 +1,36 @@
+"""What the transfer benchmark's plain sides do to the bytes they carry."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from transfer_bench.mooncake import why_not
+from transfer_bench.pools import Pool, Shape, prompt_pages
+from transfer_bench.raw_sockets import receive_pages, receive_prompt, send_pages, send_prompt
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_pages_and_slabs_carry_the_same_bytes(page_size: int) -> None:
+    shape = Shape(2, 32, page_size)
+    source = Pool(shape, filled=True)
+    pages, places = prompt_pages(shape, 1), prompt_pages(shape, 2)
+    for send, receive in ((send_prompt, receive_prompt), (send_pages, receive_pages)):
+        target = Pool(shape, filled=False)
+        one, other = socket.socketpair()
+        with one, other:
+            thread = threading.Thread(target=send, args=(one, source, pages))
+            thread.start()
+            receive(other, target, places)
+            thread.join(60)
+        assert target.digest(places) == source.digest(pages)
+        untouched = np.setdiff1d(np.arange(shape.num_pages), places)
+        assert not target.array[:, untouched].any()
+
+
+def test_an_engine_that_is_absent_says_why() -> None:
+    assert "no_such_engine" in why_not("no_such_engine.engine")
+    assert why_not("json") == ""
