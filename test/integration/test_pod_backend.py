@@ -87,7 +87,6 @@ def test_sliding_windows_and_sinks_survive_mixed_batches(
     path = write(model, tmp_path / "model")
     server = launch(*UNTIERED, model_path=path)
     alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
-    assert server.request("/tier/purge", {"all": True})["durable"]
     server.flush()
     assert together(server) == alone
     assert served(server)["layers"] >= 12
