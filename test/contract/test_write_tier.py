@@ -96,9 +96,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WriteTier
         made = make_object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
     elif request.param == "stack":
         # Nothing moves between the tiers, so that all outcomes are those of one run.
-        lower = SharedTier()
-        lower.known = False
-        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [lower])
+        peer = SharedTier()
+        peer.known = False
+        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [peer])
     else:
         direct = None if request.param == "region-direct" else False
         made = make_region_engine(tmp_path / "store", direct=direct)

@@ -14,17 +14,17 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.storage.object.budgets import RequestCost, RetryBudget
+from sglang_tiered.storage.object.connect import FIRST_PAUSE_S, find_store, obstore
 from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.object.failures import Failure, RequestError, explain
 from sglang_tiered.storage.object.format import MAX_MANIFEST_BYTES
-from sglang_tiered.storage.object.stores import FIRST_PAUSE_S, find_store, obstore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from sglang_tiered.storage.object.connect import FoundStore
     from sglang_tiered.storage.object.settings import ObjectSettings
-    from sglang_tiered.storage.object.stores import FoundStore
 
 __all__ = ["Listed", "ObjectClient", "open_client"]
 

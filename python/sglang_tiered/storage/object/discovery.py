@@ -28,7 +28,7 @@ from sglang_tiered.storage.object.format import (
     unpack_purge,
 )
 from sglang_tiered.storage.object.names import parse_path
-from sglang_tiered.storage.object.purging import obey
+from sglang_tiered.storage.object.purging import apply_remote_purge
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Discovery:
                     purge = Purge(layout.namespace, None, named.unix_ms)
                 with self._state.lock:
                     self._check(epoch)
-                    obey(self._state, purge)
+                    apply_remote_purge(self._state, purge)
                 self._purges_seen[listed.path] = None
                 if len(self._purges_seen) > _MAX_PURGES_SEEN:
                     self._purges_seen.popitem(last=False)
@@ -200,11 +200,11 @@ class Discovery:
                     unseen.discard(name)
                     if name < oldest or named.unix_ms <= state.bounds.everyone:
                         continue
-                    if name in state.ignored or not state.index.accepts(name):
+                    if name in state.skipped or not state.index.accepts(name):
                         continue
                     if listed.size > MAX_MANIFEST_BYTES:
                         state.discovery.num_manifests_bad += 1
-                        state.ignore(name)
+                        state.skip(name)
                     elif len(newest) < limit:
                         heapq.heappush(newest, name)
                     else:
@@ -228,8 +228,8 @@ class Discovery:
             self._check(epoch)
             wanted = [name for name in names if state.index.accepts(name)]
             batch = _Batch(len(wanted))
-            state.errands.extend(
-                _ManifestErrand(state, self._client, layout, name, epoch, batch).run
+            state.background_reads.extend(
+                _ManifestRead(state, self._client, layout, name, epoch, batch).run
                 for name in wanted
             )
             state.load_ready.notify_all()
@@ -249,7 +249,7 @@ class _Batch:
 
 
 @dataclass(eq=False, slots=True)
-class _ManifestErrand:
+class _ManifestRead:
     """Read one manifest; run by a loading thread."""
 
     state: ObjectState
@@ -287,18 +287,18 @@ class _ManifestErrand:
         if manifest is None:
             if other_version(data) is None:
                 counts.num_manifests_bad += 1
-                state.doubt(self.name)
+                state.suspect(self.name)
             else:
                 counts.num_manifests_foreign += 1
-                state.ignore(self.name)
+                state.skip(self.name)
         elif str(manifest.object_id) != self.name:
             counts.num_manifests_bad += 1
-            state.ignore(self.name)
+            state.skip(self.name)
         elif (manifest.namespace, manifest.codec) != (self.layout.namespace, codec):
             counts.num_manifests_foreign += 1
-            state.ignore(self.name)
+            state.skip(self.name)
         elif manifest.object_id.unix_ms <= state.bounds.of(manifest.tenant):
-            state.ignore(self.name)
+            state.skip(self.name)
         elif state.index.accepts(self.name):
             counts.num_manifests_seen += 1
             state.index.put(manifest)

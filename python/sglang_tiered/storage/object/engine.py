@@ -232,7 +232,7 @@ class ObjectEngine(BucketTier):
             state.epoch += 1
             state.index.clear()
             state.pending.clear()
-            state.ignored.clear()
+            state.skipped.clear()
             state.bounds.change_namespace()
             self._close_fillings()
             state.discovery_ready.notify_all()

@@ -66,13 +66,13 @@ class Loader:
         self._state = state
         self._client = client
         self._on_fault = on_fault
-        self._max_errands = max(state.settings.num_connections // 2, 1)
+        self._max_background_reads = max(state.settings.num_connections // 2, 1)
 
     def run(self) -> None:
         state = self._state
         room: memoryview | None = None
         while True:
-            errand = None
+            background_read = None
             with state.lock:
                 while True:
                     if state.loads:
@@ -80,17 +80,20 @@ class Loader:
                         break
                     if state.closed:
                         return
-                    if state.errands and state.num_errands_running < self._max_errands:
-                        errand = state.errands.popleft()
-                        state.num_errands_running += 1
+                    if (
+                        state.background_reads
+                        and state.num_background_reads < self._max_background_reads
+                    ):
+                        background_read = state.background_reads.popleft()
+                        state.num_background_reads += 1
                         break
                     state.load_ready.wait()
-            if errand is None:
+            if background_read is None:
                 room = self._serve(span, room)
                 continue
-            errand()
+            background_read()
             with state.lock:
-                state.num_errands_running -= 1
+                state.num_background_reads -= 1
                 state.load_ready.notify()
 
     def _serve(self, span: LoadSpan, room: memoryview | None) -> memoryview | None:
@@ -98,7 +101,7 @@ class Loader:
         ticket = span.ticket
         if ticket.is_open:
             if self._state.closed:
-                self._give_up(span, Reason.CANCELLED)
+                self._fail_span(span, Reason.CANCELLED)
             else:
                 try:
                     if room is None and self._client.directory is not None:
@@ -106,13 +109,13 @@ class Loader:
                     self._load(span, room)
                 except BaseException:  # a panic of the library is no Exception
                     self._on_fault("loading")
-                    self._give_up(span, Reason.IO_ERROR)
+                    self._fail_span(span, Reason.IO_ERROR)
         if ticket.settle_span():
             with self._state.lock:
                 self._state.finish_load(ticket)
         return room
 
-    def _give_up(self, span: LoadSpan, reason: Reason) -> None:
+    def _fail_span(self, span: LoadSpan, reason: Reason) -> None:
         with span.ticket.touching() as allowed:
             if allowed:
                 for place in span.places:
@@ -200,14 +203,14 @@ class Loader:
         state = self._state
         if failure is Failure.NOT_FOUND:
             with state.lock:
-                state.ignore(span.name)  # its manifest may still be there
+                state.skip(span.name)  # its manifest may still be there
                 state.discovery.num_objects_vanished += span.name in state.index
                 state.index.drop_objects([span.name])
-            self._give_up(span, Reason.MISS)
+            self._fail_span(span, Reason.MISS)
         elif failure is Failure.BAD_RANGE:
             self._corrupt(span, span.places)
         else:
-            self._give_up(span, Reason.IO_ERROR)
+            self._fail_span(span, Reason.IO_ERROR)
 
     def _corrupt(self, span: LoadSpan, places: Sequence[Place]) -> None:
         """Forget pages, then say so."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DiscoveryCounts",
-    "Filling",
+    "OpenObject",
     "LoadSpan",
     "LoadTicket",
     "PurgeOrder",
@@ -50,7 +50,7 @@ class StoreTicket:
 
 
 @dataclass(eq=False, slots=True)
-class Filling:
+class OpenObject:
     """An object in staging memory. Its buffer and rows belong to the packer while it is open and
     to one uploader afterwards; the rest is guarded by the state's lock."""
 

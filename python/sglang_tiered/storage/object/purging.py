@@ -21,7 +21,7 @@ from sglang_tiered.storage.object.names import (
     parse_path,
     tenant_tag,
 )
-from sglang_tiered.storage.object.pending import Filling, PurgeOrder, StoreTicket
+from sglang_tiered.storage.object.pending import OpenObject, PurgeOrder, StoreTicket
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["Purger", "begin_purge", "hide", "obey"]
+__all__ = ["Purger", "apply_remote_purge", "begin_purge", "hide"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _hide(state: ObjectState, tenant: bytes | None) -> int:
     return bound
 
 
-def obey(state: ObjectState, purge: Purge) -> None:
+def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
     """Hide what another server purged. With the state's lock held."""
     if not state.bounds.add(purge.tenant, purge.bound_ms):
         return
@@ -86,7 +86,7 @@ def obey(state: ObjectState, purge: Purge) -> None:
 
 
 def drop_stores(
-    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[Filling] = ()
+    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[OpenObject] = ()
 ) -> None:
     """Let nothing of a tenant (None: of anyone) that is on its way become visible, but for some
     objects; with a bound, only what is in objects opened up to it. With the state's lock held."""
@@ -103,18 +103,20 @@ def drop_stores(
         state.stores.clear()
         state.stores.extend(kept)
     gone = [
-        filling
-        for filling in state.in_staging()
-        if tenant in (None, filling.tenant)
-        and filling not in but
-        and (bound_ms is None or filling.object_id.unix_ms <= bound_ms)
+        open_object
+        for open_object in state.in_staging()
+        if tenant in (None, open_object.tenant)
+        and open_object not in but
+        and (bound_ms is None or open_object.object_id.unix_ms <= bound_ms)
     ]
-    for filling in gone:
-        filling.dropped = True
-        state.settle(filling, Reason.CANCELLED)
-    state.fillings = {k: filling for k, filling in state.fillings.items() if not filling.dropped}
-    for filling in [filling for filling in state.uploads if filling.dropped]:
-        state.uploads.remove(filling)
+    for open_object in gone:
+        open_object.dropped = True
+        state.settle(open_object, Reason.CANCELLED)
+    state.open_objects = {
+        k: open_object for k, open_object in state.open_objects.items() if not open_object.dropped
+    }
+    for open_object in [open_object for open_object in state.uploads if open_object.dropped]:
+        state.uploads.remove(open_object)
 
 
 class Purger:
@@ -160,12 +162,15 @@ class Purger:
         state = self._state
         with state.lock:
             dropped = [
-                filling
-                for filling in state.uploading
-                if filling.dropped and order.tenant in (None, filling.tenant)
+                open_object
+                for open_object in state.uploading
+                if open_object.dropped and order.tenant in (None, open_object.tenant)
             ]
             state.upload_done.wait_for(
-                lambda: state.closed or not any(filling in state.uploading for filling in dropped)
+                lambda: (
+                    state.closed
+                    or not any(open_object in state.uploading for open_object in dropped)
+                )
             )
 
     def _make_durable(self, order: PurgeOrder) -> None:
@@ -202,7 +207,7 @@ class Purger:
         state = self._state
         with state.lock:
             if order.tenant is not None or state.namespace == order.namespace:
-                obey(state, Purge(order.namespace, order.tenant, newest))
+                apply_remote_purge(state, Purge(order.namespace, order.tenant, newest))
 
     def _delete(self, folder: str, order: PurgeOrder) -> None:
         gone: list[str] = []

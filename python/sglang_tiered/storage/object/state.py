@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.object.index import ObjectIndex
     from sglang_tiered.storage.object.pending import (
-        Filling,
         LoadSpan,
         LoadTicket,
+        OpenObject,
         PurgeOrder,
         RefreshOrder,
         StoreTicket,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Bounds", "ObjectState", "OnFault"]
 
 _MAX_PURGES = 16_384
-_MAX_IGNORED = 8192
+_MAX_SKIPPED = 8192
 _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
 
@@ -108,23 +108,24 @@ class ObjectState:
         self.pending: dict[bytes, StoreTicket] = {}
         self.stores: deque[StoreTicket | None] = deque()  # None: close what is being filled
         self.packing: StoreTicket | None = None
-        self.fillings: dict[tuple[bytes, int], Filling] = {}  # open, by tenant and page length
-        self.uploads: deque[Filling] = deque()
-        self.uploading: dict[Filling, None] = {}
+        # Open ones, by tenant and page length.
+        self.open_objects: dict[tuple[bytes, int], OpenObject] = {}
+        self.uploads: deque[OpenObject] = deque()
+        self.uploading: dict[OpenObject, None] = {}
         self.staged_bytes = 0  # raw bytes of pages submitted and not settled
         self.write_budget = DailyBudget(settings.writes_per_day, clock)
         self.request_budget = DailyBudget(settings.requests_per_day, clock)
         # Loads, and reads of manifests, which go behind them
         self.loads: deque[LoadSpan] = deque()
         self.load_tickets: dict[LoadTicket, None] = {}  # whose jobs are not done
-        self.errands: deque[Callable[[], None]] = deque()
-        self.num_errands_running = 0
+        self.background_reads: deque[Callable[[], None]] = deque()
+        self.num_background_reads = 0
         # Purges and names
         self.bounds = Bounds()
         self.purge_orders: deque[PurgeOrder] = deque()
         self.refresh_orders: list[RefreshOrder] = []
-        self.ignored: OrderedDict[str, None] = OrderedDict()  # names not to read again
-        self.doubted: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
+        self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
+        self.suspects: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
         self._writer = secrets.randbits(32)
         self._last_ms = 0
         self._sequence = 0
@@ -156,22 +157,22 @@ class ObjectState:
         self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
         return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
 
-    def doubt(self, name: str) -> None:
-        """Its manifest does not verify. It may have been damaged on its way: the second time it is
-        ignored."""
-        if name in self.doubted:
-            del self.doubted[name]
-            self.ignore(name)
+    def suspect(self, name: str) -> None:
+        """Its manifest does not verify. It may have been damaged on its way: it is read
+        once more, and skipped the second time."""
+        if name in self.suspects:
+            del self.suspects[name]
+            self.skip(name)
             return
-        self.doubted[name] = None
-        if len(self.doubted) > _MAX_IGNORED:
-            self.doubted.popitem(last=False)
+        self.suspects[name] = None
+        if len(self.suspects) > _MAX_SKIPPED:
+            self.suspects.popitem(last=False)
 
-    def ignore(self, name: str) -> None:
-        """Not to be read again, as long as it is remembered."""
-        self.ignored[name] = None
-        if len(self.ignored) > _MAX_IGNORED:
-            self.ignored.popitem(last=False)
+    def skip(self, name: str) -> None:
+        """Do not read the manifest again while the name is remembered."""
+        self.skipped[name] = None
+        if len(self.skipped) > _MAX_SKIPPED:
+            self.skipped.popitem(last=False)
 
     def object_bytes_of(self, tenant: bytes) -> int:
         """Payload of a full object: a quarter of a tenant's share at most, or none could go for
@@ -181,24 +182,24 @@ class ObjectState:
             return self.settings.object_bytes
         return min(self.settings.object_bytes, share // 4)
 
-    def in_staging(self) -> list[Filling]:
+    def in_staging(self) -> list[OpenObject]:
         """Every object that is being filled, waits or is uploaded."""
-        return [*self.fillings.values(), *self.uploads, *self.uploading]
+        return [*self.open_objects.values(), *self.uploads, *self.uploading]
 
     # ---- Ends of stores ----
 
-    def settle(self, filling: Filling, reason: Reason) -> None:
+    def settle(self, open_object: OpenObject, reason: Reason) -> None:
         """Finish what is in an object, whatever became of it."""
-        for ticket, position, key in filling.entries:
+        for ticket, position, key in open_object.entries:
             ticket.job.reasons[position] = reason
-            self.settle_pages(ticket, [key], filling_bytes=0)
-        self.staged_bytes -= filling.staged_bytes
-        filling.staged_bytes = 0
-        filling.entries = []
+            self.settle_pages(ticket, [key], freed_bytes=0)
+        self.staged_bytes -= open_object.staged_bytes
+        open_object.staged_bytes = 0
+        open_object.entries = []
 
-    def settle_pages(self, ticket: StoreTicket, keys: list[bytes], filling_bytes: int) -> None:
-        """Pages whose reasons are set are done with; ``filling_bytes`` of staging are free."""
-        self.staged_bytes -= filling_bytes
+    def settle_pages(self, ticket: StoreTicket, keys: list[bytes], freed_bytes: int) -> None:
+        """Pages whose reasons are set are done with; ``freed_bytes`` of staging are free."""
+        self.staged_bytes -= freed_bytes
         for key in keys:
             if self.pending.get(key) is ticket:
                 del self.pending[key]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "TenantTable", "hash_words", "key_words", "most_loaded"]
+__all__ = ["PageIndex", "Places", "TenantTable", "hash_words", "key_words", "choose_reinsertion"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
@@ -210,7 +210,7 @@ class PageIndex:
         first as far as ``max_bytes`` reach, in the order of their offsets."""
         rows = self.live_rows(slot)
         rows = rows[self._hits[rows] > 0]
-        rows = rows[most_loaded(self._hits[rows], self._padded(rows), max_bytes)]
+        rows = rows[choose_reinsertion(self._hits[rows], self._padded(rows), max_bytes)]
         return self.in_order(rows)
 
     def in_order(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -414,7 +414,7 @@ def hash_words(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(29))
 
 
-def most_loaded(
+def choose_reinsertion(
     hits: npt.NDArray[Any], sizes: npt.NDArray[np.int64], max_bytes: int
 ) -> npt.NDArray[np.int64]:
     """Positions of the pages to save: the most loaded first as far as ``max_bytes`` reach."""

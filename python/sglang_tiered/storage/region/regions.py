@@ -35,7 +35,7 @@ class Region:
     published_tail: int = 0  # behind the last extent that is visible
     durable_tail: int = 0  # behind the last extent that survives loss of power
     dirty: bool = False  # published since the last sync
-    doubtful: bool = False  # a sync failed: what it covered may be lost, whatever the next says
+    suspect: bool = False  # a sync failed: what it covered may be lost, whatever the next says
     pins: int = 0
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False

@@ -203,7 +203,7 @@ class StoreState:
             self.any_dirty = True
             self.sync_ready.notify()
 
-    def give_up(self, parts: Sequence[Part], reason: Reason) -> None:
+    def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
@@ -319,7 +319,7 @@ class StoreState:
             self.batches = deque(batch for batch in self.batches if batch.write is not write)
             self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
             write.chunks, write.pages = [], []
-            self.give_up(write.parts, reason)
+            self.fail_parts(write.parts, reason)
             write.parts = []
             cause = "not written, as the device fails or hangs"
             self.finish_write(write, OSError(errno.ECANCELED, cause))

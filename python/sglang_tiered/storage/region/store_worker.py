@@ -151,7 +151,7 @@ class StoreWorker:
         except Exception:
             with state.lock:
                 state.placing = []
-                state.give_up(parts, Reason.IO_ERROR)
+                state.fail_parts(parts, Reason.IO_ERROR)
             raise
 
     def _has_share(self, head: StoreTicket) -> bool:
@@ -229,7 +229,7 @@ class StoreWorker:
             for write in failed:
                 state.writes.remove(write)
                 write.region.num_writing -= 1
-                state.give_up(write.parts, reason)
+                state.fail_parts(write.parts, reason)
         self._writer.rewind(first)
 
     def _failed(self, error: OSError) -> Reason:

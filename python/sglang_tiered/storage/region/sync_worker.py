@@ -149,10 +149,10 @@ class SyncWorker:
             for region, tail in tails.items():
                 if failure is None:
                     region.durable_tail = max(region.durable_tail, tail)
-                elif not region.doubtful:
+                elif not region.suspect:
                     region.dirty = state.any_dirty = True
             # After a failed fsync the next one succeeds, and what the first lost stays lost.
-            in_doubt = any(r.doubtful and state.index.num_live(r.slot) for r in state.regions)
+            any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
         if failure is not None:
             # Stores go on: what cannot be written says so itself, and a page that is not durable
             # is still a hit.
@@ -164,7 +164,7 @@ class SyncWorker:
             )
         elif tails:
             self._log.settle("sync")
-        return failure is None and not in_doubt
+        return failure is None and not any_suspect
 
     def _seal(self, region: Region) -> None:
         """Write the footer, unless what it would list may be lost. Without one the region is
@@ -172,7 +172,7 @@ class SyncWorker:
         contents = Contents.of(region.extents)
         written = 0
         try:
-            if not region.doubtful:
+            if not region.suspect:
                 with self._health.watch():
                     written = write_footer(self._device, region, contents)
         except OSError as error:
@@ -187,7 +187,7 @@ class SyncWorker:
             with self._health.watch():
                 self._device.sync(region.fd)
         except OSError as error:
-            region.doubtful = True
+            region.suspect = True
             return error
         return None
 

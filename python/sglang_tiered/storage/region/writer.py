@@ -118,7 +118,7 @@ class RegionWriter:
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
-            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.doubtful
+            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
             if usable and self._is_intact(region):
                 return
             # Somebody deleted or cut the file, the device rejects this place, or lost a sync.

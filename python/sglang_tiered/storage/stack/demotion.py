@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.base import BucketTier, Job
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.view import RegionView, StoredPage
     from sglang_tiered.storage.stack.tiers import StackSettings
 
@@ -81,7 +81,7 @@ class Demoter:
         self._scan = NvmeScan(nvme.view, bucket, self.queue)
         self._wake = threading.Condition()
         self._staged_bytes = 0  # guarded by ``_wake``, like all counts
-        self._num_flying = 0
+        self._num_in_flight = 0
         self._closed = False
         self._suspended = False
         self._num_changes = 0  # of the bucket's namespace
@@ -98,7 +98,7 @@ class Demoter:
     @property
     def backlog(self) -> int:
         """Pages that wait or are on their way."""
-        return self.queue.num_keys + self._num_flying
+        return self.queue.num_keys + self._num_in_flight
 
     def stored(self, keys: Sequence[bytes], tenant: bytes) -> None:
         """NVMe holds these consecutive pages now. May run under its lock."""
@@ -111,14 +111,14 @@ class Demoter:
         with self._wake:
             self._wake.notify_all()
 
-    def urge(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
+    def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
         """Copy these next, whatever else goes on; set when all that can be done was begun."""
         chain = Chain(tuple(keys), tenant, submitted=threading.Event())
         assert chain.submitted is not None
         if self._closed:
             chain.submitted.set()
         else:
-            self.queue.urge(chain)
+            self.queue.prioritize(chain)
             self.wake()
         return chain.submitted
 
@@ -246,7 +246,7 @@ class Demoter:
         num_pages = len(batch.pages)
         with self._wake:
             self._staged_bytes += batch.num_bytes
-            self._num_flying += num_pages
+            self._num_in_flight += num_pages
         job: Job | None = None
         try:
             run = self._read(batch)
@@ -256,11 +256,11 @@ class Demoter:
                         job = self._bucket.submit_store(run)
             unread = num_pages - (0 if run is None else run.num_pages)
         except BaseException:
-            self._landed(batch, num_pages)
+            self._completed(batch, num_pages)
             raise
         if job is None:
             self.num_gone += num_pages
-            self._landed(batch, num_pages)
+            self._completed(batch, num_pages)
             return
         self.num_gone += unread
         job.call_at_end(lambda finished: self._stored(finished, batch))
@@ -294,23 +294,23 @@ class Demoter:
             self.num_demoted += len(stored)
             self.bytes_demoted += sum(stored)
             self.num_dropped += num_dropped
-        self._landed(batch, len(batch.pages))
+        self._completed(batch, len(batch.pages))
 
     def _again(self, keys: Sequence[bytes], chain: Chain) -> bool:
         if chain.submitted is None:
             return self.queue.failed(keys, chain)
         return self.queue.add(keys, chain.tenant)  # who waits for it tries again by himself
 
-    def _landed(self, batch: _Batch, num_pages: int) -> None:
+    def _completed(self, batch: _Batch, num_pages: int) -> None:
         with self._wake:
             self._staged_bytes -= batch.num_bytes
-            self._num_flying -= num_pages
+            self._num_in_flight -= num_pages
             self._wake.notify_all()
 
-    def take_stock(self) -> tuple[int, int]:
+    def in_flight_totals(self) -> tuple[int, int]:
         """Bytes and pages on their way, for checks of the books."""
         with self._wake:
-            return self._staged_bytes, self._num_flying
+            return self._staged_bytes, self._num_in_flight
 
 
 class NvmeScan:

@@ -59,7 +59,7 @@ class DemotionQueue:
     def has_urgent(self) -> bool:
         return bool(self._urgent)
 
-    def urge(self, chain: Chain) -> None:
+    def prioritize(self, chain: Chain) -> None:
         """Ahead of everything, and however full it is: somebody waits."""
         with self._lock:
             self._urgent.append(chain)

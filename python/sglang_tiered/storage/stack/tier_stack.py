@@ -33,7 +33,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.demotion import Demoter
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
@@ -261,7 +261,7 @@ class TierStack(WriteTier):
             there = any(self.nvme.contains(lacking))
             if not there or left_s <= 0 or self._closed:
                 return held
-            begun = self._demoter.urge(lacking, NO_TENANT)
+            begun = self._demoter.prioritize(lacking, NO_TENANT)
             while not begun.wait(_LOOK_S) and self._clock() < deadline:
                 # What fills the staging memory may wait for its object to be full.
                 self.bucket.flush(min(_FLUSH_STEP_S, max(0.0, deadline - self._clock())))
@@ -273,7 +273,7 @@ class TierStack(WriteTier):
     # ---- Forgetting ----
 
     def begin_purge(
-        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
         """As the contract says. What a peer purged and told us of is not told again, and not purged
         again from the bucket, which we share with it: perhaps that was long ago, with much
@@ -281,9 +281,9 @@ class TierStack(WriteTier):
         with self._gate:
             begun = [self.nvme.begin_purge(tenant)]
             for remote in self.remote.values():
-                if was_told:
+                if is_remote:
                     remote.hide(tenant)
-                elif tells_peers or remote.tier is not Tier.PEER:
+                elif propagate or remote.tier is not Tier.PEER:
                     begun.append(remote.begin_purge(tenant, local=begun[0]))
             # Last: who reads pages under the new generation must find nothing purged any more.
             self._generation += 1
@@ -368,5 +368,5 @@ class TierStack(WriteTier):
             assert self._num_loads >= 0, f"{self._num_loads} loads under way"
             loads = sum(job.kind is JobKind.LOAD for job in self._jobs.inflight)
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
-        staged, flying = (0, 0) if self._demoter is None else self._demoter.take_stock()
-        assert staged >= 0 and flying >= 0, f"{staged} bytes of {flying} pages on their way"
+        staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
+        assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"

@@ -30,7 +30,7 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
     made: list[TierStack] = []
 
     def open_engine(name: str) -> TierStack:
-        upper = RegionEngine(
+        nvme = RegionEngine(
             tmp_path / name,
             namespace=NAMESPACE,
             capacity_bytes=1 << 22,
@@ -44,7 +44,7 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
             linger_s=0.01,
             num_connections=2,
         )
-        engine = TierStack(upper, [ObjectEngine(settings, namespace=NAMESPACE)])
+        engine = TierStack(nvme, [ObjectEngine(settings, namespace=NAMESPACE)])
         made.append(engine)
         return engine
 

@@ -205,7 +205,7 @@ def test_what_came_from_a_peer_is_kept_under_its_tenant_but_not_after_a_purge(
     assert page_data(again) == page_data(run)
     world.peers.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(other), tenant=TENANT)
-    engine.begin_purge(TENANT, was_told=True)
+    engine.begin_purge(TENANT, is_remote=True)
     world.peers.release()
     assert finished(job) == [Reason.OK] * 4
     assert drained(engine, TIMEOUT_S)
@@ -246,11 +246,11 @@ def test_a_purge_is_told_unless_it_was_told(world: World, make_run: MakeRun) -> 
     run = make_run(1, PAGES)
     for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
-    assert is_true(engine.begin_purge(TENANT, was_told=True), TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT, is_remote=True), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4, "it told the others again"
     assert world.bucket.hidden == set(run.keys)
     assert world.bucket.stats().num_pages == 4, "it purged the bucket again"
-    assert is_true(engine.begin_purge(TENANT, tells_peers=False), TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT, propagate=False), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4
     assert world.bucket.stats().num_pages == 0
     assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
