@@ -109,8 +109,11 @@ class PageLender:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Too many open files, most likely: whoever asks waits until it is over.
-                logger.warning("another rank is waiting for pages (%s)", error.strerror)
+                # Too many open files, most likely: the other rank waits until it is over.
+                logger.warning(
+                    "cannot accept a connection of another rank (%s); it waits for pages",
+                    error.strerror,
+                )
                 self._closing.wait(RETRY_S)
                 continue
             thread = threading.Thread(
@@ -131,7 +134,7 @@ class PageLender:
         except (OSError, msgspec.DecodeError):
             pass  # the borrower is gone, or ends with us
         except Exception:
-            logger.exception("pages could not be lent by our own fault")
+            logger.exception("internal error while lending pages; the connection is closed")
         finally:
             with self._lock:
                 self._connections.pop(connection, None)

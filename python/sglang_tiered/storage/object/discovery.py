@@ -87,7 +87,9 @@ class Discovery:
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
-                logger.exception("looking for manifests failed; what is known stays")
+                logger.exception(
+                    "internal error while looking for manifests; known pages stay available"
+                )
             for order in orders:
                 keep(order.succeeded, succeeded)
             with self._state.lock:

@@ -138,13 +138,13 @@ class ObjectEngine(BucketTier):
             )
 
     def _fault(self, what: str) -> None:
-        """In an except clause of a thread of ours, which goes on."""
+        """Report an exception of one of the engine's threads, which goes on."""
         logger.exception(
-            "%s: %s failed by our own fault; every lookup misses until the bucket has answered",
+            "%s: internal error while %s; every lookup misses until the bucket has answered",
             self._settings.url,
             what,
         )
-        self._breaker.fault(f"{what} failed by our own fault")
+        self._breaker.fault(f"internal error while {what}")
         with self._state.lock:  # its probes are the discovery's
             self._state.discovery_ready.notify_all()
 
@@ -291,7 +291,9 @@ class ObjectEngine(BucketTier):
             thread.join(max(deadline - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in self._threads):
             return
-        logger.warning("%s does not answer: closed without it", self._settings.url)
+        logger.warning(
+            "%s does not answer; the engine is closed without waiting for it", self._settings.url
+        )
         with state.lock:
             drop_stores(state, None, None)
             tickets = list(state.load_tickets)

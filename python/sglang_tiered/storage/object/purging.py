@@ -136,7 +136,7 @@ class Purger:
         except RequestError:
             self._unfinished[order.tenant] = order
         except BaseException:  # a panic of the library is no Exception
-            logger.exception("a purge failed by our own fault; it is tried again")
+            logger.exception("internal error while purging; the purge is tried again")
             self._unfinished[order.tenant] = order
         else:
             self._unfinished.pop(order.tenant, None)

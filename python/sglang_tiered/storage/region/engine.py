@@ -190,7 +190,7 @@ class RegionEngine(WriteTier):
             free = self._capacity_bytes  # it was only for the advice
         if free < self._capacity_bytes:
             logger.warning(
-                "%s may take %d bytes but its filesystem has room for %d, so it will stay smaller",
+                "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
                 self._directory,
                 self._capacity_bytes,
                 free,
@@ -375,7 +375,7 @@ class RegionEngine(WriteTier):
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._promises.close()
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("%s: the device hangs, so its files stay open", self._directory)
+            logger.warning("%s: the device hangs; its files stay open", self._directory)
             return
         for region in state.regions:
             with contextlib.suppress(OSError):

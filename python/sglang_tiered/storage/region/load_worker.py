@@ -71,7 +71,9 @@ class LoadWorker:
         try:
             reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
         except Exception:
-            logger.exception("%s: loading failed by our own fault", self._directory)
+            logger.exception(
+                "%s: internal error while loading pages; they are computed again", self._directory
+            )
             self._skip(span, Reason.IO_ERROR)
             return
         if error is None:

@@ -163,7 +163,7 @@ class _Recovery:
         known, device = self.report.purges, self.device
         damaged = known.damaged
         if damaged:
-            logger.warning("%s is damaged, so all that was stored is forgotten", PURGES_NAME)
+            logger.warning("%s is damaged; all stored pages are forgotten", PURGES_NAME)
             self.report.purges = known = Purges(everyone=Bound(self.report.next_sequence, 0))
         elif known.is_empty:
             return
@@ -172,7 +172,9 @@ class _Recovery:
                 return
             device.replace_file(PURGES_NAME, purges.pack(known))
         except OSError as error:
-            logger.warning("%s cannot be written (%s) and is read again", PURGES_NAME, error)
+            logger.warning(
+                "%s cannot be written (%s); the next start reads it again", PURGES_NAME, error
+            )
 
     def _remove(self, item: _Found) -> None:
         self.found.remove(item)
@@ -249,7 +251,9 @@ class _Recovery:
             region.durable_tail = region.tail
         except OSError as error:
             # The pages are served all the same; the next recovery walks the region again.
-            logger.warning("%s could not be sealed (%s) and stays unsealed", region.name, error)
+            logger.warning(
+                "%s could not be sealed (%s); the next start walks it again", region.name, error
+            )
         return True
 
     def _index(
@@ -314,7 +318,11 @@ def _unlink(device: Device, name: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        logger.warning("%s could not be removed (%s) and is ignored", name, error.strerror)
+        logger.warning(
+            "%s could not be removed (%s); it is skipped, and its number is not used again",
+            name,
+            error.strerror,
+        )
 
 
 _PROGRESS_AFTER_S = 1.0

@@ -70,7 +70,10 @@ class StoreWorker:
         try:
             self._writer.finish()
         except Exception:
-            logger.exception("%s: closing the log failed by our own fault", self._directory)
+            logger.exception(
+                "%s: internal error while closing the log; the next start walks its last region",
+                self._directory,
+            )
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
@@ -99,7 +102,9 @@ class StoreWorker:
         except OSError as error:
             self._drop_first(self._failed(error))
         except Exception:
-            logger.exception("%s: storing failed by our own fault", self._directory)
+            logger.exception(
+                "%s: internal error while storing pages; they are dropped", self._directory
+            )
             self._drop_first(Reason.IO_ERROR)
         return True
 
@@ -361,5 +366,5 @@ class ChunkWorker:
 
 
 def _internal(fault: Exception) -> OSError:
-    logger.exception("storing failed by our own fault")
+    logger.exception("internal error while storing pages; they are dropped")
     return OSError(f"internal error: {fault}")

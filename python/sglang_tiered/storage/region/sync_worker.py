@@ -111,11 +111,11 @@ class SyncWorker:
 
     def _fault(self, what: str) -> None:
         logger.exception(
-            "%s: %s failed by our own fault; lookups miss for a while, and it is tried again",
+            "%s: internal error while %s; lookups miss for a while, and it is tried again",
             self._directory,
             what,
         )
-        self._health.fault(f"{what} failed by our own fault")
+        self._health.fault(f"internal error while {what}")
 
     def _wait(self) -> tuple[bool, bool]:
         """Until there is something to do: whether it is the last, and whether it is time to sync.
@@ -176,7 +176,11 @@ class SyncWorker:
                 with self._health.watch():
                     written = write_footer(self._device, region, contents)
         except OSError as error:
-            logger.warning("%s could not be sealed (%s)", self._directory / region.name, error)
+            logger.warning(
+                "%s could not be sealed (%s); the next start walks it",
+                self._directory / region.name,
+                error,
+            )
         with self._state.lock:
             region.extents = []
             region.dirty = self._state.any_dirty = True

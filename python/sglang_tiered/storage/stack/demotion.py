@@ -147,8 +147,8 @@ class Demoter:
             try:
                 moved = self._step()
             except Exception:
-                # Our own fault, but the tier serves without us: say so once and go on slowly.
-                logger.exception("copying to the bucket failed by our own fault")
+                # The tier serves without copies: log it and go on slowly.
+                logger.exception("internal error while copying to the bucket; it is tried again")
                 moved = False
             with self._wake:
                 if not moved and not self._closed:

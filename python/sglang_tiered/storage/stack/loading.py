@@ -177,7 +177,9 @@ class Loader:
             try:
                 self._follow_up(part)
             except Exception:
-                logger.exception("a load over several tiers failed by our own fault")
+                logger.exception(
+                    "internal error while loading from several tiers; pages not yet read are misses"
+                )
             self._settle(part.load)
 
     def _follow_up(self, part: _Part) -> None:

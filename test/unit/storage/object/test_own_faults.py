@@ -42,7 +42,7 @@ def fail_once(
 def check_that_it_serves_again(engine: ObjectEngine, clock: Clock, run: Run, target: Run) -> None:
     health = engine.stats()
     assert health.health is Health.MISS_ONLY
-    assert "own fault" in health.health_reason
+    assert "internal error" in health.health_reason
     clock.now += 100.0
     assert engine.refresh(TIMEOUT_S), "the bucket answers"
     assert engine.stats().health is Health.RUNNING

@@ -73,7 +73,7 @@ def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_p
     fail_once(monkeypatch, engine._device, name)
     assert not engine.flush(TIMEOUT_S)
     assert engine.stats().health is Health.MISS_ONLY
-    assert "own fault" in engine.stats().health_reason
+    assert "internal error while syncing" in engine.stats().health_reason
     clock.now += 100.0
     assert engine.stats().health is Health.RUNNING
     assert engine.flush(TIMEOUT_S)
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_meets_our_own_fault_costs_no_barrier(
     fail_once(monkeypatch, sync_worker.checkpoint, "pack")
     store(engine, make_run(2, [4096]))
     assert engine.flush(TIMEOUT_S)
-    assert "a checkpoint failed" in engine.stats().health_reason
+    assert "internal error while writing a checkpoint" in engine.stats().health_reason
     clock.now += 100.0
     store(engine, make_run(3, [4096]))
     assert engine.flush(TIMEOUT_S)
