@@ -237,7 +237,7 @@ def test_missing_page_in_the_middle_leaves_its_neighbours(
 
 
 @loads
-def test_buffer_of_wrong_length_is_a_miss_and_untouched(
+def test_buffer_of_wrong_length_is_an_untouched_miss(
     place: Place, make_run: MakeRun, page_data: PageData
 ) -> None:
     run = make_run(6, [4096])

@@ -116,12 +116,12 @@ def usage(engine: WriteTier) -> dict[bytes, TenantUsage]:
     return {entry.tenant: entry for entry in engine.tenants(100)}
 
 
-def test_a_tenant_of_another_length_is_our_own_bug(make_run: MakeRun) -> None:
+def test_a_tenant_of_wrong_length_raises(make_run: MakeRun) -> None:
     with pytest.raises(ValueError, match="a tenant has 3 bytes"):
         of(b"abc", make_run(1, PAGES))
 
 
-def test_pages_are_counted_under_the_tenant_that_stored_them(
+def test_pages_count_for_the_tenant_that_stored_them(
     engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
@@ -180,9 +180,7 @@ def test_a_purged_tenant_may_store_again(
         assert hits(engine, run) == 0
 
 
-def test_purge_of_a_tenant_nobody_knows_changes_nothing(
-    engine: WriteTier, make_run: MakeRun
-) -> None:
+def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_run: MakeRun) -> None:
     run = of(A, make_run(1, PAGES))
     finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(B), TIMEOUT_S)
@@ -207,7 +205,7 @@ def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:
     assert not is_true(engine.begin_purge(None), TIMEOUT_S)
 
 
-def test_no_store_from_before_a_purge_lands_behind_it(engine: WriteTier, make_run: MakeRun) -> None:
+def test_no_earlier_store_lands_behind_a_purge(engine: WriteTier, make_run: MakeRun) -> None:
     stop = threading.Event()
     others: list[Run] = []
 
@@ -261,7 +259,7 @@ def test_a_tenant_never_holds_more_than_its_share(
     )
 
 
-def test_a_store_beyond_the_share_keeps_its_leading_pages(
+def test_a_store_beyond_the_share_keeps_leading_pages(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     engine = make_engine(16_384)

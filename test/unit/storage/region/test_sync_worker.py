@@ -62,7 +62,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sync", "sync_directory"])
-def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_pages(
+def test_an_internal_error_refuses_only_one_barrier(
     engine: RegionEngine,
     make_run: MakeRun,
     clock: Clock,
@@ -82,7 +82,7 @@ def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_p
     engine.check_integrity()
 
 
-def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinned(
+def test_an_internal_error_in_sealing_keeps_the_region(
     engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker, "write_footer")
@@ -100,7 +100,7 @@ def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinne
     engine.check_integrity()
 
 
-def test_a_checkpoint_that_meets_our_own_fault_costs_no_barrier(
+def test_an_internal_error_in_checkpoints_costs_no_barrier(
     engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker.checkpoint, "pack")

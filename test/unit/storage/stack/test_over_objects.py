@@ -78,7 +78,7 @@ def test_what_one_server_flushed_another_serves_and_keeps(
     assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
 
-def test_a_purge_reaches_both_tiers_and_outlives_the_server(
+def test_a_purge_of_both_tiers_outlives_the_server(
     open_engine: Callable[[str], TierStack], make_run: MakeRun
 ) -> None:
     first = open_engine("first")
