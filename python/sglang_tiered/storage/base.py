@@ -179,7 +179,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True once the engine has let go of the run's buffers."""
+        """Return true once the engine has let go of the run's buffers."""
         return self._done.is_set()
 
     @property
@@ -193,7 +193,8 @@ class Job:
 
     @property
     def num_leading_ok(self) -> int:
-        """Leading pages that succeeded; a chain is usable only up to its first failure."""
+        """Return how many leading pages succeeded; a chain is usable only up to its first
+        failure."""
         results = self.ok
         return results.index(False) if False in results else len(results)
 
@@ -236,7 +237,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats(TierStats):
-    """Of a tier that stores."""
+    """Counters and gauges of a tier that stores."""
 
     num_pages: int  # pages a lookup can hit
     stored_bytes: int  # payload bytes of those pages
@@ -284,11 +285,11 @@ class ReadTier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys a load could serve now. Memory only; does not pin."""
+        """Return which keys a load could serve now. Memory only; does not pin."""
 
     @abstractmethod
     def some_keys(self, limit: int) -> list[bytes]:
-        """At most ``limit`` keys that a load could serve now, to measure the tier with."""
+        """Return at most ``limit`` keys that a load could serve now, to measure the tier with."""
 
     @abstractmethod
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
@@ -318,7 +319,7 @@ class ReadTier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """A consistent snapshot; O(1) and without I/O."""
+        """Return a consistent snapshot; O(1) and without I/O."""
 
     @abstractmethod
     def close(self) -> None:
@@ -344,16 +345,16 @@ class WriteTier(ReadTier):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Whether every page stored before the call is durable. False when the storage refuses,
-        the time runs out or the tier is closed. Blocks."""
+        """Return whether every page stored before the call is durable. False when the storage
+        refuses, the time runs out or the tier is closed. Blocks."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
 
     @abstractmethod
     def tenants(self, limit: int) -> list[TenantUsage]:
-        """The tenants with the most physical bytes, at most ``limit``. Without I/O, but linear in
-        their number: for people who ask, not for every step."""
+        """Return the tenants with the most physical bytes, at most ``limit``. Takes no I/O, but
+        time linear in their number: for an operator's request, not for every step."""
 
 
 class RemoteTier(ReadTier):
@@ -365,16 +366,17 @@ class RemoteTier(ReadTier):
     def begin_purge(
         self, tenant: bytes | None, *, local: Future[bool] | None = None
     ) -> Future[bool]:
-        """As every tier, for every server that shares it; ``local`` is what this server's own
-        tier does of it."""
+        """Forget pages as every tier does, for every server that shares the tier; ``local`` is the
+        purge of this server's own tier."""
 
     @abstractmethod
     def hide(self, tenant: bytes | None) -> None:
-        """As ``begin_purge``, for this server alone: another one's purge makes it durable."""
+        """Forget pages as ``begin_purge`` does, for this server alone: the server that purged them
+        makes it durable."""
 
     @abstractmethod
     def refresh(self, timeout_s: float) -> bool:
-        """Whether what other servers changed was looked for within that time. Blocks."""
+        """Return whether what other servers changed was looked for within that time. Blocks."""
 
 
 class BucketTier(RemoteTier, WriteTier):
@@ -384,4 +386,4 @@ class BucketTier(RemoteTier, WriteTier):
 
     @abstractmethod
     def object_stats(self) -> Any:
-        """What ``stats`` has no place for."""
+        """Return what ``stats`` has no place for."""

@@ -36,7 +36,7 @@ class JobBook:
         return job
 
     def add(self, job: Job) -> None:
-        """A job that another tier made for its caller too."""
+        """Count a job that another tier made for its caller too."""
         self._inflight[job] = None
 
     def note_end(self, job: Job) -> None:

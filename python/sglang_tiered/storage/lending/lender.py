@@ -76,9 +76,9 @@ class PageLender:
 
     @property
     def claim(self) -> bytes | None:
-        """What the pages are taken to be: given to those only who say the same; None gives nothing
-        to anybody. Whoever changes what the engine finds sets None before and the new claim after.
-        """
+        """Return what the pages are taken to be. They go only to a borrower with the same claim,
+        and to no borrower while it is None. The owner sets None before it changes what the engine
+        finds, and the new claim afterwards."""
         return self._claim
 
     @claim.setter
@@ -159,7 +159,7 @@ class PageLender:
     def _begin(
         self, request: Request, piece: range, rooms: list[bytearray], number: int
     ) -> Job | None:
-        """Begin to read pages of a request; None where it is about other pages than ours."""
+        """Begin to read the pages of a request; None where its claim is another one."""
         if request.claim != self._claim or self._closing.is_set():
             return None
         lengths = request.lengths[piece.start : piece.stop]

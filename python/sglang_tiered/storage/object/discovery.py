@@ -50,11 +50,11 @@ _MAX_PURGES_SEEN = 65_536
 
 
 class _PassOver(Exception):  # noqa: N818
-    """The namespace changed or the engine was closed: what was found does not count."""
+    """Raised when the namespace changed or the engine was closed: what was found does not count."""
 
 
 class Discovery:
-    """Body of the discovery thread."""
+    """Looks for what other servers did; ``run`` is the body of the discovery thread."""
 
     def __init__(
         self, state: ObjectState, client: ObjectClient, breaker: Breaker, purger: Purger
@@ -98,7 +98,7 @@ class Discovery:
             self._next_at = self._state.clock() + self._state.settings.refresh_s
 
     def _await_work(self) -> list[RefreshOrder] | None:
-        """The orders that the pass now due is for; None when the engine is closed."""
+        """Return the orders that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
             with state.lock:
@@ -148,7 +148,8 @@ class Discovery:
                 state.discovery.num_full_listings += 1
 
     def _check(self, epoch: int) -> None:
-        """With the state's lock held."""
+        """End the pass when the namespace changed or the engine was closed. The caller holds the
+        state's lock."""
         if self._state.closed or self._state.epoch != epoch:
             raise _PassOver
 
@@ -244,7 +245,7 @@ class Discovery:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Guarded by the state's lock."""
+    """Manifests that are read together. Guarded by the state's lock."""
 
     num_left: int
     error: BaseException | None = None

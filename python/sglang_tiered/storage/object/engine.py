@@ -104,7 +104,7 @@ class ObjectEngine(BucketTier):
 
     @property
     def namespace(self) -> bytes:
-        """Of what is in the bucket: for the collector."""
+        """Return the namespace of what is in the bucket: for the collector."""
         return self._state.namespace
 
     @property
@@ -112,7 +112,8 @@ class ObjectEngine(BucketTier):
         return self._diagnosis()[0]
 
     def _own(self, namespace: bytes) -> bytes:
-        """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
+        """Return the namespace of what is in the bucket: encoded bytes never share one with exact
+        ones."""
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
         if self._codec is None:
@@ -120,7 +121,7 @@ class ObjectEngine(BucketTier):
         return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
 
     def _note(self, error: RequestError | None) -> None:
-        """What became of a request that reads."""
+        """Note the outcome of a request that reads."""
         was_open = self._breaker.is_open
         if error is None:
             self._breaker.succeeded()
@@ -176,12 +177,12 @@ class ObjectEngine(BucketTier):
     # ---- Stores ----
 
     def submit_store(self, run: Run) -> Job:
-        """As the contract says. The job is done when the object that holds its pages and the
+        """Store as the contract says. The job is done when the object that holds its pages and the
         manifest are in the bucket, ``linger_s`` later if that object does not fill up before."""
         return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
 
     def flush(self, timeout_s: float) -> bool:
-        """As the contract says, and announced: what is being filled is closed."""
+        """Flush as the contract says, and announce it: objects that are being filled are closed."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -240,7 +241,7 @@ class ObjectEngine(BucketTier):
     def begin_purge(
         self, tenant: bytes | None, *, local: Future[bool] | None = None
     ) -> Future[bool]:
-        """As the contract says, for every server: None empties the namespace."""
+        """Purge as the contract says, for every server: None empties the namespace."""
         return begin_purge(self._state, tenant)
 
     def hide(self, tenant: bytes | None) -> None:
@@ -255,7 +256,7 @@ class ObjectEngine(BucketTier):
         return engine_stats(self._state, *self._diagnosis())
 
     def object_stats(self) -> ObjectStats:
-        """What ``stats`` has no place for: requests, the breaker, objects, discovery."""
+        """Return what ``stats`` has no place for: requests, the breaker, objects, discovery."""
         return object_stats(self._state, self._client, self._breaker)
 
     def _diagnosis(self) -> tuple[Health, str]:
@@ -264,9 +265,9 @@ class ObjectEngine(BucketTier):
         return self._breaker.diagnosis()
 
     def close(self) -> None:
-        """As the contract says; ``flush`` before it keeps what is being filled. Requests under
-        way are waited for, ten seconds at most, then left to their threads, which end with them.
-        """
+        """Close as the contract says; ``flush`` before it keeps what is being filled. Requests
+        under way are waited for, ten seconds at most, then left to their threads, which end with
+        them."""
         state = self._state
         with state.lock:
             if state.closed:

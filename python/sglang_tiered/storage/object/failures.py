@@ -38,7 +38,7 @@ _DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 
 
 def explain(error: BaseException, kind: str) -> RequestError:
-    """The cause of an exception that a request of this kind raised."""
+    """Return the cause of an exception that a request of this kind raised."""
     text, name = str(error), type(error).__name__
     match = _STATUS.search(text)
     status = int(match[1]) if match else None

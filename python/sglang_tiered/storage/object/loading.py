@@ -60,7 +60,7 @@ def plan_spans(
 
 
 class Loader:
-    """Body of the loading threads."""
+    """Reads spans; ``run`` is the body of the loading threads."""
 
     def __init__(self, state: ObjectState, client: ObjectClient, on_fault: OnFault) -> None:
         self._state = state
@@ -97,7 +97,7 @@ class Loader:
                 state.load_ready.notify()
 
     def _serve(self, span: LoadSpan, room: memoryview | None) -> memoryview | None:
-        """``room`` is what a directory is read into; returns it for the next span."""
+        """Serve a span. ``room`` is what a directory is read into; returns it for the next span."""
         ticket = span.ticket
         if ticket.is_open:
             if self._state.closed:
@@ -226,8 +226,8 @@ class Loader:
 
 
 def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[memoryview]]:
-    """The first places of a span, up to where two overlap, and the buffers of their pages in the
-    order of their bytes; what lies between two pages goes to ``room``."""
+    """Return the first places of a span, up to where two overlap, and the buffers of their pages in
+    the order of their bytes; what lies between two pages goes to ``room``."""
     places, buffers = [], []
     at = span.start
     for place in span.places:
@@ -242,7 +242,8 @@ def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[m
 
 
 class DeadlineClock:
-    """Body of the thread that finishes loads at their deadlines, whatever their requests do."""
+    """Finishes loads at their deadlines, whatever their requests do; ``run`` is the body of its
+    thread."""
 
     def __init__(self, state: ObjectState) -> None:
         self._state = state
@@ -250,7 +251,7 @@ class DeadlineClock:
         self._tickets: list[tuple[float, int, LoadTicket]] = []  # heap
 
     def add(self, ticket: LoadTicket) -> None:
-        """With the state's lock held."""
+        """Watch a load. The caller holds the state's lock."""
         if ticket.deadline is not None:
             if len(self._tickets) >= _MANY_DEADLINES:  # let go of the buffers of those long done
                 self._tickets = [entry for entry in self._tickets if entry[2].is_open]
@@ -289,7 +290,7 @@ def submit_load(
     client: ObjectClient,
     answers: bool,
 ) -> Job:
-    """See ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
+    """Submit a load for ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
     with state.lock:
         job = state.jobs.open(JobKind.LOAD, run)
         if state.closed:
@@ -321,7 +322,7 @@ def submit_load(
 
 
 def _fitting(run: Run, places: list[Place]) -> list[Place]:
-    """A page of another length than the buffer is a miss."""
+    """Keep the pages that are as long as their buffers; the others are misses."""
     return [
         place
         for place in places

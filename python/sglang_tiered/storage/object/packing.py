@@ -27,7 +27,7 @@ _MIN_OBJECT_OVERHEAD = manifest_bytes(1) + TAIL_BYTES
 
 
 class Packer:
-    """Body of the packing thread."""
+    """Packs stores into objects; ``run`` is the body of the packing thread."""
 
     def __init__(self, state: ObjectState, on_fault: OnFault) -> None:
         self._state = state
@@ -42,7 +42,8 @@ class Packer:
             self._pack(ticket)
 
     def _next(self) -> StoreTicket | None:
-        """The next store; None when the engine is closed. Closes what has lingered meanwhile."""
+        """Return the next store; None when the engine is closed. Closes what has lingered
+        meanwhile."""
         state = self._state
         linger_s = state.settings.linger_s
         with state.lock:
@@ -114,7 +115,7 @@ class Packer:
             open_object.staged_bytes += length
 
     def _open_object(self, ticket: StoreTicket, stored: int, length: int) -> OpenObject | None:
-        """An open object with room for that page; None for a ticket that was dropped."""
+        """Return an open object with room for that page; None for a ticket that was dropped."""
         state = self._state
         place = ticket.tenant, length if self._codec is not None else 0
         with state.lock:
@@ -162,7 +163,8 @@ class Packer:
 
 
 def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
-    """See ``ObjectEngine.submit_store``; ``accepts`` says whether the bucket takes stores."""
+    """Submit a store for ``ObjectEngine.submit_store``; ``accepts`` says whether the bucket takes
+    stores."""
     with state.lock:
         job = state.jobs.open(JobKind.STORE, run)
         if state.closed:
@@ -182,7 +184,7 @@ def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
 
 
 def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
-    """The pages to store, and their bytes; the others get their reasons."""
+    """Return the pages to store, and their bytes; the others get their reasons."""
     settings, run = state.settings, job.run
     share = settings.max_tenant_bytes if run.tenant != NO_TENANT else None
     positions: list[int] = []
@@ -208,7 +210,7 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
 
 
 def _room(state: ObjectState) -> float:
-    """The bytes that staging memory and the budgets of the day have room for."""
+    """Return the bytes that staging memory and the budgets of the day have room for."""
     if state.request_budget.available < 1:
         return 0
     return min(state.settings.staging_bytes, state.write_budget.available) - state.staged_bytes

@@ -68,7 +68,8 @@ def hide(state: ObjectState, tenant: bytes | None) -> None:
 
 
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
-    """Returns the time up to which its objects are dead. With the state's lock held."""
+    """Hide pages; returns the time up to which their objects are dead. The caller holds the state's
+    lock."""
     newest = state.index.newest_ms(tenant)  # by another's clock, where ours is behind it
     bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
@@ -78,7 +79,7 @@ def _hide(state: ObjectState, tenant: bytes | None) -> int:
 
 
 def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
-    """Hide what another server purged. With the state's lock held."""
+    """Hide what another server purged. The caller holds the state's lock."""
     if not state.bounds.add(purge.tenant, purge.bound_ms):
         return
     drop_stores(state, purge.tenant, purge.bound_ms)
@@ -88,8 +89,9 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
 def drop_stores(
     state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[OpenObject] = ()
 ) -> None:
-    """Let nothing of a tenant (None: of anyone) that is on its way become visible, but for some
-    objects; with a bound, only what is in objects opened up to it. With the state's lock held."""
+    """Keep what is on its way of a tenant (None: of anyone) from becoming visible, but for some
+    objects; with a bound, only what is in objects opened up to it. The caller holds the state's
+    lock."""
     if bound_ms is None:
         if state.packing is not None and tenant in (None, state.packing.tenant):
             state.packing.dropped = True  # the packer finishes it
@@ -120,7 +122,7 @@ def drop_stores(
 
 
 class Purger:
-    """Makes purges durable, on the discovery thread. One that failed is tried again."""
+    """Makes purges durable, on the discovery thread. A failed purge is tried again."""
 
     def __init__(self, state: ObjectState, client: ObjectClient) -> None:
         self._state = state
@@ -158,7 +160,7 @@ class Purger:
                 done = state.closed or state.index.sweep(_SWEPT_ROWS)
 
     def _await_uploads(self, order: PurgeOrder) -> None:
-        """What is uploaded while it is purged may still write its manifest."""
+        """Wait for uploads that were purged under way: they may still write their manifest."""
         state = self._state
         with state.lock:
             dropped = [
@@ -221,7 +223,7 @@ class Purger:
                     raise
 
     def _is_dead(self, path: str, order: PurgeOrder) -> bool:
-        """Whether the name says that it is of the purge: opened up to its bound, or a little
+        """Return whether the name says that it is of the purge: opened up to its bound, or a little
         later by the clock of another writer."""
         named = parse_path(path)
         if named is None or not _is_of_tenant(order, named):

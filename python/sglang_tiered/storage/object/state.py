@@ -50,7 +50,7 @@ class Bounds:
         self._tenants: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, tenant: bytes | None, bound_ms: int) -> bool:
-        """Whether it says anything new."""
+        """Add a bound; returns whether it says anything new."""
         if bound_ms <= self.of(tenant):
             return False
         if tenant is None:
@@ -65,18 +65,18 @@ class Bounds:
         return True
 
     def change_namespace(self) -> None:
-        """A purge of everyone is of one namespace, that of a tenant of all."""
+        """Drop the purge of everyone, which is of one namespace; that of a tenant is of all."""
         self.everyone = self._collapsed
 
     def of(self, tenant: bytes | None) -> int:
-        """Objects of the tenant opened up to this are dead; -1: none."""
+        """Return up to when the tenant's objects are dead; -1 where nothing of it is."""
         if tenant is None:
             return self.everyone
         return max(self.everyone, self._tenants.get(tenant, -1))
 
 
 class ObjectState:
-    """Everything is guarded by ``lock`` but for what never changes."""
+    """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class ObjectState:
         return Layout(self.namespace)
 
     def now_ms(self) -> int:
-        """The time for names: it never falls."""
+        """Return the time for names: it never falls."""
         self._last_ms = max(self._last_ms, int(self.wall_clock() * 1000))
         return self._last_ms
 
     def next_id(self, tenant: bytes, not_before: int = 0) -> ObjectId:
-        """A name for an object opened now: later than every purge that concerns it."""
+        """Return a name for an object opened now: later than every purge that concerns it."""
         opened = max(self.now_ms(), self.bounds.of(tenant) + 1, not_before)
         # A purge by a clock that is far ahead must not take the time of all our names with it.
         if opened <= self._last_ms + _MAX_SKEW_MS:
@@ -158,7 +158,7 @@ class ObjectState:
         return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
 
     def suspect(self, name: str) -> None:
-        """Its manifest does not verify. It may have been damaged on its way: it is read
+        """Note a manifest that does not verify. It may have been damaged on its way: it is read
         once more, and skipped the second time."""
         if name in self.suspects:
             del self.suspects[name]
@@ -175,15 +175,15 @@ class ObjectState:
             self.skipped.popitem(last=False)
 
     def object_bytes_of(self, tenant: bytes) -> int:
-        """Payload of a full object: a quarter of a tenant's share at most, or none could go for
-        the next."""
+        """Return the payload of a full object: at most a quarter of a tenant's share, or no object
+        could go for the next."""
         share = self.settings.max_tenant_bytes
         if share is None or tenant == NO_TENANT:
             return self.settings.object_bytes
         return min(self.settings.object_bytes, share // 4)
 
     def in_staging(self) -> list[OpenObject]:
-        """Every object that is being filled, waits or is uploaded."""
+        """Return every object that is being filled, waits or is uploaded."""
         return [*self.open_objects.values(), *self.uploads, *self.uploading]
 
     # ---- Ends of stores ----
@@ -198,7 +198,7 @@ class ObjectState:
         open_object.entries = []
 
     def settle_pages(self, ticket: StoreTicket, keys: list[bytes], freed_bytes: int) -> None:
-        """Pages whose reasons are set are done with; ``freed_bytes`` of staging are free."""
+        """Settle pages whose reasons are set; ``freed_bytes`` of staging are free."""
         self.staged_bytes -= freed_bytes
         for key in keys:
             if self.pending.get(key) is ticket:
@@ -208,7 +208,7 @@ class ObjectState:
             self.jobs.finish(ticket.job)
 
     def refuse(self, ticket: StoreTicket, positions: list[int], reason: Reason) -> None:
-        """Pages of a ticket that were not copied and never will be."""
+        """Settle pages of a ticket that were not copied and never will be."""
         if not positions:
             return
         run = ticket.job.run
@@ -219,7 +219,7 @@ class ObjectState:
         self.settle_pages(ticket, [run.keys[p] for p in positions], sizes)
 
     def finish_load(self, ticket: LoadTicket) -> None:
-        """For whoever the ticket told to."""
+        """Finish a load; called by the thread that its ticket told to."""
         job = ticket.job
         del self.load_tickets[ticket]
         for is_ok, page in zip(job.ok, job.run.pages, strict=True):

@@ -26,7 +26,7 @@ __all__ = ["Uploader"]
 
 
 class Uploader:
-    """Body of the uploading threads."""
+    """Uploads objects; ``run`` is the body of the uploading threads."""
 
     def __init__(
         self, state: ObjectState, client: ObjectClient, breaker: Breaker, on_fault: OnFault

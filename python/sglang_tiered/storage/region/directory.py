@@ -75,7 +75,8 @@ class DirectoryState(enum.Enum):
 
 
 def shard_path(path: Path, name: str) -> Path:
-    """Where the shard of that name lies. Raises ``ValueError`` for a name that cannot be one."""
+    """Return where the shard of that name lies. Raises ``ValueError`` for a name that cannot be
+    one."""
     shard = SHARD_PREFIX + name
     if not is_shard_name(shard):
         raise ValueError(f"{name!r} cannot name a shard")
@@ -85,8 +86,8 @@ def shard_path(path: Path, name: str) -> Path:
 def inspect(path: Path) -> DirectoryState:
     """Say what is at ``path``, touching nothing.
 
-    Raises ``StoreForeignError`` for what is not ours, ``StoreFormatError`` for a store of a newer
-    format, ``StoreError`` for a directory that cannot be read.
+    Raises ``StoreForeignError`` for what is not the product's, ``StoreFormatError`` for a store of
+    a newer format, ``StoreError`` for a directory that cannot be read.
     """
     try:
         return _inspect(path)
@@ -97,7 +98,7 @@ def inspect(path: Path) -> DirectoryState:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raises ``StoreError`` for a directory that everybody can write to. Touches nothing."""
+    """Raise ``StoreError`` for a directory that everybody can write to. Touches nothing."""
     if path.is_dir() and path.stat().st_mode & stat.S_IWOTH:
         raise StoreError(
             f"{path} can be written by everybody on this machine, who could put pages there that "
@@ -200,7 +201,7 @@ def _inspect_shard(shard: Path) -> None:
 
 
 def _manifest_version(path: Path) -> int | None:
-    """The version a manifest states; ``None`` when it is missing or does not verify."""
+    """Return the version a manifest states; ``None`` when it is missing or does not verify."""
     try:
         with _reading(path / MANIFEST_NAME) as fd:
             text = os.read(fd, 256)
@@ -257,7 +258,8 @@ def _newer(path: Path, version: int) -> StoreFormatError:
 
 
 def max_regions() -> int:
-    """How many of a store the hard limit has room for, in a process that holds nothing else."""
+    """Return how many regions of a store the hard limit has room for, in a process that holds
+    nothing else."""
     return _limits()[1] - _RESERVED
 
 

@@ -312,7 +312,8 @@ def _close(device: Device, region: Region) -> None:
 
 
 def _unlink(device: Device, name: str) -> None:
-    """What cannot be removed stays and is ignored: its number is never used again."""
+    """Remove a file. One that cannot be removed stays and is skipped: its number is never used
+    again."""
     try:
         device.unlink(name)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ __all__ = ["Region", "RegionTable"]
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """One region file. ``fd`` stays open until the region is retired and nobody pins it."""
+    """One region file. ``fd`` stays open until the region is retired and no thread pins it."""
 
     sequence: int
     fd: int
@@ -90,7 +90,7 @@ class RegionTable:
             self._slots.append(region)
 
     def charge(self, region: Region, tenant: bytes, nbytes: int) -> None:
-        """Count payload of a tenant in a region; negative where it is given up again."""
+        """Count payload of a tenant in a region; negative where its place is taken back."""
         for books in (region.tenant_bytes, self.tenant_bytes):
             books[tenant] = books.get(tenant, 0) + nbytes
             if not books[tenant]:
@@ -108,8 +108,8 @@ class RegionTable:
         region.pins += 1
 
     def unpin(self, region: Region) -> bool:
-        """True when this was the last pin of a retired region: the caller closes its descriptor,
-        then calls ``closed``."""
+        """Release a pin; true when this was the last one of a retired region: the caller closes its
+        descriptor, then calls ``closed``."""
         region.pins -= 1
         return region.retired and region.pins == 0
 

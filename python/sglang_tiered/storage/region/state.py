@@ -41,7 +41,8 @@ _PURGED = -1  # the generation of stores whose tenant was purged meanwhile
 
 
 class StoreState:
-    """Every attribute and method is guarded by ``lock``, which the caller holds."""
+    """State of the store's threads. Every attribute and method is guarded by ``lock``, which the
+    caller holds."""
 
     def __init__(self, namespace: bytes) -> None:
         self.lock = threading.Lock()
@@ -82,8 +83,8 @@ class StoreState:
         self.num_pages_purged = 0
 
     def forget_all(self, *, keep: bool) -> None:
-        """Empty the index; stores under way finish, but nobody will see their pages. ``keep``:
-        the namespace may be opened again, so its pages are of use."""
+        """Empty the index; stores under way finish, but their pages stay invisible. ``keep``: the
+        namespace may be opened again, so its pages are of use."""
         self.generation += 1
         for region in self.regions if keep else ():
             region.num_foreign += self.index.num_live(region.slot)
@@ -91,7 +92,7 @@ class StoreState:
         self.pending.clear()
 
     def forget_tenant(self, tenant: bytes) -> None:
-        """Hide the pages of a tenant, and let none that is under way become visible."""
+        """Hide the pages of a tenant, and keep those under way from becoming visible."""
         self.num_pages_purged += self.index.purge(tenant)
         queued = [o for o in self.stores if isinstance(o, StoreTicket) and o.tenant == tenant]
         placed = [part.ticket for write in self.writes for part in write.parts]
@@ -155,14 +156,15 @@ class StoreState:
         self.chunk_ready.notify(len(write.chunks))
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
-        """Nothing of the extent is under way any more; the writer thread settles it."""
+        """Note that nothing of the extent is under way; the writer thread settles it."""
         write.error = write.error or error
         write.done = True
         self.store_ready.notify()
         self.queue_hashed()
 
     def may_write_chunk(self) -> bool:
-        """Loads overtake: while any waits for a reader, one write at a time keeps the log going."""
+        """Let loads overtake: while any waits for a reader, one write at a time keeps the log
+        going."""
         return bool(self.chunks) and (self.num_chunks_writing == 0 or not self.loads)
 
     def publish(self, write: ExtentWrite) -> None:
@@ -241,8 +243,8 @@ class StoreState:
     # ---- Loads ----
 
     def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
-        """The pages of a run that are held in the length asked for, with their places; ``is_use``
-        counts a hit for each, which is what reclaim goes by."""
+        """Return the pages of a run that are held in the length asked for, with their places;
+        ``is_use`` counts a hit for each, which is what reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
@@ -292,9 +294,9 @@ class StoreState:
             self.jobs.finish(ticket.job)
 
     def shed(self, store_reason: Reason, load_reason: Reason) -> None:
-        """Empty both queues. Queued stores are settled as far as they have no place yet. Whoever
-        asks may be the scheduler, so the readers unpin the regions of the loads: that may close a
-        file, for which a disk that hangs takes its time too."""
+        """Empty both queues. Queued stores are settled as far as they have no place yet. The caller
+        may be the scheduler, so the readers unpin the regions of the loads: that may close a file,
+        for which a disk that hangs takes its time too."""
         kept: deque[StoreTicket | PurgeOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
@@ -325,7 +327,7 @@ class StoreState:
             self.finish_write(write, OSError(errno.ECANCELED, cause))
 
     def _waits(self, write: ExtentWrite) -> bool:
-        """Whether no thread is at work on an extent, and nothing of it has been written."""
+        """Return whether no thread is at work on an extent, and nothing of it has been written."""
         if write.done:
             return False
         if write.num_tries:

@@ -38,11 +38,8 @@ _MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the chunk w
 
 
 class StoreWorker:
-    """Takes stores in order of submission; its ``run`` is the writer thread.
-
-    It never ends by an exception: a job that nobody finishes would keep the caller's memory
-    forever.
-    """
+    """Takes stores in order of submission; its ``run`` is the writer thread. It never ends by an
+    exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class StoreWorker:
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
-        """Until the store is closed and all that was placed is settled."""
+        """Store until the store is closed and all that was placed is settled."""
         while self._step():
             pass
         try:
@@ -109,7 +106,7 @@ class StoreWorker:
         return True
 
     def _may_place(self) -> bool:
-        """The lock is held."""
+        """Return whether the next store may get a place. The caller holds the lock."""
         state = self._state
         if not state.stores:
             return False
@@ -189,18 +186,19 @@ class StoreWorker:
         return keep > 0
 
     def _has_store(self) -> bool:
-        """False when the queue was emptied meanwhile."""
+        """Return whether a store is queued: the queue may have been emptied meanwhile."""
         with self._state.lock:
             return bool(self._state.stores) and isinstance(self._state.stores[0], StoreTicket)
 
     def _take(self) -> list[Part]:
-        """Pages for the next extent; none when the open region has no room for the first."""
+        """Take pages for the next extent; it is empty when the open region has no room for the
+        first."""
         with self._state.lock:
             self._state.placing = self._writer.take()
             return self._state.placing
 
     def _settle(self, write: ExtentWrite) -> None:
-        """The oldest extent under way has been handled by the chunk writers."""
+        """Settle the oldest extent under way, which the chunk writers have handled."""
         state = self._state
         self._out_of_space = False
         if write.error is not None:
@@ -215,7 +213,7 @@ class StoreWorker:
         self._log.settle("space")
 
     def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
-        """Nothing behind a hole in a region counts, or recovery could not find it."""
+        """Fail what lies behind a hole in a region, as recovery could not find it."""
         state = self._state
         with state.lock:
             while not all(write.done for write in state.writes):
@@ -264,7 +262,8 @@ class StoreWorker:
                 state.drop_rest(head, reason)
 
     def _forget(self, order: PurgeOrder) -> None:
-        """Nothing is under way: the end of the log parts what is meant from what comes."""
+        """Serve a purge while nothing is under way: the end of the log parts what is meant from
+        what comes."""
         with self._state.lock:
             self._state.stores.remove(order)
         bound = self._writer.log_end()
@@ -278,13 +277,13 @@ class StoreWorker:
 
 
 class HashWorker:
-    """Every hasher thread runs ``run`` of the same worker."""
+    """Hashes batches; every hasher thread runs ``run`` of the same worker."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
     def run(self) -> None:
-        """Until the writer thread has nothing under way any more."""
+        """Hash until the writer thread has nothing left under way."""
         state = self._state
         while True:
             with state.lock:
@@ -322,7 +321,7 @@ class HashWorker:
 
 
 class ChunkWorker:
-    """Every chunk-writer thread runs ``run`` of the same worker."""
+    """Writes chunks; every chunk-writer thread runs ``run`` of the same worker."""
 
     def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
         self._state = state
@@ -330,7 +329,7 @@ class ChunkWorker:
         self._device = device
 
     def run(self) -> None:
-        """Until the writer thread has nothing under way any more."""
+        """Write until the writer thread has nothing left under way."""
         state = self._state
         while True:
             with state.lock:

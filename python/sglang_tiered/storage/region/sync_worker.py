@@ -34,12 +34,9 @@ _CHECKPOINT_INTERVAL_S = 30.0
 
 
 class SyncWorker:
-    """Its ``run`` is the syncer thread. ``interval_s`` bounds how long a published page waits for
-    its sync, beyond the time a sync takes.
-
-    The thread does not end by an exception: nothing would be durable any more, and nobody would
-    know.
-    """
+    """Makes pages durable; its ``run`` is the syncer thread. ``interval_s`` bounds how long a
+    published page waits for its sync, beyond the time a sync takes. The thread does not end by an
+    exception: without it nothing becomes durable, and no error would show it."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class SyncWorker:
         self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
-        """Until the store is closed and all that was written is sealed."""
+        """Sync until the store is closed and all that was written is sealed."""
         while self._turn():
             pass
 
@@ -118,9 +115,9 @@ class SyncWorker:
         self._health.fault(f"internal error while {what}")
 
     def _wait(self) -> tuple[bool, bool]:
-        """Until there is something to do: whether it is the last, and whether it is time to sync.
-        Footers alone are written as they come: a flush for each would hold the writes up. The lock
-        is held."""
+        """Wait until there is something to do; returns whether it is the last, and whether it is
+        time to sync. Footers alone are written as they come: a flush for each would hold the writes
+        up. The caller holds the lock."""
         state = self._state
         while True:
             if state.written_all:

@@ -97,22 +97,23 @@ class Demoter:
 
     @property
     def backlog(self) -> int:
-        """Pages that wait or are on their way."""
+        """Return how many pages wait or are on their way."""
         return self.queue.num_keys + self._num_in_flight
 
     def stored(self, keys: Sequence[bytes], tenant: bytes) -> None:
-        """NVMe holds these consecutive pages now. May run under its lock."""
+        """Queue these consecutive pages, which NVMe holds now. May run under its lock."""
         if not self._suspended and keys:
             self.queue.add(keys, tenant)
             self.wake()
 
     def wake(self) -> None:
-        """Something changed that the demoter may wait for."""
+        """Wake the demoter: something changed that it may wait for."""
         with self._wake:
             self._wake.notify_all()
 
     def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
-        """Copy these next, whatever else goes on; set when all that can be done was begun."""
+        """Copy these next, whatever else goes on; the event is set when all that can be done was
+        begun."""
         chain = Chain(tuple(keys), tenant, submitted=threading.Event())
         assert chain.submitted is not None
         if self._closed:
@@ -123,11 +124,11 @@ class Demoter:
         return chain.submitted
 
     def look_again(self) -> None:
-        """The bucket has another namespace: what it holds there is to be seen first."""
+        """Look again at what the bucket holds, as it has another namespace."""
         self._num_changes += 1
 
     def suspend(self) -> None:
-        """Copy nothing any more unless asked to: nobody could name the pages."""
+        """Copy nothing from now on unless asked to: no request could name the pages."""
         self._suspended = True
         self.queue.clear()
 
@@ -178,7 +179,8 @@ class Demoter:
         return self._bucket.health is Health.RUNNING
 
     def _has_begun(self) -> bool:
-        """Whether the bucket knows what it holds: before, all of it would be copied again."""
+        """Return whether the bucket knows what it holds: before, all of it would be copied
+        again."""
         change = self._num_changes  # another may come while we look
         if self._known_change != change and self._bucket.refresh(REFRESH_S):
             self._known_change = change
@@ -200,7 +202,7 @@ class Demoter:
             chain.submitted.set()
 
     def _batches(self, chain: Chain) -> list[_Batch]:
-        """What NVMe still holds of a chain and the bucket lacks."""
+        """Return what NVMe still holds of a chain and the bucket lacks."""
         found = self._nvme.view.find(chain.keys)
         held = self._bucket.contains(chain.keys)
         batches: list[_Batch] = []
@@ -266,7 +268,7 @@ class Demoter:
         job.call_at_end(lambda finished: self._stored(finished, batch))
 
     def _read(self, batch: _Batch) -> Run | None:
-        """The pages that verified, in staging memory; None if none did."""
+        """Read pages into staging memory; None if no page verified."""
         memory = aligned_buffer(batch.num_bytes)
         buffers = []
         start = 0
@@ -283,7 +285,7 @@ class Demoter:
         return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
 
     def _stored(self, job: Job, batch: _Batch) -> None:
-        """Under the bucket's lock, perhaps."""
+        """Note a finished store. May run under the bucket's lock; must not block."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
         failed = [key for key, reason, _ in outcomes if reason not in (*_GOOD, *_FINAL)]
@@ -308,7 +310,7 @@ class Demoter:
             self._wake.notify_all()
 
     def in_flight_totals(self) -> tuple[int, int]:
-        """Bytes and pages on their way, for checks of the books."""
+        """Return the bytes and pages in flight, for checks of the books."""
         with self._wake:
             return self._staged_bytes, self._num_in_flight
 

@@ -85,7 +85,7 @@ class Loader:
             self._thread.start()
 
     def read_nvme(self, run: Run) -> Job:
-        """Load from NVMe, which is all there is."""
+        """Load from NVMe alone."""
         observer = self.observer
         if observer is None:
             return self._tiers[Tier.NVME].submit_load(run)
@@ -110,7 +110,8 @@ class Loader:
         positions: Sequence[int],
         failed: frozenset[Tier],
     ) -> None:
-        """Ask the first tier that holds it for each page; what none holds stays as it is."""
+        """Ask the first tier that holds it for each page; a page that no tier holds stays as it
+        is."""
         parts: list[tuple[Tier, list[int]]] = []
         keys = load.job.run.keys
         for tier in tiers:
@@ -144,7 +145,7 @@ class Loader:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
 
     def _part_ended(self, part: _Part) -> None:
-        """Under an engine's lock, perhaps."""
+        """Note that a part ended. May run under an engine's lock; must not block."""
         assert part.job is not None
         reasons = part.job.reasons
         whole = all(reason is Reason.OK for reason in reasons)
@@ -209,7 +210,7 @@ class Loader:
             )
 
     def close(self) -> None:
-        """Once no part can end any more."""
+        """End the thread. Call it once no part can end."""
         if not self._thread.is_alive():
             return
         self._events.put(None)

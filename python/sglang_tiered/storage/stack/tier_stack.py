@@ -114,7 +114,7 @@ class TierStack(WriteTier):
         return [self.nvme, *self.remote.values()]
 
     def observe(self, observer: ReadObserver | None) -> None:
-        """Tell somebody of every read of a tier from now on."""
+        """Report every read of a tier to an observer from now on."""
         self._loader.observer = observer
 
     # ---- Lookups ----
@@ -138,8 +138,8 @@ class TierStack(WriteTier):
         return LookupResult(num_hits, Stop.PENDING if Stop.PENDING in stops else Stop.MISS)
 
     def lookup_spans(self, keys: Sequence[bytes]) -> list[Span]:
-        """The leading pages that a load could serve now, by the tier that they would come from.
-        Memory only."""
+        """Return the leading pages that a load could serve now, by the tier that they would come
+        from. Memory only."""
         if self._closed:
             return []
         spans: list[Span] = []
@@ -152,7 +152,7 @@ class TierStack(WriteTier):
         return spans
 
     def _spans_anywhere(self, keys: Sequence[bytes]) -> list[Span]:
-        """As ``lookup_spans``, for keys of which NVMe may hold some only."""
+        """Find spans as ``lookup_spans`` does, for keys of which NVMe may hold some only."""
         tiers: list[Tier | None] = [None] * len(keys)
         lacking = list(range(len(keys)))
         for tier in (Tier.NVME, *self._order()):
@@ -170,7 +170,7 @@ class TierStack(WriteTier):
         return spans
 
     def _contains(self, tier: Tier, keys: Sequence[bytes]) -> list[bool]:
-        """Whether a tier could serve each key now."""
+        """Return whether a tier could serve each key now."""
         source = self.nvme if tier is Tier.NVME else self.remote.get(tier)
         return [False] * len(keys) if source is None else source.contains(keys)
 
@@ -179,7 +179,7 @@ class TierStack(WriteTier):
         return [here or there for here, there in zip(self.nvme.contains(keys), held, strict=True)]
 
     def contains_remote(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether any tier beyond NVMe could serve each key now. Memory only."""
+        """Return whether any tier beyond NVMe could serve each key now. Memory only."""
         held = [False] * len(keys)
         for tier in self.remote:
             there = self._contains(tier, keys)
@@ -187,7 +187,7 @@ class TierStack(WriteTier):
         return held
 
     def contains_in_bucket(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether the bucket holds each key. Memory only."""
+        """Return whether the bucket holds each key. Memory only."""
         return [False] * len(keys) if self.bucket is None else self.bucket.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
@@ -208,8 +208,8 @@ class TierStack(WriteTier):
     def submit_load(
         self, run: Run, *, deadline_s: float | None = None, tenant: bytes | None = None
     ) -> Job:
-        """Reads of remote tiers fail after ``deadline_s``. Pages that came from there are stored in
-        NVMe too if ``tenant`` says whose they are."""
+        """Load as the contract says. Reads of remote tiers fail after ``deadline_s``. Pages that
+        came from there are stored in NVMe too if ``tenant`` says whose they are."""
         if not self.remote:
             return self._loader.read_nvme(run)
         with self._lock:
@@ -226,7 +226,7 @@ class TierStack(WriteTier):
         return job
 
     def _ended(self, job: Job) -> None:
-        """Under an engine's lock, perhaps: notes only."""
+        """Note a finished job. May run under an engine's lock; must not block."""
         with self._lock:
             self._jobs.note_end(job)
             for page, reason in zip(job.run.pages, job.reasons, strict=True):
@@ -275,9 +275,9 @@ class TierStack(WriteTier):
     def begin_purge(
         self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
-        """As the contract says. What a peer purged and told us of is not told again, and not purged
-        again from the bucket, which we share with it: perhaps that was long ago, with much
-        stored there since."""
+        """Purge as the contract says. A purge that a peer requested (``is_remote``) is not
+        propagated, and only hidden in the bucket, which both servers share: it may be long ago,
+        with much stored there since."""
         with self._gate:
             begun = [self.nvme.begin_purge(tenant)]
             for remote in self.remote.values():
@@ -292,8 +292,9 @@ class TierStack(WriteTier):
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
     ) -> None:
-        """As ``RegionEngine.set_namespace``. Of a namespace that nobody can name again
-        (``is_nameless``) nothing is copied down unless ``flush_to_bucket`` asks for it."""
+        """Change the namespace as ``RegionEngine.set_namespace`` does. Pages of a namespace that no
+        request can name again (``is_nameless``) are not copied down unless ``flush_to_bucket`` asks
+        for it."""
         with self._gate:
             if self._demoter is not None and is_nameless:
                 self._demoter.suspend()
@@ -307,8 +308,8 @@ class TierStack(WriteTier):
     # ---- Books ----
 
     def stats(self) -> EngineStats:
-        """The callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()`` and so on; what
-        moved between them: ``remote_stats()`` and ``stack_stats()``."""
+        """Return counters of the callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()``
+        and so on; what moved between them: ``remote_stats()`` and ``stack_stats()``."""
         stats = self.nvme.stats()
         if not self.remote:
             return stats
@@ -334,7 +335,7 @@ class TierStack(WriteTier):
         )
 
     def stack_stats(self) -> StackStats:
-        """Of the bucket: what came from there, and what went there."""
+        """Return what moved between NVMe and the bucket, either way."""
         demoter = self._demoter
         assert demoter is not None, "there is no object store"
         return StackStats(

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class ReadObserver(Protocol):
-    """Told of every read of a tier for a caller. Any thread, at times under an engine's lock, so
+    """Observes every read of a tier for a caller. Any thread, at times under an engine's lock, so
     it must only note."""
 
     def begin_read(self, num_bytes: int, tier: Tier) -> Any: ...
