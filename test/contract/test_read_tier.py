@@ -316,7 +316,7 @@ def test_a_closed_tier_answers_and_promises_nothing(
     begun = place.tier.begin_purge(b"u" * 16)
     place.tier.close()
     place.tier.close()
-    assert begun.done(), "whoever waits for a purge waits for ever"
+    assert begun.done(), "a caller waits for a purge forever"
     assert place.tier.health is Health.FAILED
     assert place.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert place.tier.contains(run.keys) == [False] * 2

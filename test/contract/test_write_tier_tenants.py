@@ -143,13 +143,17 @@ def test_pages_count_for_the_tenant_that_stored_them(
 def test_purge_forgets_one_tenant_and_nothing_else(
     engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    mine, other, nobodys = of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)
-    for run in (mine, other, nobodys):
+    mine, other, untenanted = (
+        of(A, make_run(1, PAGES)),
+        of(B, make_run(2, PAGES)),
+        make_run(3, PAGES),
+    )
+    for run in (mine, other, untenanted):
         finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(A), TIMEOUT_S)
     assert engine.lookup(mine.keys) == LookupResult(0, Stop.MISS)
     assert finished(engine.submit_load(blank(mine))) == [Reason.MISS] * 4
-    for run in (other, nobodys):
+    for run in (other, untenanted):
         target = blank(run)
         assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
@@ -160,11 +164,11 @@ def test_purge_forgets_one_tenant_and_nothing_else(
 
 
 def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeRun) -> None:
-    mine, nobodys = of(A, make_run(1, PAGES)), make_run(2, PAGES)
-    for run in (mine, nobodys):
+    mine, untenanted = of(A, make_run(1, PAGES)), make_run(2, PAGES)
+    for run in (mine, untenanted):
         finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(NO_TENANT), TIMEOUT_S)
-    assert (hits(engine, mine), hits(engine, nobodys)) == (4, 0)
+    assert (hits(engine, mine), hits(engine, untenanted)) == (4, 0)
 
 
 def test_a_purged_tenant_may_store_again(

@@ -18,9 +18,9 @@ node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them 
    run that does not fit, the pages from the first on that does not.
 7. Nothing blocks except ``flush``, ``refresh``, ``close``, ``Job.wait`` and ``Future.result``; none
    of those may be called on the scheduler thread while requests are running.
-8. Every page belongs to the tenant its run names, or to none. Keys of different tenants never
+8. Every page belongs to the tenant its run names, if any. Keys of different tenants never
    coincide: that is the caller's promise. A tenant that was purged has no hit from the moment
-   ``begin_purge`` returns, and none of its stores submitted before lands behind it. One over its
+   ``begin_purge`` returns, and no store of it submitted before lands behind it. One over its
    share never costs others theirs.
 9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
    thread that ends it, perhaps under a lock of the tier: they must only note.
@@ -112,9 +112,9 @@ class Reason(enum.Enum):
 
     OK = "ok"  # the only reason, with DUPLICATE, that counts as success
     DUPLICATE = "duplicate"  # store only: already held or on its way; counts as success
-    MISS = "miss"  # load only: the key is not held (any more), or the engine is MISS_ONLY
+    MISS = "miss"  # load only: the key is not held, or the engine is MISS_ONLY
     CORRUPT = "corrupt"  # load only: bytes did not verify; the entry was dropped
-    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail for ever
+    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail forever
     NO_SPACE = "no_space"  # store only: no room and nothing to reclaim, or a page beyond any region
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
     OVER_SHARE = "over_share"  # store only: its tenant has its share, and nothing of it can go

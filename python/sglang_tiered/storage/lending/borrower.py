@@ -230,7 +230,7 @@ class BorrowedEngine(WriteTier):
                 return
             self._closed = True
             connections = list(self._connections)
-        for connection in connections:  # whoever waits for an answer ends
+        for connection in connections:  # ends the wait for an answer
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._threads.shutdown(wait=True)

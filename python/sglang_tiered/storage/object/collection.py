@@ -231,12 +231,12 @@ class Collection:
         object_id = parse_id(entry.name)
         assert object_id is not None
         if data is None or other_version(data) is not None:
-            # Another collector is at it, or another program's: an orphan, or none of ours.
+            # Another collector is at it, or another program's: an orphan, or foreign.
             self._keep_purges(object_id)
             return
         manifest = unpack_manifest(data)
         if manifest is None:
-            self.report.num_unreadable += 1  # nobody can read it, so nothing is lost if it goes
+            self.report.num_unreadable += 1  # unreadable for all, so nothing is lost if it goes
         elif not self._is_purged(object_id, manifest.tenant):
             return  # another tenant with the same tag
         removal = self._plan(self._layout.object(entry.name), "object", entry.nbytes, "purged")

@@ -58,9 +58,8 @@ class ObjectEngine(BucketTier):
     """Pages in the objects of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
-    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for a
-    URL that cannot be one of ours or without obstore, ``ValueError`` for a namespace of the wrong
-    length.
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
+    invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
 
     ``namespace`` digests everything that gives the bytes their meaning. With ``page_codec``, which
     must be the one that the settings name, pages are encoded, and live under a namespace of their

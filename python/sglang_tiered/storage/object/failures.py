@@ -13,7 +13,7 @@ __all__ = ["Failure", "RequestError", "explain"]
 
 
 class Failure(enum.Enum):
-    NOT_FOUND = "not_found"  # the object is not there (any more)
+    NOT_FOUND = "not_found"  # the object is missing
     BAD_RANGE = "bad_range"  # the object is shorter than it should be
     DENIED = "denied"  # credentials are missing, refused or expired, or the bucket is not there
     UNAVAILABLE = "unavailable"  # no connection, no answer in time, 5xx, throttled

@@ -75,7 +75,7 @@ PAGE_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
-MAX_PURGE_BYTES = 4096  # another version's may be longer than ours
+MAX_PURGE_BYTES = 4096  # another version's may be longer than this one's
 MAX_MANIFEST_BYTES = _MANIFEST.size + MAX_OBJECT_PAGES * PAGE_DTYPE.itemsize + _CHECKSUM.size
 
 
@@ -136,7 +136,7 @@ def _verifies(data: Buffer) -> bool:
 
 
 def other_version(data: Buffer) -> int | None:
-    """Return the version of a manifest or purge that verifies but is of another format than ours.
+    """Return the version of a manifest or purge that verifies but is of another format.
 
     The place of magic, version and checksum is frozen for all versions, so a flipped bit in the
     version field is damage, not another format.

@@ -63,7 +63,7 @@ class OpenObject:
     rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
     entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)
     staged_bytes: int = 0  # raw, of its entries
-    dropped: bool = False  # its pages are purged: nobody may see them
+    dropped: bool = False  # its pages are purged and must stay invisible
 
     def has_room(self, num_bytes: int, object_bytes: int) -> bool:
         if not self.rows:

@@ -70,7 +70,7 @@ def hide(state: ObjectState, tenant: bytes | None) -> None:
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
     """Hide pages; returns the time up to which their objects are dead. The caller holds the state's
     lock."""
-    newest = state.index.newest_ms(tenant)  # by another's clock, where ours is behind it
+    newest = state.index.newest_ms(tenant)  # by another server's clock, where this one is behind
     bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
     drop_stores(state, tenant, None)

@@ -37,8 +37,8 @@ _MAX_SKEW_MS = 60_000
 
 
 OnFault = Callable[[str], None]
-"""Called by a thread with what it was at, where an exception that nobody foresaw ended that: the
-thread goes on, or jobs would wait for it for ever. Without the lock held."""
+"""A thread calls it with what it was doing when an unforeseen exception ended that; the thread goes
+on, or jobs would wait for it forever. Called without the lock held."""
 
 
 class Bounds:

@@ -95,7 +95,7 @@ class Uploader:
         try:
             self._client.put(layout.object(open_object.object_id), open_object.buffer)
             num_written += len(open_object.buffer)
-            # Without its manifest an object is nobody's: the collector takes it.
+            # Without its manifest an object is an orphan: the collector takes it.
             if not open_object.dropped:
                 self._client.put(layout.manifest(open_object.object_id), packed)
                 num_written += len(packed)

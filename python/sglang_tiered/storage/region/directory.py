@@ -1,14 +1,14 @@
-"""The tier directory: is it ours, may we use it, make it so.
+"""The tier directory: recognize it, refuse a foreign one, make it ready.
 
 ::
 
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
-    <tier-dir>/WEIGHTS      digests of weight files, by whoever serves from it; may be deleted
+    <tier-dir>/WEIGHTS      digests of weight files, written by the server; may be deleted
     <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES, notes and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
-when it is empty or holds nothing but our names.
+when it is empty or holds only names of the product.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool], timeout_s: float =
 
     For shards that no server started from here will open again, whose bytes no cap would count.
     The caller holds the lock of ``path``. A shard that another process holds for ``timeout_s`` is
-    left alone, and so is whatever in a shard is not ours. Raises ``StoreError`` for a shard that
+    left alone, and so is any foreign file in a shard. Raises ``StoreError`` for a shard that
     cannot be removed.
     """
     removed = []
@@ -175,7 +175,9 @@ def _inspect(path: Path) -> DirectoryState:
         return DirectoryState.OURS
     for name in sorted(names):
         if not _is_ours(path / name):
-            raise StoreForeignError(f"{path} holds {name!r}, which is not ours; {_WAY_OUT}")
+            raise StoreForeignError(
+                f"{path} holds {name!r}, which is not part of a store; {_WAY_OUT}"
+            )
     for shard in sorted(name for name in names if is_shard_name(name)):
         _inspect_shard(path / shard)
     return DirectoryState.OURS_DAMAGED
@@ -191,7 +193,9 @@ def _is_ours(path: Path) -> bool:
 def _inspect_shard(shard: Path) -> None:
     for name in sorted(os.listdir(shard)):
         if not is_shard_file(name):
-            raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
+            raise StoreForeignError(
+                f"{shard} holds {name!r}, which is not part of a store; {_WAY_OUT}"
+            )
         if parse_region_name(name) is None:
             continue
         with _reading(shard / name) as fd:

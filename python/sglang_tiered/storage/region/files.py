@@ -59,7 +59,7 @@ LEFTOVER_NAMES = frozenset(
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
 IGNORED_NAMES = frozenset({"lost+found"})
-"""The kernel's, not somebody's data: a filesystem that is mounted here holds it."""
+"""The kernel's, not a user's data: a filesystem that is mounted here holds it."""
 
 _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})

@@ -224,7 +224,7 @@ def region_name(sequence: int) -> str:
 
 
 def parse_region_name(name: str) -> int | None:
-    """Return the sequence number in a region's file name; ``None`` when the name is not ours."""
+    """Return the sequence number in a region's file name; ``None`` for a foreign name."""
     match = _NAME.fullmatch(name)
     return int(match[1], 16) if match else None
 
@@ -259,7 +259,7 @@ def _verifies(block: Buffer) -> bool:
 
 
 def other_version(block: Buffer) -> int | None:
-    """Return the version of a region header that verifies but is of another format than ours.
+    """Return the version of a region header that verifies but is of another format.
 
     The place of magic, version and checksum in block 0 is frozen for all versions, so a flipped
     bit in the version field is damage, not another format.

@@ -36,7 +36,7 @@ class StoreTicket:
     generation: int
     positions: list[int]  # of the pages within the run; cut short when the rest is dropped
     num_bytes: int
-    reinserted: bool = False  # pages saved from a region that was reclaimed; nobody's job
+    reinserted: bool = False  # pages saved from a region that was reclaimed; no caller's job
     num_placed: int = 0
     num_settled: int = 0
 
@@ -77,7 +77,7 @@ class ExtentWrite:
     pages: list[Page]
     chunks: list[Chunk] = field(default_factory=list)
     num_left: int = 0  # batches, then chunks, that are not done
-    done: bool = False  # written, or ``error`` says why not; nobody touches its pages any more
+    done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
     num_tries: int = 0
 

@@ -40,7 +40,7 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
-_MAX_VICTIMS = 8  # tried for one that can be removed: where none can, stores pause before the next
+_MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
 
 def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool]) -> Region | None:
@@ -177,7 +177,7 @@ class Reclaimer:
 
     def evict_one(self) -> bool:
         """Remove the best victim that can be removed, and put what is hot in it back into the
-        queue of stores; false when there is none, or its readers keep its space."""
+        queue of stores; false without a victim, or when its readers keep its space."""
         return self._evict(lambda regions: choose_victim(regions, self._is_useless))
 
     def evict_own(self, tenant: bytes) -> bool:

@@ -31,7 +31,7 @@ class Region:
     tail: int = 0  # where the next extent goes; block-aligned
     sealed: bool = False  # takes no more extents
     extents: list[Extent] = field(default_factory=list)  # for the footer; emptied by sealing
-    num_writing: int = 0  # extents placed and not yet published or given up
+    num_writing: int = 0  # extents placed and not yet published or failed
     published_tail: int = 0  # behind the last extent that is visible
     durable_tail: int = 0  # behind the last extent that survives loss of power
     dirty: bool = False  # published since the last sync
@@ -52,7 +52,7 @@ class RegionTable:
     """The regions that exist, and the bytes they take on the disk.
 
     ``physical_bytes`` also counts room reserved for a region about to be created, files left over
-    from failed attempts, and regions already unlinked that somebody still holds open: the disk has
+    from failed attempts, and regions already unlinked that a thread still holds open: the disk has
     not got those back yet.
     """
 
@@ -61,7 +61,7 @@ class RegionTable:
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
         self.retiring_bytes = 0
-        self.leftovers: dict[str, int] = {}  # files nobody could remove yet, with their bytes
+        self.leftovers: dict[str, int] = {}  # files that could not be removed yet, with their bytes
         self.tenant_bytes: Counter[bytes] = Counter()  # the regions' together
 
     def __iter__(self) -> Iterator[Region]:

@@ -55,7 +55,7 @@ class StoreState:
         self.namespace = namespace
         self.generation = 0  # bumped by clear and set_namespace: older stores stay invisible
         self.closed = False
-        self.written_all = False  # closed, and the writer has nothing under way any more
+        self.written_all = False  # closed, and the writer has nothing left under way
         self.index = PageIndex()
         self.regions = RegionTable()
         self.jobs = JobBook()
@@ -68,7 +68,7 @@ class StoreState:
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.to_seal: deque[Region] = deque()
-        self.syncs: list[Future[bool]] = []  # whoever waits for all to be durable
+        self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
         self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}

@@ -121,7 +121,7 @@ class RegionWriter:
             usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
             if usable and self._is_intact(region):
                 return
-            # Somebody deleted or cut the file, the device rejects this place, or lost a sync.
+            # The file was deleted or cut, the device rejects this place, or a sync was lost.
             self.roll()
         self._region = self._create()
         self._num_pages = self._num_failures = 0

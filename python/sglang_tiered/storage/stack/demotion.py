@@ -2,7 +2,7 @@
 
 One thread. It reads through NVMe into memory of its own, so no host page waits for the
 network; each batch stays there until the bucket says that it is durable. It begins a batch
-only while no load is under way and the bucket serves, unless somebody waits for the chain.
+only while no load is under way and the bucket serves, unless a caller waits for the chain.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Demoter:
     def _step(self) -> bool:
         """Copy a chain, or look for some; false when there is nothing to do now."""
         if not self._serves():
-            chain = self.queue.take(urgent_only=True)  # whoever waits must hear of it
+            chain = self.queue.take(urgent_only=True)  # a waiting caller must hear of it
             if chain is not None and chain.submitted is not None:
                 chain.submitted.set()
             return chain is not None
@@ -301,7 +301,7 @@ class Demoter:
     def _again(self, keys: Sequence[bytes], chain: Chain) -> bool:
         if chain.submitted is None:
             return self.queue.failed(keys, chain)
-        return self.queue.add(keys, chain.tenant)  # who waits for it tries again by himself
+        return self.queue.add(keys, chain.tenant)  # the waiting caller tries again
 
     def _completed(self, batch: _Batch, num_pages: int) -> None:
         with self._wake:

@@ -3,7 +3,7 @@
 Each page is read from the first tier that holds it: NVMe, then the remote ones in the order that
 the caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
 unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
-caller's job ends when the last part has ended, so its buffers are touched by nobody afterwards.
+caller's job ends when the last part has ended, so no thread touches its buffers afterwards.
 
 Parts end on the engines' threads, at times under their locks. There only outcomes are noted; what
 calls an engine again, or copies, is done by one thread of this module.

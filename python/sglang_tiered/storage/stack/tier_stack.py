@@ -5,8 +5,8 @@ and pages found in a remote tier come up when a load wants them (``loading``, ``
 that fails leaves the others serving. Without remote tiers everything is NVMe's own answer, and
 nothing runs here.
 
-Locks: ``_gate`` is held while something is submitted to a tier on our own account, and while a
-purge begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards our
+Locks: ``_gate`` is held while the stack submits something of its own to a tier, and while a purge
+begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards the stack's
 books, is a leaf, and may be taken under an engine's own lock.
 """
 
@@ -285,7 +285,7 @@ class TierStack(WriteTier):
                     remote.hide(tenant)
                 elif propagate or remote.tier is not Tier.PEER:
                     begun.append(remote.begin_purge(tenant, local=begun[0]))
-            # Last: who reads pages under the new generation must find nothing purged any more.
+            # Last: a reader under the new generation must find no purged page.
             self._generation += 1
         return all_true(begun)
 

@@ -72,6 +72,6 @@ class StackStats(RemoteStats):
 
     num_demoted: int  # copied to the bucket, durable
     bytes_demoted: int
-    num_demotions_dropped: int  # refused for good, failed too often, or queue full
-    num_demotions_gone: int  # NVMe gave them up before their turn
+    num_demotions_dropped: int  # refused for a final reason, failed too often, or queue full
+    num_demotions_gone: int  # NVMe evicted them before their turn
     demote_backlog: int  # pages that wait to be copied or are on their way

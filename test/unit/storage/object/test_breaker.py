@@ -55,7 +55,7 @@ def test_pauses_double_to_a_minute_until_a_success() -> None:
     for _ in range(9):
         pauses.append(breaker.wait_s())
         clock.now += breaker.wait_s()
-        assert breaker.is_open, "half-open serves nobody but the probe"
+        assert breaker.is_open, "half-open serves the probe alone"
         breaker.failed("x")
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     breaker.succeeded()

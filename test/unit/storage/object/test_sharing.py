@@ -1,4 +1,4 @@
-"""Several engines on one bucket: discovery, purges, namespaces, and manifests that are not ours."""
+"""Several engines on one bucket: discovery, purges, namespaces, and foreign manifests."""
 
 from __future__ import annotations
 

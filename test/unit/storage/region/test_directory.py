@@ -108,7 +108,7 @@ def test_damaged_manifest_is_repaired(store: Path, position: int) -> None:
 
 
 def fill_shard(path: Path) -> Path:
-    """A shard with a file under every name of ours."""
+    """A shard with a file under every known name."""
     shard = shard_path(path, "tp0")
     shard.mkdir()
     names = {LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}

@@ -1,4 +1,4 @@
-"""One list names every file of ours, and nothing is written beside it."""
+"""One list names every file of a store, and nothing is written beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The syncer thread outlives exceptions that nobody foresaw, and makes up for what they cost."""
+"""The syncer thread outlives unforeseen exceptions, and makes up for what they cost."""
 
 from __future__ import annotations
 

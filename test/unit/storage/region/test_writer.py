@@ -265,11 +265,11 @@ def test_barriers_stay_refused_while_unsynced_pages_remain(
     assert not bench.engine.flush(TIMEOUT_S), "a lost sync was forgotten"
     assert bench.engine.lookup(run.keys).num_hits == 2
     assert bench.store(2) == [Reason.OK]
-    assert len(bench.files()) == 2, "the doubtful region is still appended to"
+    assert len(bench.files()) == 2, "the suspect region is still appended to"
     for seed in range(3, 9):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     assert bench.engine.lookup(run.keys).num_hits == 0
-    assert bench.engine.flush(TIMEOUT_S), "nothing in doubt is held any more"
+    assert bench.engine.flush(TIMEOUT_S), "no suspect page is held"
 
 
 def test_an_irremovable_victim_stays_in_service(tmp_path: Path, make_run: MakeRun) -> None:

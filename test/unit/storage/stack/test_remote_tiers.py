@@ -282,6 +282,6 @@ def test_a_long_lookup_holds_the_scheduler_briefly(world: World, make_run: MakeR
     engine.lookup_spans(keys)
     begun, computed = time.monotonic(), time.thread_time()
     spans = engine.lookup_spans(keys)
-    assert time.thread_time() - computed < 0.2, "whoever else has the core meanwhile"
+    assert time.thread_time() - computed < 0.2, "whatever else has the core meanwhile"
     assert time.monotonic() - begun < 5, "it waited"
     assert sum(span.num_pages for span in spans) == 1600

@@ -356,7 +356,7 @@ def test_failed_copies_are_retried_then_dropped(
     until(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
     tiers.bucket.refuse = Reason.NO_SPACE
     finished(engine.submit_store(make_run(2, PAGES)))
-    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not given up")
+    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
     assert engine.stack_stats().demote_backlog == 0
 
 
