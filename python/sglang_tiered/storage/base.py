@@ -193,8 +193,7 @@ class Job:
 
     @property
     def num_leading_ok(self) -> int:
-        """Return how many leading pages succeeded; a chain is usable only up to its first
-        failure."""
+        """Return how many leading pages succeeded; a chain is usable up to its first failure."""
         results = self.ok
         return results.index(False) if False in results else len(results)
 
@@ -218,7 +217,7 @@ class Job:
         callback(self)
 
     def finish(self) -> None:
-        """Called by the engine, once, after its last touch of the run's buffers."""
+        """Finish the job. The engine calls it, once, after its last touch of the run's buffers."""
         assert not self._done.is_set(), "a job finishes once"
         with self._lock:
             callbacks, self._callbacks = self._callbacks or [], None

@@ -16,7 +16,7 @@ __all__ = ["JobBook"]
 
 
 class JobBook:
-    """Guarded by its owner's lock, which the caller holds."""
+    """Jobs under way, and counts of past outcomes. The caller holds its owner's lock."""
 
     def __init__(self) -> None:
         self._inflight: dict[Job, None] = {}  # in order of submission

@@ -77,7 +77,7 @@ class Promises:
         return self.watch(promise())
 
     def watch(self, future: Future[bool]) -> Future[bool]:
-        """End this one too."""
+        """End a future of another owner too when the tier is closed."""
         with self._lock:
             closed = self._closed
             self._open.add(future)

@@ -248,7 +248,7 @@ class _NoNotes(Notes):
     """Keeps no notes: the lender keeps them."""
 
     def __init__(self) -> None:
-        """Of no device."""
+        """Use no device."""
 
     def read(self, name: str) -> bytes:
         return b""

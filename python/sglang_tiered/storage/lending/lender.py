@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class PageLender:
-    """Listens from construction to ``close``; the caller has the shard locked. ``submit`` begins a
-    load. Raises ``StoreError`` where nothing can listen in the shard."""
+    """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
+    begins a load. Raises ``StoreError`` where nothing can listen in the shard."""
 
     def __init__(self, shard: Path, submit: Callable[[Run], Job]) -> None:
         self._submit = submit

@@ -53,8 +53,7 @@ def decode_request(data: bytes) -> Request:
 
 @contextmanager
 def short_path(directory: Path) -> Iterator[str]:
-    """Return the socket of a shard under a name that is short enough for one, however deep the
-    shard lies."""
+    """Return a name short enough for the socket of a shard, however deep the shard lies."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{LENDING_NAME}"
@@ -67,8 +66,7 @@ def send_message(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytes | None:
-    """Receive one message; None where the other side is done. Raises ``OSError`` for half of
-    one."""
+    """Receive one message; None at the end. Raises ``OSError`` for half of one."""
     head = bytearray(_LENGTH.size)
     num_bytes = connection.recv_into(head)
     if num_bytes == 0:

@@ -67,8 +67,7 @@ class Breaker:
             self._probes.fail(self._clock())  # but for one under way since before it opened
 
     def fault(self, cause: str) -> None:
-        """Answer misses until the bucket has answered a probe: the engine failed, not the
-        bucket."""
+        """Answer misses until a probe succeeds: the engine failed, not the bucket."""
         with self._lock:
             self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
         self.failed(cause)

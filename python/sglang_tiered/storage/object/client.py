@@ -108,8 +108,7 @@ class ObjectClient:
 
     @property
     def requests(self) -> dict[str, int]:
-        """Return the requests made so far by kind, retries included (but those of parts of an
-        upload)."""
+        """Return the requests so far by kind, with retries but without the parts of an upload."""
         with self._lock:
             return dict(self._requests)
 
@@ -208,8 +207,7 @@ class ObjectClient:
             self.bytes_out += len(data)
 
     def num_puts(self, num_bytes: int) -> int:
-        """Return the requests that an object of that length takes: its parts, begin and
-        complete."""
+        """Return how many requests an object of that length takes: parts, begin and complete."""
         if not self._is_remote or num_bytes <= MULTIPART_BYTES:
             return 1
         return -(-num_bytes // MULTIPART_BYTES) + 2

@@ -77,8 +77,7 @@ class Collector:
         return report
 
     def is_due(self) -> bool:
-        """Return whether no server has finished a run within the last interval, by the store's
-        clock."""
+        """Return whether the last interval, by the store's clock, saw no finished run."""
         listed = (entry for chunk in self._client.listing(self._last_run_folder) for entry in chunk)
         last = max((entry.modified for entry in listed), default=None)
         return last is None or self._clock() - last >= self._settings.interval_s

@@ -51,8 +51,8 @@ class FoundStore(NamedTuple):
 
 
 def find_store(settings: ObjectSettings) -> FoundStore:
-    """Find the store of a URL, touching nothing. Raises ``ConfigError`` for an invalid URL, or
-    without obstore."""
+    """Find a URL's store, touching nothing. Raises ``ConfigError`` if it is invalid or obstore
+    missing."""
     require("the object tier", "obstore")
     if obstore is None:
         raise ConfigError("obstore is installed but cannot be imported; install it anew.")

@@ -148,8 +148,7 @@ class Discovery:
                 state.discovery.num_full_listings += 1
 
     def _check(self, epoch: int) -> None:
-        """End the pass when the namespace changed or the engine was closed. The caller holds the
-        state's lock."""
+        """End the pass when the namespace changed or the engine was closed. Needs the lock."""
         if self._state.closed or self._state.epoch != epoch:
             raise _PassOver
 
@@ -177,7 +176,7 @@ class Discovery:
                     self._purges_seen.popitem(last=False)
 
     def _read_manifests(self, layout: Layout, after: str | None, epoch: int, now_ms: int) -> int:
-        """Returns the time of the latest manifest."""
+        """Read manifests; returns the time of the latest one."""
         state = self._state
         full = after is None
         ttl_s = state.settings.ttl_s
@@ -253,7 +252,7 @@ class _Batch:
 
 @dataclass(eq=False, slots=True)
 class _ManifestRead:
-    """Read one manifest; run by a loading thread."""
+    """Reads one manifest; run by a loading thread."""
 
     state: ObjectState
     client: ObjectClient

@@ -111,8 +111,7 @@ class ObjectEngine(BucketTier):
         return self._diagnosis()[0]
 
     def _own(self, namespace: bytes) -> bytes:
-        """Return the namespace of what is in the bucket: encoded bytes never share one with exact
-        ones."""
+        """Return the namespace in the bucket: encoded bytes never share one with exact ones."""
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
         if self._codec is None:

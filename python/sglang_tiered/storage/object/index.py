@@ -138,8 +138,7 @@ class ObjectIndex:
         return found
 
     def newest_ms(self, tenant: bytes | None) -> int:
-        """Return when the youngest object of a tenant (None: of anyone) was opened; 0 if there is
-        none."""
+        """Return when a tenant's (None: the) youngest object was opened; 0 without one."""
         names = self._objects if tenant is None else self._tenants.get(tenant, ())
         return int(max(names, default="0")[:12], 16)
 

@@ -242,8 +242,7 @@ def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[m
 
 
 class DeadlineClock:
-    """Finishes loads at their deadlines, whatever their requests do; ``run`` is the body of its
-    thread."""
+    """Finishes loads at their deadlines, whatever their requests do, on the thread of ``run``."""
 
     def __init__(self, state: ObjectState) -> None:
         self._state = state

@@ -52,17 +52,17 @@ class Packer:
                 if state.stores:
                     entry = state.stores.popleft()
                     if entry is None:
-                        for open_object in list(state.open_objects.values()):
-                            self._close(open_object)
+                        for each in list(state.open_objects.values()):
+                            self._close(each)
                         continue
                     state.packing = entry
                     return entry
                 wait_s = None
                 now = state.clock()
-                for open_object in list(state.open_objects.values()):
-                    left_s = open_object.opened_at + linger_s - now
+                for each in list(state.open_objects.values()):
+                    left_s = each.opened_at + linger_s - now
                     if left_s <= 0:
-                        self._close(open_object)
+                        self._close(each)
                     else:
                         wait_s = left_s if wait_s is None else min(wait_s, left_s)
                 state.store_ready.wait(wait_s)
@@ -153,18 +153,15 @@ class Packer:
         """Close the largest open objects while all of them hold back too many stores."""
         state = self._state
         limit = state.settings.staging_bytes // 2
-        staged = sum(open_object.staged_bytes for open_object in state.open_objects.values())
+        staged = sum(each.staged_bytes for each in state.open_objects.values())
         while staged > limit:
-            largest = max(
-                state.open_objects.values(), key=lambda open_object: open_object.staged_bytes
-            )
+            largest = max(state.open_objects.values(), key=lambda each: each.staged_bytes)
             staged -= largest.staged_bytes
             self._close(largest)
 
 
 def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
-    """Submit a store for ``ObjectEngine.submit_store``; ``accepts`` says whether the bucket takes
-    stores."""
+    """Submit a store for ``ObjectEngine.submit_store``; ``accepts``: the bucket takes stores."""
     with state.lock:
         job = state.jobs.open(JobKind.STORE, run)
         if state.closed:

@@ -122,8 +122,7 @@ class LoadTicket:
                 self._guard.notify_all()
 
     def settle_span(self) -> bool:
-        """Note that a span is done with; true for the last one of an open ticket, which closes
-        it."""
+        """Note that a span is done; true for the last one of an open ticket, which closes it."""
         with self._guard:
             self._num_left -= 1
             if not self._is_open or self._num_left:
@@ -161,7 +160,7 @@ class RefreshOrder(NamedTuple):
 
 @dataclass(slots=True)
 class DiscoveryCounts:
-    """Kept by the discovery, under the engine's lock."""
+    """Counters that the discovery keeps, under the engine's lock."""
 
     num_passes: int = 0
     num_full_listings: int = 0

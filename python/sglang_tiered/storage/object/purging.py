@@ -68,8 +68,7 @@ def hide(state: ObjectState, tenant: bytes | None) -> None:
 
 
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
-    """Hide pages; returns the time up to which their objects are dead. The caller holds the state's
-    lock."""
+    """Hide pages; returns up to when their objects are dead. The caller holds the lock."""
     newest = state.index.newest_ms(tenant)  # by another server's clock, where this one is behind
     bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
@@ -105,20 +104,18 @@ def drop_stores(
         state.stores.clear()
         state.stores.extend(kept)
     gone = [
-        open_object
-        for open_object in state.in_staging()
-        if tenant in (None, open_object.tenant)
-        and open_object not in but
-        and (bound_ms is None or open_object.object_id.unix_ms <= bound_ms)
+        each
+        for each in state.in_staging()
+        if tenant in (None, each.tenant)
+        and each not in but
+        and (bound_ms is None or each.object_id.unix_ms <= bound_ms)
     ]
-    for open_object in gone:
-        open_object.dropped = True
-        state.settle(open_object, Reason.CANCELLED)
-    state.open_objects = {
-        k: open_object for k, open_object in state.open_objects.items() if not open_object.dropped
-    }
-    for open_object in [open_object for open_object in state.uploads if open_object.dropped]:
-        state.uploads.remove(open_object)
+    for each in gone:
+        each.dropped = True
+        state.settle(each, Reason.CANCELLED)
+    state.open_objects = {k: each for k, each in state.open_objects.items() if not each.dropped}
+    for each in [each for each in state.uploads if each.dropped]:
+        state.uploads.remove(each)
 
 
 class Purger:
@@ -164,15 +161,12 @@ class Purger:
         state = self._state
         with state.lock:
             dropped = [
-                open_object
-                for open_object in state.uploading
-                if open_object.dropped and order.tenant in (None, open_object.tenant)
+                each
+                for each in state.uploading
+                if each.dropped and order.tenant in (None, each.tenant)
             ]
             state.upload_done.wait_for(
-                lambda: (
-                    state.closed
-                    or not any(open_object in state.uploading for open_object in dropped)
-                )
+                lambda: state.closed or not any(each in state.uploading for each in dropped)
             )
 
     def _make_durable(self, order: PurgeOrder) -> None:

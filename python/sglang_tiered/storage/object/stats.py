@@ -52,8 +52,7 @@ class ObjectStats:
 
 
 def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats:
-    """Build the answer of ``WriteTier.stats``. Without a cap, ``capacity_bytes`` is the largest
-    number."""
+    """Build the answer of ``WriteTier.stats``; ``capacity_bytes`` is huge without a cap."""
     capacity = state.settings.capacity_bytes
     with state.lock:
         return EngineStats(

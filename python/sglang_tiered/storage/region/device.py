@@ -41,7 +41,7 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Anonymous writable memory starting at a block boundary; freed with its last view."""
+    """Return anonymous writable memory starting at a block boundary; freed with its last view."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 

@@ -75,8 +75,7 @@ class DirectoryState(enum.Enum):
 
 
 def shard_path(path: Path, name: str) -> Path:
-    """Return where the shard of that name lies. Raises ``ValueError`` for a name that cannot be
-    one."""
+    """Return where that shard lies. Raises ``ValueError`` for a name that cannot be one."""
     shard = SHARD_PREFIX + name
     if not is_shard_name(shard):
         raise ValueError(f"{name!r} cannot name a shard")
@@ -262,8 +261,7 @@ def _newer(path: Path, version: int) -> StoreFormatError:
 
 
 def max_regions() -> int:
-    """Return how many regions of a store the hard limit has room for, in a process that holds
-    nothing else."""
+    """Return how many regions the hard limit has room for, in a process that holds nothing else."""
     return _limits()[1] - _RESERVED
 
 

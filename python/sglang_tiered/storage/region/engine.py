@@ -267,8 +267,7 @@ class RegionEngine(WriteTier):
         return job
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None, is_use: bool = True) -> Job:
-        """Load as the contract says. Reclaim keeps pages that were of use; ``is_use``: that these
-        are."""
+        """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them."""
         health = self._check_health()
         state = self._state
         with state.lock:

@@ -236,8 +236,8 @@ def check_namespace(namespace: bytes) -> None:
 
 
 def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> int:
-    """Binds the bytes to their full key and namespace: bytes read through a wrong index entry
-    fail here exactly as damaged ones do."""
+    """Hash the bytes with their full key and namespace: bytes read through a wrong index entry fail
+    here exactly as damaged ones do."""
     state = xxhash.xxh3_64(namespace)
     state.update(key)
     for segment in segments:
@@ -322,8 +322,7 @@ def peek_extent_header_bytes(block: Buffer) -> int | None:
 
 
 def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int) -> Extent | None:
-    """Return the extent at ``offset``, if the header verifies and was written there for that
-    region."""
+    """Return the extent at ``offset`` if its header verifies and was written there."""
     if not _verifies(header):
         return None
     magic, version, header_bytes, found_nonce, found_ordinal, *fields = _EXTENT.unpack_from(header)

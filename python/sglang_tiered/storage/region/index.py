@@ -185,8 +185,7 @@ class PageIndex:
             self._remove(rows)
 
     def some_rows(self, limit: int) -> npt.NDArray[np.int64]:
-        """Return at most ``limit`` rows in use, of the region of the first of them if it has as
-        many."""
+        """Return at most ``limit`` rows in use, of the first one's region if it has as many."""
         used = np.flatnonzero(self._slots[: self._num_rows] >= 0)
         same: npt.NDArray[np.int64] = used[self._slots[used] == self._slots[used[:1]]]
         return same[:limit]
@@ -250,7 +249,7 @@ class PageIndex:
         return self.drop_regions([slot])
 
     def drop_regions(self, slots: Sequence[int]) -> int:
-        """``drop_region`` of several, in one pass over the index."""
+        """Do ``drop_region`` for several, in one pass over the index."""
         rows = np.flatnonzero(np.isin(self._slots[: self._num_rows], slots))
         num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
         self._remove(rows)
@@ -418,8 +417,7 @@ def hash_words(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def choose_reinsertion(
     hits: npt.NDArray[Any], sizes: npt.NDArray[np.int64], max_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Return the positions of the pages to save: the most loaded first as far as ``max_bytes``
-    reach."""
+    """Return the positions to save: the most loaded first as far as ``max_bytes`` reach."""
     order: npt.NDArray[np.int64] = np.argsort(hits, kind="stable")[::-1]
     return order[np.cumsum(sizes[order]) <= max_bytes]
 

@@ -87,8 +87,7 @@ class Purges:
             self.everyone = max(self.everyone, *(self.tenants.pop(name) for name in oldest))
 
     def next_sequence(self) -> int:
-        """Return a sequence above every region a bound speaks of: what is stored from now on is not
-        meant."""
+        """Return a sequence above all bounds: what is stored from now on is not meant."""
         bounds = (self.everyone, *self.tenants.values())
         return max((bound.sequence + 1 for bound in bounds if bound != NOWHERE), default=0)
 

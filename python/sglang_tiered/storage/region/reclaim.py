@@ -257,13 +257,11 @@ class Reclaimer:
         return [_Saved(Job(JobKind.STORE, run), namespace, generation) for run in runs]
 
     def remove(self, region: Region) -> bool:
-        """Evict a region as it is; false when its file cannot be removed, or its readers keep its
-        space."""
+        """Evict a region as it is; false when its file or its readers keep its space."""
         return self._unlink(region) and self._retire(region)
 
     def _unlink(self, region: Region) -> bool:
-        """Unlink a region's file; false when it cannot be removed, and no other victim has to wait
-        for it."""
+        """Unlink a region's file; false when it cannot be removed, which holds up no other."""
         try:
             with self._health.watch(), contextlib.suppress(FileNotFoundError):
                 self._device.unlink(region.name)

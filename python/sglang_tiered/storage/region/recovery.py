@@ -312,8 +312,7 @@ def _close(device: Device, region: Region) -> None:
 
 
 def _unlink(device: Device, name: str) -> None:
-    """Remove a file. One that cannot be removed stays and is skipped: its number is never used
-    again."""
+    """Remove a file. One that cannot be removed is skipped: its number is not used again."""
     try:
         device.unlink(name)
     except FileNotFoundError:

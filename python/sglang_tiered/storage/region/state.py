@@ -41,8 +41,7 @@ _PURGED = -1  # the generation of stores whose tenant was purged meanwhile
 
 
 class StoreState:
-    """State of the store's threads. Every attribute and method is guarded by ``lock``, which the
-    caller holds."""
+    """State of the store's threads, guarded by ``lock``, which the caller of any method holds."""
 
     def __init__(self, namespace: bytes) -> None:
         self.lock = threading.Lock()
@@ -129,7 +128,7 @@ class StoreState:
             self.stores.appendleft(ticket)
 
     def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
-        """Hand a placed extent to the hashers, who hand it on to the chunk writers."""
+        """Hand a placed extent to the hashers, which hand it on to the chunk writers."""
         write.num_left = len(batches)
         self.placing = []
         self.writes.append(write)
@@ -163,8 +162,7 @@ class StoreState:
         self.queue_hashed()
 
     def may_write_chunk(self) -> bool:
-        """Let loads overtake: while any waits for a reader, one write at a time keeps the log
-        going."""
+        """Let loads overtake: while one waits for a reader, one write at a time goes on."""
         return bool(self.chunks) and (self.num_chunks_writing == 0 or not self.loads)
 
     def publish(self, write: ExtentWrite) -> None:

@@ -191,8 +191,7 @@ class StoreWorker:
             return bool(self._state.stores) and isinstance(self._state.stores[0], StoreTicket)
 
     def _take(self) -> list[Part]:
-        """Take pages for the next extent; it is empty when the open region has no room for the
-        first."""
+        """Take pages for the next extent; empty when the first does not fit the region."""
         with self._state.lock:
             self._state.placing = self._writer.take()
             return self._state.placing
@@ -213,7 +212,8 @@ class StoreWorker:
         self._log.settle("space")
 
     def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
-        """Fail what lies behind a hole in a region, as recovery could not find it."""
+        """Fail extents behind a hole in a region, which recovery could not find; when the disk was
+        full and room could be made, write them again."""
         state = self._state
         with state.lock:
             while not all(write.done for write in state.writes):
@@ -262,8 +262,8 @@ class StoreWorker:
                 state.drop_rest(head, reason)
 
     def _forget(self, order: PurgeOrder) -> None:
-        """Serve a purge while nothing is under way: the end of the log parts what is meant from
-        what comes."""
+        """Serve a purge, with nothing under way: the log's end parts what is meant from what
+        comes."""
         with self._state.lock:
             self._state.stores.remove(order)
         bound = self._writer.log_end()

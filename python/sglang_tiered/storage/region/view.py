@@ -79,8 +79,7 @@ class RegionView:
 
     @property
     def num_queued_reads(self) -> int:
-        """Return how many reads of loads no reader is free for: above 0, more of them only makes
-        others wait."""
+        """Return the reads that no reader is free for: above 0, more only make others wait."""
         return len(self._state.loads)
 
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:

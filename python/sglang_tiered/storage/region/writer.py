@@ -221,7 +221,7 @@ class RegionWriter:
             self._hand_over(write.region)
 
     def roll(self) -> None:
-        """Append no more to the open region; it is sealed once all its extents are written."""
+        """Stop appending to the open region; it is sealed once all its extents are written."""
         region, self._region = self._region, None
         if region is not None:
             with self._state.lock:
@@ -235,7 +235,7 @@ class RegionWriter:
             self._state.sync_ready.notify()
 
     def abandon(self) -> None:
-        """Append no more to the open region, without a footer: its file is about to go."""
+        """Stop appending to the open region, without a footer: its file is about to go."""
         region, self._region = self._region, None
         if region is not None:
             with self._state.lock:

@@ -112,8 +112,7 @@ class Demoter:
             self._wake.notify_all()
 
     def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
-        """Copy these next, whatever else goes on; the event is set when all that can be done was
-        begun."""
+        """Copy these next, whatever else goes on; sets the event when all possible was begun."""
         chain = Chain(tuple(keys), tenant, submitted=threading.Event())
         assert chain.submitted is not None
         if self._closed:
@@ -179,8 +178,7 @@ class Demoter:
         return self._bucket.health is Health.RUNNING
 
     def _has_begun(self) -> bool:
-        """Return whether the bucket knows what it holds: before, all of it would be copied
-        again."""
+        """Return whether the bucket knows what it holds: before, all would be copied again."""
         change = self._num_changes  # another may come while we look
         if self._known_change != change and self._bucket.refresh(REFRESH_S):
             self._known_change = change

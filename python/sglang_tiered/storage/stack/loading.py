@@ -110,8 +110,7 @@ class Loader:
         positions: Sequence[int],
         failed: frozenset[Tier],
     ) -> None:
-        """Ask the first tier that holds it for each page; a page that no tier holds stays as it
-        is."""
+        """Ask the first tier that holds it for each page; a page without one stays as it is."""
         parts: list[tuple[Tier, list[int]]] = []
         keys = load.job.run.keys
         for tier in tiers:
