@@ -111,8 +111,7 @@ class PageLender:
                     return
                 # Too many open files, most likely: the other rank waits until it is over.
                 logger.warning(
-                    "cannot accept a connection of another rank (%s); it waits for pages",
-                    error.strerror,
+                    "cannot accept another rank (%s); it waits for pages", error.strerror
                 )
                 self._closing.wait(RETRY_S)
                 continue

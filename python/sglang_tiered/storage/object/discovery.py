@@ -87,9 +87,7 @@ class Discovery:
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
-                logger.exception(
-                    "internal error while looking for manifests; known pages stay available"
-                )
+                logger.exception("internal error while listing manifests; known pages stay")
             for order in orders:
                 keep(order.succeeded, succeeded)
             with self._state.lock:

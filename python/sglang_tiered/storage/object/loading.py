@@ -66,7 +66,7 @@ class Loader:
         self._state = state
         self._client = client
         self._on_fault = on_fault
-        self._max_background_reads = max(state.settings.num_connections // 2, 1)
+        self._max_background = max(state.settings.num_connections // 2, 1)
 
     def run(self) -> None:
         state = self._state
@@ -80,10 +80,7 @@ class Loader:
                         break
                     if state.closed:
                         return
-                    if (
-                        state.background_reads
-                        and state.num_background_reads < self._max_background_reads
-                    ):
+                    if state.background_reads and state.num_background_reads < self._max_background:
                         background_read = state.background_reads.popleft()
                         state.num_background_reads += 1
                         break

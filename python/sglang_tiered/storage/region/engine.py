@@ -384,8 +384,7 @@ class RegionEngine(WriteTier):
         self._directory_lock.release()
 
     def check_integrity(self) -> None:
-        """Check as the contract says, and list the directory. Call it while nothing is
-        submitted."""
+        """Check as the contract says, with the directory's files. Call it while idle."""
         state = self._state
         with state.lock:
             state.check_integrity()

@@ -172,9 +172,7 @@ class _Recovery:
                 return
             device.replace_file(PURGES_NAME, purges.pack(known))
         except OSError as error:
-            logger.warning(
-                "%s cannot be written (%s); the next start reads it again", PURGES_NAME, error
-            )
+            logger.warning("%s cannot be written (%s); it stays as it was", PURGES_NAME, error)
 
     def _remove(self, item: _Found) -> None:
         self.found.remove(item)
@@ -251,9 +249,7 @@ class _Recovery:
             region.durable_tail = region.tail
         except OSError as error:
             # The pages are served all the same; the next recovery walks the region again.
-            logger.warning(
-                "%s could not be sealed (%s); the next start walks it again", region.name, error
-            )
+            logger.warning("%s could not be sealed (%s); it stays unsealed", region.name, error)
         return True
 
     def _index(
@@ -318,11 +314,7 @@ def _unlink(device: Device, name: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        logger.warning(
-            "%s could not be removed (%s); it is skipped, and its number is not used again",
-            name,
-            error.strerror,
-        )
+        logger.warning("%s could not be removed (%s); it is skipped", name, error.strerror)
 
 
 _PROGRESS_AFTER_S = 1.0
