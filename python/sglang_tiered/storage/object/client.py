@@ -1,4 +1,4 @@
-"""Requests to the bucket: retries, deadlines, counting. ``stores`` opens what they go to.
+"""Requests to the bucket: retries, deadlines, counting. ``connect`` opens what they go to.
 
 A buffer given to ``put`` must never change afterwards: a request that timed out may still read it,
 and a store in memory keeps it.

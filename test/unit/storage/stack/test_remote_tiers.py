@@ -235,7 +235,7 @@ def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Bla
     assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
 
 
-def test_a_purge_is_told_unless_it_was_told(world: World, make_run: MakeRun) -> None:
+def test_a_purge_is_propagated_unless_it_is_remote(world: World, make_run: MakeRun) -> None:
     """And what another server purged is hidden in the bucket, not purged again: it may have been
     long ago."""
     engine = world.open()
