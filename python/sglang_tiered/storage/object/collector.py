@@ -92,8 +92,7 @@ class Collector:
     ) -> None:
         """Collect until ``stop`` is set, on a thread of the owner; returns soon afterwards, at the
         latest when the request under way ends. ``ran`` and ``failed`` are called on this thread.
-        Servers take turns: one that finds that another finished a run lately waits for the next
-        turn."""
+        Servers take turns: one that finds a recent run of another waits for the next turn."""
         source = random.Random()
         wait_s = min(_FIRST_RUN_S, self._settings.interval_s)
         while not stop.wait(wait_s * source.uniform(0.5, 1.5)):

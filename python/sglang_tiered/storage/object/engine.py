@@ -264,8 +264,7 @@ class ObjectEngine(BucketTier):
 
     def close(self) -> None:
         """Close as the contract says; ``flush`` before it keeps what is being filled. Requests
-        under way are waited for, ten seconds at most, then left to their threads, which end with
-        them."""
+        under way are waited for, ten seconds at most, then left to their threads."""
         state = self._state
         with state.lock:
             if state.closed:

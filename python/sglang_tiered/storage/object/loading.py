@@ -223,8 +223,8 @@ class Loader:
 
 
 def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[memoryview]]:
-    """Return the first places of a span, up to where two overlap, and the buffers of their pages in
-    the order of their bytes; what lies between two pages goes to ``room``."""
+    """Return the first places of a span, up to where two overlap, and their pages' buffers in the
+    order of their bytes; what lies between two pages goes to ``room``."""
     places, buffers = [], []
     at = span.start
     for place in span.places:

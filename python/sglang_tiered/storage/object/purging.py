@@ -88,9 +88,8 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
 def drop_stores(
     state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[OpenObject] = ()
 ) -> None:
-    """Keep what is on its way of a tenant (None: of anyone) from becoming visible, but for some
-    objects; with a bound, only what is in objects opened up to it. The caller holds the state's
-    lock."""
+    """Keep what is on its way of a tenant (None: of anyone) invisible, but for some objects; with a
+    bound, only what is in objects opened up to it. The caller holds the state's lock."""
     if bound_ms is None:
         if state.packing is not None and tenant in (None, state.packing.tenant):
             state.packing.dropped = True  # the packer finishes it

@@ -67,10 +67,7 @@ class StoreWorker:
         try:
             self._writer.finish()
         except Exception:
-            logger.exception(
-                "%s: internal error while closing the log; the next start walks its last region",
-                self._directory,
-            )
+            logger.exception("%s: internal error while closing; recovery walks it", self._directory)
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
@@ -212,8 +209,7 @@ class StoreWorker:
         self._log.settle("space")
 
     def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
-        """Fail extents behind a hole in a region, which recovery could not find; when the disk was
-        full and room could be made, write them again."""
+        """Fail extents behind a hole, which recovery could not find, or retry with new room."""
         state = self._state
         with state.lock:
             while not all(write.done for write in state.writes):
@@ -262,8 +258,7 @@ class StoreWorker:
                 state.drop_rest(head, reason)
 
     def _forget(self, order: PurgeOrder) -> None:
-        """Serve a purge, with nothing under way: the log's end parts what is meant from what
-        comes."""
+        """Serve a purge, with nothing under way: the log's end is where what is meant ends."""
         with self._state.lock:
             self._state.stores.remove(order)
         bound = self._writer.log_end()

@@ -115,9 +115,9 @@ class SyncWorker:
         self._health.fault(f"internal error while {what}")
 
     def _wait(self) -> tuple[bool, bool]:
-        """Wait until there is something to do; returns whether it is the last, and whether it is
-        time to sync. Footers alone are written as they come: a flush for each would hold the writes
-        up. The caller holds the lock."""
+        """Wait for something to do; returns whether it is the last, and whether it is time to sync.
+        Footers alone are written as they come: a flush for each would hold the writes up. The
+        caller holds the lock."""
         state = self._state
         while True:
             if state.written_all:

@@ -293,8 +293,7 @@ class TierStack(WriteTier):
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
     ) -> None:
         """Change the namespace as ``RegionEngine.set_namespace`` does. Pages of a namespace that no
-        request can name again (``is_nameless``) are not copied down unless ``flush_to_bucket`` asks
-        for it."""
+        request can name again (``is_nameless``) are copied down only by ``flush_to_bucket``."""
         with self._gate:
             if self._demoter is not None and is_nameless:
                 self._demoter.suspend()
