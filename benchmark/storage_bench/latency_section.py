@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
     from storage_bench.setting import Setting
 
 __all__ = ["needed_bytes", "num_files", "run"]

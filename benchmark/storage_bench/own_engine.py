@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.base import JobKind, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import reader
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.region.engine import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from storage_bench.own_engine import open_engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
     from storage_bench.setting import Setting
 
 __all__ = ["PageLru", "chain_keys", "needed_bytes", "num_files", "run"]

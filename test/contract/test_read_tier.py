@@ -237,7 +237,7 @@ def test_missing_page_in_the_middle_leaves_its_neighbours(
 
 
 @loads
-def test_buffer_of_wrong_length_is_a_miss_and_untouched(
+def test_buffer_of_wrong_length_is_an_untouched_miss(
     place: Place, make_run: MakeRun, page_data: PageData
 ) -> None:
     run = make_run(6, [4096])
@@ -316,7 +316,7 @@ def test_a_closed_tier_answers_and_promises_nothing(
     begun = place.tier.begin_purge(b"u" * 16)
     place.tier.close()
     place.tier.close()
-    assert begun.done(), "whoever waits for a purge waits for ever"
+    assert begun.done(), "a caller waits for a purge forever"
     assert place.tier.health is Health.FAILED
     assert place.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert place.tier.contains(run.keys) == [False] * 2

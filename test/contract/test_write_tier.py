@@ -96,9 +96,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WriteTier
         made = make_object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
     elif request.param == "stack":
         # Nothing moves between the tiers, so that all outcomes are those of one run.
-        lower = SharedTier()
-        lower.known = False
-        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [lower])
+        peer = SharedTier()
+        peer.known = False
+        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [peer])
     else:
         direct = None if request.param == "region-direct" else False
         made = make_region_engine(tmp_path / "store", direct=direct)
@@ -125,9 +125,7 @@ def select(run: Run, positions: list[int]) -> Run:
     return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
 
 
-def test_storing_twice_is_a_duplicate_and_counts_as_success(
-    engine: WriteTier, make_run: MakeRun
-) -> None:
+def test_storing_twice_is_a_successful_duplicate(engine: WriteTier, make_run: MakeRun) -> None:
     run = make_run(7, [4096, 4096])
     store(engine, select(run, [0]))
     job = finished(engine.submit_store(run))
@@ -136,12 +134,12 @@ def test_storing_twice_is_a_duplicate_and_counts_as_success(
     assert job.num_leading_ok == 2
 
 
-def test_a_page_larger_than_the_tier_has_no_space(engine: WriteTier, make_run: MakeRun) -> None:
+def test_a_page_beyond_the_tier_has_no_space(engine: WriteTier, make_run: MakeRun) -> None:
     run = make_run(8, [100, CAPACITY + 1])
     assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
 
 
-def test_a_store_larger_than_the_queue_is_taken_in_parts(
+def test_a_store_beyond_the_queue_goes_in_parts(
     engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = rest = make_run(17, [16_384] * 40)
@@ -156,9 +154,7 @@ def test_a_store_larger_than_the_queue_is_taken_in_parts(
     assert page_data(target) == page_data(run)
 
 
-def test_what_does_not_fit_the_queue_is_dropped_from_the_end_and_counted(
-    engine: WriteTier, make_run: MakeRun
-) -> None:
+def test_a_full_queue_drops_from_the_end(engine: WriteTier, make_run: MakeRun) -> None:
     runs = [make_run(seed, [16_384] * 40) for seed in range(300, 304)]
     outcomes: Counter[tuple[JobKind, Reason]] = Counter()
     for number, job in enumerate([engine.submit_store(run) for run in runs]):
@@ -339,7 +335,7 @@ def damage(engine: WriteTier, directory: Path, data: bytes) -> None:
                 stream.write(bytes([data[0] ^ 1]))
 
 
-def test_a_flipped_bit_is_corrupt_once_and_a_miss_afterwards(
+def test_a_flipped_bit_is_corrupt_then_a_miss(
     engine: WriteTier, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(16, [4096, 4096, 4096])

@@ -116,12 +116,12 @@ def usage(engine: WriteTier) -> dict[bytes, TenantUsage]:
     return {entry.tenant: entry for entry in engine.tenants(100)}
 
 
-def test_a_tenant_of_another_length_is_our_own_bug(make_run: MakeRun) -> None:
+def test_a_tenant_of_wrong_length_raises(make_run: MakeRun) -> None:
     with pytest.raises(ValueError, match="a tenant has 3 bytes"):
         of(b"abc", make_run(1, PAGES))
 
 
-def test_pages_are_counted_under_the_tenant_that_stored_them(
+def test_pages_count_for_the_tenant_that_stored_them(
     engine: WriteTier, make_run: MakeRun, blank: Blank
 ) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
@@ -143,13 +143,17 @@ def test_pages_are_counted_under_the_tenant_that_stored_them(
 def test_purge_forgets_one_tenant_and_nothing_else(
     engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
-    mine, other, nobodys = of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)
-    for run in (mine, other, nobodys):
+    mine, other, untenanted = (
+        of(A, make_run(1, PAGES)),
+        of(B, make_run(2, PAGES)),
+        make_run(3, PAGES),
+    )
+    for run in (mine, other, untenanted):
         finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(A), TIMEOUT_S)
     assert engine.lookup(mine.keys) == LookupResult(0, Stop.MISS)
     assert finished(engine.submit_load(blank(mine))) == [Reason.MISS] * 4
-    for run in (other, nobodys):
+    for run in (other, untenanted):
         target = blank(run)
         assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
@@ -160,11 +164,11 @@ def test_purge_forgets_one_tenant_and_nothing_else(
 
 
 def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeRun) -> None:
-    mine, nobodys = of(A, make_run(1, PAGES)), make_run(2, PAGES)
-    for run in (mine, nobodys):
+    mine, untenanted = of(A, make_run(1, PAGES)), make_run(2, PAGES)
+    for run in (mine, untenanted):
         finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(NO_TENANT), TIMEOUT_S)
-    assert (hits(engine, mine), hits(engine, nobodys)) == (4, 0)
+    assert (hits(engine, mine), hits(engine, untenanted)) == (4, 0)
 
 
 def test_a_purged_tenant_may_store_again(
@@ -180,9 +184,7 @@ def test_a_purged_tenant_may_store_again(
         assert hits(engine, run) == 0
 
 
-def test_purge_of_a_tenant_nobody_knows_changes_nothing(
-    engine: WriteTier, make_run: MakeRun
-) -> None:
+def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_run: MakeRun) -> None:
     run = of(A, make_run(1, PAGES))
     finished(engine.submit_store(run))
     assert is_true(engine.begin_purge(B), TIMEOUT_S)
@@ -207,7 +209,7 @@ def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:
     assert not is_true(engine.begin_purge(None), TIMEOUT_S)
 
 
-def test_no_store_from_before_a_purge_lands_behind_it(engine: WriteTier, make_run: MakeRun) -> None:
+def test_no_earlier_store_lands_behind_a_purge(engine: WriteTier, make_run: MakeRun) -> None:
     stop = threading.Event()
     others: list[Run] = []
 
@@ -261,7 +263,7 @@ def test_a_tenant_never_holds_more_than_its_share(
     )
 
 
-def test_a_store_beyond_the_share_keeps_its_leading_pages(
+def test_a_store_beyond_the_share_keeps_leading_pages(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     engine = make_engine(16_384)

@@ -16,6 +16,7 @@ SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 MAX_WORDS = 8
 # Of test/: those whose tests have names of so few words. The rest has yet to be renamed.
 SHORT_NAMED = (
+    "contract",
     "fault",
     "kernels",
     "meta",
@@ -25,6 +26,7 @@ SHORT_NAMED = (
     "unit/codecs",
     "unit/kernels",
     "unit/kit",
+    "unit/storage",
     "unit/tools",
     "unit/trace",
     "unit/wire",

@@ -88,7 +88,7 @@ class World:
     def told(self, number: int) -> None:
         """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
         self.peers.begin_purge(TENANTS[number % 2])
-        assert is_true(self.engine.begin_purge(TENANTS[number % 2], was_told=True), TIMEOUT_S)
+        assert is_true(self.engine.begin_purge(TENANTS[number % 2], is_remote=True), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def lose(self, _: int) -> None:

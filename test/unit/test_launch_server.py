@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
 
 TIMEOUT_S = 20.0
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
 
 __all__ = ["PageSource"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
 
 __all__ = ["PeerStats", "PeerTier"]
 

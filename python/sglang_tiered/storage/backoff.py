@@ -28,7 +28,7 @@ class Backoff:
         return self.num_failures == 0 or now >= self._retry_at
 
     def wait_s(self, now: float) -> float:
-        """How long until the pause is over."""
+        """Return how long until the pause is over."""
         return 0.0 if self.is_over(now) else self._retry_at - now
 
     def fail(self, now: float) -> None:
@@ -53,7 +53,7 @@ class OnceLog:
         self._report(logging.WARNING, cause, message, *args)
 
     def fault(self, cause: str, message: str, *args: object) -> None:
-        """In an except clause: an error with its trace."""
+        """Log an error with its trace; call it in an except clause."""
         self._report(logging.ERROR, cause, message, *args, exc_info=True)
 
     def _report(
@@ -67,7 +67,7 @@ class OnceLog:
         self._active.discard(cause)
 
     def settle_all(self) -> bool:
-        """Whether there was any cause."""
+        """Return whether there was any cause."""
         had_any = bool(self._active)
         self._active.clear()
         return had_any

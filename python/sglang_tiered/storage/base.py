@@ -18,9 +18,9 @@ node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them 
    run that does not fit, the pages from the first on that does not.
 7. Nothing blocks except ``flush``, ``refresh``, ``close``, ``Job.wait`` and ``Future.result``; none
    of those may be called on the scheduler thread while requests are running.
-8. Every page belongs to the tenant its run names, or to none. Keys of different tenants never
+8. Every page belongs to the tenant its run names, if any. Keys of different tenants never
    coincide: that is the caller's promise. A tenant that was purged has no hit from the moment
-   ``begin_purge`` returns, and none of its stores submitted before lands behind it. One over its
+   ``begin_purge`` returns, and no store of it submitted before lands behind it. One over its
    share never costs others theirs.
 9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
    thread that ends it, perhaps under a lock of the tier: they must only note.
@@ -112,9 +112,9 @@ class Reason(enum.Enum):
 
     OK = "ok"  # the only reason, with DUPLICATE, that counts as success
     DUPLICATE = "duplicate"  # store only: already held or on its way; counts as success
-    MISS = "miss"  # load only: the key is not held (any more), or the engine is MISS_ONLY
+    MISS = "miss"  # load only: the key is not held, or the engine is MISS_ONLY
     CORRUPT = "corrupt"  # load only: bytes did not verify; the entry was dropped
-    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail for ever
+    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail forever
     NO_SPACE = "no_space"  # store only: no room and nothing to reclaim, or a page beyond any region
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
     OVER_SHARE = "over_share"  # store only: its tenant has its share, and nothing of it can go
@@ -179,7 +179,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True once the engine has let go of the run's buffers."""
+        """Return true once the engine has let go of the run's buffers."""
         return self._done.is_set()
 
     @property
@@ -193,7 +193,7 @@ class Job:
 
     @property
     def num_leading_ok(self) -> int:
-        """Leading pages that succeeded; a chain is usable only up to its first failure."""
+        """Return how many leading pages succeeded; a chain is usable up to its first failure."""
         results = self.ok
         return results.index(False) if False in results else len(results)
 
@@ -217,7 +217,7 @@ class Job:
         callback(self)
 
     def finish(self) -> None:
-        """Called by the engine, once, after its last touch of the run's buffers."""
+        """Finish the job. The engine calls it, once, after its last touch of the run's buffers."""
         assert not self._done.is_set(), "a job finishes once"
         with self._lock:
             callbacks, self._callbacks = self._callbacks or [], None
@@ -236,7 +236,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats(TierStats):
-    """Of a tier that stores."""
+    """Counters and gauges of a tier that stores."""
 
     num_pages: int  # pages a lookup can hit
     stored_bytes: int  # payload bytes of those pages
@@ -284,11 +284,11 @@ class ReadTier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys a load could serve now. Memory only; does not pin."""
+        """Return which keys a load could serve now. Memory only; does not pin."""
 
     @abstractmethod
     def some_keys(self, limit: int) -> list[bytes]:
-        """At most ``limit`` keys that a load could serve now, to measure the tier with."""
+        """Return at most ``limit`` keys that a load could serve now, to measure the tier with."""
 
     @abstractmethod
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
@@ -318,7 +318,7 @@ class ReadTier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """A consistent snapshot; O(1) and without I/O."""
+        """Return a consistent snapshot; O(1) and without I/O."""
 
     @abstractmethod
     def close(self) -> None:
@@ -344,16 +344,16 @@ class WriteTier(ReadTier):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Whether every page stored before the call is durable. False when the storage refuses,
-        the time runs out or the tier is closed. Blocks."""
+        """Return whether every page stored before the call is durable. False when the storage
+        refuses, the time runs out or the tier is closed. Blocks."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
 
     @abstractmethod
     def tenants(self, limit: int) -> list[TenantUsage]:
-        """The tenants with the most physical bytes, at most ``limit``. Without I/O, but linear in
-        their number: for people who ask, not for every step."""
+        """Return the tenants with the most physical bytes, at most ``limit``. Takes no I/O, but
+        time linear in their number: for an operator's request, not for every step."""
 
 
 class RemoteTier(ReadTier):
@@ -365,16 +365,17 @@ class RemoteTier(ReadTier):
     def begin_purge(
         self, tenant: bytes | None, *, local: Future[bool] | None = None
     ) -> Future[bool]:
-        """As every tier, for every server that shares it; ``local`` is what this server's own
-        tier does of it."""
+        """Forget pages as every tier does, for every server that shares the tier; ``local`` is the
+        purge of this server's own tier."""
 
     @abstractmethod
     def hide(self, tenant: bytes | None) -> None:
-        """As ``begin_purge``, for this server alone: another one's purge makes it durable."""
+        """Forget pages as ``begin_purge`` does, for this server alone: the server that purged them
+        makes it durable."""
 
     @abstractmethod
     def refresh(self, timeout_s: float) -> bool:
-        """Whether what other servers changed was looked for within that time. Blocks."""
+        """Return whether what other servers changed was looked for within that time. Blocks."""
 
 
 class BucketTier(RemoteTier, WriteTier):
@@ -384,4 +385,4 @@ class BucketTier(RemoteTier, WriteTier):
 
     @abstractmethod
     def object_stats(self) -> Any:
-        """What ``stats`` has no place for."""
+        """Return what ``stats`` has no place for."""

@@ -16,7 +16,7 @@ __all__ = ["JobBook"]
 
 
 class JobBook:
-    """Guarded by its owner's lock, which the caller holds."""
+    """Jobs under way, and counts of past outcomes. The caller holds its owner's lock."""
 
     def __init__(self) -> None:
         self._inflight: dict[Job, None] = {}  # in order of submission
@@ -36,7 +36,7 @@ class JobBook:
         return job
 
     def add(self, job: Job) -> None:
-        """A job that another tier made for its caller too."""
+        """Count a job that another tier made for its caller too."""
         self._inflight[job] = None
 
     def note_end(self, job: Job) -> None:

@@ -42,8 +42,8 @@ class _Stored(NamedTuple):
 
 
 class MemoryEngine(WriteTier):
-    """At most ``capacity_bytes`` of payload, and ``max_tenant_bytes`` of one tenant, whose own
-    pages go for it. Thread-safe by one lock held throughout a call."""
+    """Keeps at most ``capacity_bytes`` of payload, and ``max_tenant_bytes`` of one tenant, whose
+    own pages go for it. Thread-safe by one lock held throughout a call."""
 
     def __init__(self, capacity_bytes: int, *, max_tenant_bytes: int | None = None) -> None:
         self._capacity_bytes = capacity_bytes

@@ -16,7 +16,7 @@ __all__ = ["Promises", "all_true", "ended", "is_true", "keep", "promise"]
 
 
 def promise() -> Future[bool]:
-    """A future that whoever waits for it cannot cancel."""
+    """Return a future that the thread waiting for it cannot cancel."""
     future: Future[bool] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -43,7 +43,7 @@ def is_true(future: Future[bool], timeout_s: float) -> bool:
 
 
 def all_true(futures: Sequence[Future[bool]], jobs: Sequence[Job] = ()) -> Future[bool]:
-    """Whether every future becomes true; known once all have ended and all jobs are over."""
+    """Return whether every future becomes true; known once all have ended and all jobs are over."""
     whole = promise()
     lock = threading.Lock()
     num_left = len(futures) + len(jobs) + 1
@@ -65,7 +65,7 @@ def all_true(futures: Sequence[Future[bool]], jobs: Sequence[Job] = ()) -> Futur
 
 
 class Promises:
-    """What a tier owes: each future ends at the latest, as false, when the tier is closed. Any
+    """Futures that a tier owes: each ends at the latest, as false, when the tier is closed. Any
     thread."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Promises:
         return self.watch(promise())
 
     def watch(self, future: Future[bool]) -> Future[bool]:
-        """End this one too."""
+        """End a future of another owner too when the tier is closed."""
         with self._lock:
             closed = self._closed
             self._open.add(future)

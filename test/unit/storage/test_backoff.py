@@ -25,7 +25,7 @@ def test_spread_pauses_stay_within_their_bounds() -> None:
     assert backoff.wait_s(now) == 0.0
 
 
-def test_a_cause_is_told_again_after_it_was_settled(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
     log = OnceLog(logging.getLogger("once"))
     for _ in range(2):
         for cause in ("a", "b", "a"):

@@ -23,7 +23,7 @@ def test_a_load_protects_from_eviction(make_run: MakeRun, blank: Blank) -> None:
     assert engine.stats().num_pages_evicted == 1
 
 
-def test_a_run_larger_than_the_cap_evicts_itself_in_order(make_run: MakeRun) -> None:
+def test_a_run_beyond_the_cap_evicts_in_order(make_run: MakeRun) -> None:
     engine = MemoryEngine(250)
     run = make_run(1, [100, 100, 100])
     assert engine.submit_store(run).reasons == [Reason.OK] * 3

@@ -159,7 +159,7 @@ class Control:
         if cache.storage is not None:
             purges += [
                 # A server that hears of the one tenant purges the unknown one too.
-                cache.storage.begin_purge(each, was_told=is_remote, tells_peers=each == tenant)
+                cache.storage.begin_purge(each, is_remote=is_remote, propagate=each == tenant)
                 for each in with_unknown(tenant)
             ]
         _use_new_keys(scheduler, cache)

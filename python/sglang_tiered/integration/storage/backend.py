@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.notes import Notes
-    from sglang_tiered.storage.region.store import RegionEngine
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["TieredStorage"]
@@ -72,8 +72,8 @@ _NO_POOL = "no pool has this name"
 
 class _LatePurge(NamedTuple):
     tenant: bytes | None
-    was_told: bool
-    tells_peers: bool
+    is_remote: bool
+    propagate: bool
     is_durable: Future[bool]
 
 
@@ -355,23 +355,23 @@ class TieredStorage(ZeroCopyStorage):
         return self._config.object is not None
 
     def begin_purge(
-        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
-        """Hide the pages of a tenant, or all, and let none on its way land; ``was_told``: another
+        """Hide the pages of a tenant, or all, and let none on its way land; ``is_remote``: another
         server did so first. Memory only, any thread."""
         with self.gate.lock:
             self.gate.purge(tenant)
             if self._search is None or not self.stack.remote:
-                return self.stack.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+                return self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
             # In the bucket and the index a purge is of a namespace.
-            late = _LatePurge(tenant, was_told, tells_peers, promise())
+            late = _LatePurge(tenant, is_remote, propagate, promise())
             self._late_purges.append(late)
             return all_true([self.region_engine.begin_purge(tenant), late.is_durable])
 
     def _begin_late_purges(self) -> None:
         """Those that came before the namespace. The caller holds the gate's lock."""
-        for tenant, was_told, tells_peers, is_durable in self._late_purges:
-            begun = self.stack.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
+        for tenant, is_remote, propagate, is_durable in self._late_purges:
+            begun = self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
             begun.add_done_callback(partial(_pass_on, is_durable))
         self._late_purges.clear()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.admission_gate import StoreGate
 
     class BeginPurge(Protocol):
-        def __call__(self, tenant: bytes | None, *, was_told: bool) -> Future[bool]: ...
+        def __call__(self, tenant: bytes | None, *, is_remote: bool) -> Future[bool]: ...
 
 
 __all__ = ["RemotePurges", "with_unknown"]
@@ -47,7 +47,7 @@ class RemotePurges:
         with self._lock:
             if self._is_followed:
                 self._wait_for(tenant)
-        begun = [self._begin_purge(each, was_told=True) for each in with_unknown(tenant)]
+        begun = [self._begin_purge(each, is_remote=True) for each in with_unknown(tenant)]
         return all_true(begun)
 
     def waiting(self) -> list[bytes | None]:

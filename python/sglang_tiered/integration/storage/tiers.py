@@ -24,8 +24,8 @@ from sglang_tiered.integration.identity.namespace_search import recall_namespace
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
 from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
 from sglang_tiered.storage.region.directory import remove_shards, shard_path
+from sglang_tiered.storage.region.engine import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 from sglang_tiered.storage.region.format import min_region_bytes
-from sglang_tiered.storage.region.store import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import StackSettings
 

@@ -52,12 +52,10 @@ _REASONS = tuple(Reason)
 
 
 class BorrowedEngine(WriteTier):
-    """Lookups answer that everything is held, and stores that it is held already: it is the lender
-    who knows, and whoever asks takes the minimum of both. Loads bring what the lender has.
-
+    """Loads pages from the lender, and keeps none. Lookups answer that every key is held, and
+    stores that it is held already: only the lender knows, and the caller takes the minimum of both.
     Nothing is found while ``claim`` or ``lender`` is None: what the pages are taken to be, and the
-    shard of the process that has them. A page that the lender lost meanwhile is a miss.
-    """
+    shard of the process that has them. A page that the lender lost meanwhile is a miss."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.claim: bytes | None = None
@@ -75,7 +73,7 @@ class BorrowedEngine(WriteTier):
 
     @property
     def serves(self) -> bool:
-        """Whether a load could bring anything."""
+        """Return whether a load could bring anything."""
         return self.health is Health.RUNNING and None not in (self.claim, self.lender)
 
     @property
@@ -183,10 +181,10 @@ class BorrowedEngine(WriteTier):
     # ---- What concerns the store is its owner's ----
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
-        """Nothing: ``claim`` says what pages are taken to be."""
+        """Do nothing: ``claim`` says what pages are taken to be."""
 
     def begin_purge(self, tenant: bytes | None) -> Future[bool]:
-        """Nothing is kept here that could come back; what is on its way fails."""
+        """Fail what is on its way. The borrower keeps nothing that could come back."""
         with self._lock:
             self._generation += 1
         return ended(not self._closed)
@@ -200,7 +198,7 @@ class BorrowedEngine(WriteTier):
     # ---- Books ----
 
     def stats(self) -> EngineStats:
-        """Of pages nothing: the lender counts what it reads for others too."""
+        """Count no pages: the lender counts what it reads for other ranks too."""
         health = self.health
         with self._lock:
             return EngineStats(
@@ -232,7 +230,7 @@ class BorrowedEngine(WriteTier):
                 return
             self._closed = True
             connections = list(self._connections)
-        for connection in connections:  # whoever waits for an answer ends
+        for connection in connections:  # ends the wait for an answer
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._threads.shutdown(wait=True)
@@ -247,16 +245,16 @@ class BorrowedEngine(WriteTier):
 
 
 class _NoNotes(Notes):
-    """Its owner keeps them."""
+    """Keeps no notes: the lender keeps them."""
 
     def __init__(self) -> None:
-        """Of no device."""
+        """Use no device."""
 
     def read(self, name: str) -> bytes:
         return b""
 
     def write(self, name: str, data: bytes) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def remove(self, name: str) -> None:
-        """Nothing."""
+        """Do nothing."""

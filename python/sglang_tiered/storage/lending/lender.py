@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class PageLender:
-    """Listens from construction to ``close``; the caller has the shard locked. ``submit`` begins a
-    load. Raises ``StoreError`` where nothing can listen in the shard."""
+    """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
+    begins a load. Raises ``StoreError`` where nothing can listen in the shard."""
 
     def __init__(self, shard: Path, submit: Callable[[Run], Job]) -> None:
         self._submit = submit
@@ -76,9 +76,9 @@ class PageLender:
 
     @property
     def claim(self) -> bytes | None:
-        """What the pages are taken to be: given to those only who say the same; None gives nothing
-        to anybody. Whoever changes what the engine finds sets None before and the new claim after.
-        """
+        """Return what the pages are taken to be. They go only to a borrower with the same claim,
+        and to no borrower while it is None. The owner sets None before it changes what the engine
+        finds, and the new claim afterwards."""
         return self._claim
 
     @claim.setter
@@ -109,8 +109,10 @@ class PageLender:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Too many open files, most likely: whoever asks waits until it is over.
-                logger.warning("another rank is waiting for pages (%s)", error.strerror)
+                # Too many open files, most likely: the other rank waits until it is over.
+                logger.warning(
+                    "cannot accept another rank (%s); it waits for pages", error.strerror
+                )
                 self._closing.wait(RETRY_S)
                 continue
             thread = threading.Thread(
@@ -131,7 +133,7 @@ class PageLender:
         except (OSError, msgspec.DecodeError):
             pass  # the borrower is gone, or ends with us
         except Exception:
-            logger.exception("pages could not be lent by our own fault")
+            logger.exception("internal error while lending pages; the connection is closed")
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
@@ -156,7 +158,7 @@ class PageLender:
     def _begin(
         self, request: Request, piece: range, rooms: list[bytearray], number: int
     ) -> Job | None:
-        """Begin to read pages of a request; None where it is about other pages than ours."""
+        """Begin to read the pages of a request; None where its claim is another one."""
         if request.claim != self._claim or self._closing.is_set():
             return None
         lengths = request.lengths[piece.start : piece.stop]

@@ -47,14 +47,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_request(data: bytes) -> Request:
-    """Raises ``msgspec.DecodeError`` for what is none."""
+    """Decode a request. Raises ``msgspec.DecodeError`` for invalid bytes."""
     return msgspec.msgpack.decode(data, type=Request)
 
 
 @contextmanager
 def short_path(directory: Path) -> Iterator[str]:
-    """The socket of a shard under a name that is short enough for one, however deep the shard
-    lies."""
+    """Return a name short enough for the socket of a shard, however deep the shard lies."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{LENDING_NAME}"
@@ -67,7 +66,7 @@ def send_message(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytes | None:
-    """None where the other side is done. Raises ``OSError`` for half of one."""
+    """Receive one message; None at the end. Raises ``OSError`` for half of one."""
     head = bytearray(_LENGTH.size)
     num_bytes = connection.recv_into(head)
     if num_bytes == 0:
@@ -82,7 +81,7 @@ def receive_message(connection: socket.socket) -> bytes | None:
 
 
 def send_segments(connection: socket.socket, segments: Sequence[memoryview]) -> None:
-    """All bytes of all of them, in order."""
+    """Send all bytes of all segments, in order."""
     waiting = [segment for segment in segments if segment.nbytes]
     while waiting:
         num_sent = connection.sendmsg(waiting[:_MAX_SEGMENTS])

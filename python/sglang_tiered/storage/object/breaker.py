@@ -38,25 +38,25 @@ class Breaker:
         return self._probes.num_failures > 0
 
     def diagnosis(self) -> tuple[Health, str]:
-        """The state of now and why; the reason is empty while RUNNING."""
+        """Return the state of now and why; the reason is empty while RUNNING."""
         with self._lock:
             if not self.is_open:
                 return Health.RUNNING, ""
             return Health.MISS_ONLY, self._cause
 
     def wait_s(self) -> float:
-        """How long until the next probe is due; 0 when it is, or when it is closed."""
+        """Return how long until the next probe is due; 0 when it is, or when it is closed."""
         with self._lock:
             return self._probes.wait_s(self._clock())
 
     def succeeded(self) -> None:
-        """A request was answered, if only by "not found"."""
+        """Note that a request was answered, if only by "not found"."""
         with self._lock:
             self._num_failures = 0
             self._probes.succeed()
 
     def failed(self, cause: str) -> None:
-        """A request failed after its retries."""
+        """Note that a request failed after its retries."""
         with self._lock:
             self._num_failures += 1
             self._cause = cause
@@ -67,7 +67,7 @@ class Breaker:
             self._probes.fail(self._clock())  # but for one under way since before it opened
 
     def fault(self, cause: str) -> None:
-        """Something of ours failed, not the bucket: misses until it has answered a probe."""
+        """Answer misses until a probe succeeds: the engine failed, not the bucket."""
         with self._lock:
             self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
         self.failed(cause)
@@ -77,7 +77,7 @@ class Breaker:
             return not self.is_open and self._stores.is_over(self._clock())
 
     def store_failed(self) -> None:
-        """Stores pause; loads go on."""
+        """Pause stores; loads go on."""
         with self._lock:
             self._stores.fail(self._clock())
 

@@ -29,12 +29,12 @@ class RetryBudget:
         self._saved = _MAX_SAVED_RETRIES
 
     def earn(self) -> None:
-        """A request succeeded."""
+        """Note that a request succeeded."""
         with self._lock:
             self._saved = min(self._saved + _RETRIES_PER_REQUEST, _MAX_SAVED_RETRIES)
 
     def take(self) -> bool:
-        """Whether one retry may be made; then it is spent."""
+        """Return whether one retry may be made; then it is spent."""
         with self._lock:
             if self._saved < 1.0:
                 return False
@@ -60,7 +60,7 @@ class RequestCost:
 
     @property
     def gap_bytes(self) -> int:
-        """The gap between two ranges that takes as long to read as another request."""
+        """Return the gap between two ranges that takes as long to read as another request."""
         if not self._latency_s or not self._bytes_per_s:
             return self._default
         return min(max(int(self._latency_s * self._bytes_per_s), _MIN_GAP), _MAX_GAP)
@@ -84,7 +84,7 @@ class DailyBudget:
 
     @property
     def available(self) -> float:
-        """What may be spent now."""
+        """Return what may be spent now."""
         if self._per_day is None:
             return float("inf")
         inflow = (self._clock() - self._at) * self._per_day * (1 - _BURST_SHARE) / _DAY_S

@@ -1,4 +1,4 @@
-"""Requests to the bucket: retries, deadlines, counting. ``stores`` opens what they go to.
+"""Requests to the bucket: retries, deadlines, counting. ``connect`` opens what they go to.
 
 A buffer given to ``put`` must never change afterwards: a request that timed out may still read it,
 and a store in memory keeps it.
@@ -14,17 +14,17 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.storage.object.budgets import RequestCost, RetryBudget
+from sglang_tiered.storage.object.connect import FIRST_PAUSE_S, find_store, obstore
 from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.object.failures import Failure, RequestError, explain
 from sglang_tiered.storage.object.format import MAX_MANIFEST_BYTES
-from sglang_tiered.storage.object.stores import FIRST_PAUSE_S, find_store, obstore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from sglang_tiered.storage.object.connect import FoundStore
     from sglang_tiered.storage.object.settings import ObjectSettings
-    from sglang_tiered.storage.object.stores import FoundStore
 
 __all__ = ["Listed", "ObjectClient", "open_client"]
 
@@ -51,10 +51,8 @@ class Listed(NamedTuple):
 
 class ObjectClient:
     """Blocking requests under one prefix; thread-safe. Every method raises ``RequestError``.
-
-    ``on_outcome`` is told, after the retries, of every request that reads whether it was answered
-    (None) or why not.
-    """
+    ``on_outcome`` is called after the retries of every request that reads: with None when it was
+    answered, else with the error."""
 
     def __init__(
         self,
@@ -95,22 +93,22 @@ class ObjectClient:
 
     @property
     def directory(self) -> Path | None:
-        """Where everything is, if the store is a directory."""
+        """Return where everything is, if the store is a directory."""
         return None if self._directory is None else self._directory.root
 
     @property
     def max_span_bytes(self) -> int:
-        """The longest range to ask for at once; requests to a directory are for free."""
+        """Return the longest range to ask for at once; requests to a directory are for free."""
         return _REMOTE_SPAN_BYTES if self._is_remote else _LOCAL_SPAN_BYTES
 
     @property
     def gap_bytes(self) -> int:
-        """The bytes that may as well be read as skipped by another request."""
+        """Return the bytes that may as well be read as skipped by another request."""
         return self._cost.gap_bytes
 
     @property
     def requests(self) -> dict[str, int]:
-        """Requests made so far by kind, retries included (but those of parts of an upload)."""
+        """Return the requests so far by kind, with retries but without the parts of an upload."""
         with self._lock:
             return dict(self._requests)
 
@@ -123,8 +121,8 @@ class ObjectClient:
         until: float | None = None,
         into: memoryview | None = None,
     ) -> memoryview:
-        """Bytes ``start`` to ``end``, or fewer where the object ends before; of a directory in
-        ``into``, where they fit. No retry begins after ``until`` (``time.monotonic``)."""
+        """Return bytes ``start`` to ``end``, or fewer where the object ends before; of a directory
+        in ``into``, where they fit. No retry begins after ``until`` (``time.monotonic``)."""
         began = time.monotonic()
         if self._directory is not None and into is not None and end - start <= len(into):
             folder, room = self._directory, into[: end - start]
@@ -141,7 +139,7 @@ class ObjectClient:
     def get_cached(self, path: str, start: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers, one after the other, with what memory holds of a directory's file from
         ``start`` on; returns how many bytes, and 0 for anything amiss. Never waits for storage, so
-        the buffers may be somebody's who has a deadline."""
+        the buffers may belong to a caller with a deadline."""
         if self._directory is None:
             return 0
         began = time.monotonic()
@@ -155,7 +153,7 @@ class ObjectClient:
         return num_read
 
     def get(self, path: str, max_bytes: int = MAX_MANIFEST_BYTES) -> memoryview:
-        """A whole object; nothing of one that is longer, which is not read."""
+        """Return a whole object, or nothing of one that is longer, which is not read."""
         began = time.monotonic()
         data = self._read("get", lambda: self._whole(path, max_bytes))
         self._count_in(len(data))
@@ -170,8 +168,8 @@ class ObjectClient:
         return int(self._read("head", lambda: obstore.head(self._store, path))["size"])
 
     def listing(self, folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
-        """What is in a folder, in parts, from the name behind ``after`` on. The order is that of
-        names where the store lists so, which directories do not."""
+        """Yield what is in a folder, in parts, from the name behind ``after`` on. The order is that
+        of names where the store lists so, which directories do not."""
         offset = f"{folder}/{after}" if after else None
         stream: Any = None
 
@@ -192,13 +190,13 @@ class ObjectClient:
                 return  # the last page said so: no further request
 
     def folders(self, folder: str) -> list[str]:
-        """The paths of the folders in a folder."""
+        """Return the paths of the folders in a folder."""
         found = self._read("list", lambda: obstore.list_with_delimiter(self._store, folder))
         return list(found["common_prefixes"])
 
     def put(self, path: str, data: bytes | bytearray) -> None:
-        """Write an object, whole or not at all; durable where the store is a directory. ``data``
-        must not change any more."""
+        """Write an object, whole or not at all; durable where the store is a directory. The caller
+        must not change ``data`` afterwards."""
         num_requests = self.num_puts(len(data))
         if num_requests > 1:
             self._write("put", lambda: self._put_parts(path, data), num_tries=1)
@@ -209,7 +207,7 @@ class ObjectClient:
             self.bytes_out += len(data)
 
     def num_puts(self, num_bytes: int) -> int:
-        """The requests that an object of that length takes: its parts, begin and complete."""
+        """Return how many requests an object of that length takes: parts, begin and complete."""
         if not self._is_remote or num_bytes <= MULTIPART_BYTES:
             return 1
         return -(-num_bytes // MULTIPART_BYTES) + 2
@@ -223,7 +221,7 @@ class ObjectClient:
         obstore.put(self._uploads, path, data, chunk_size=MULTIPART_BYTES, max_concurrency=4)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; one that is not there is none too many."""
+        """Delete objects; a missing one counts as deleted."""
         for start in range(0, len(paths), _MAX_DELETES):
             self._delete(list(paths[start : start + _MAX_DELETES]))
 
@@ -299,7 +297,7 @@ class ObjectClient:
 
 
 class _NotFoundError(RequestError):
-    """So that those who do not mind can say so."""
+    """The object is missing, for callers that expect this."""
 
 
 def open_client(
@@ -307,9 +305,10 @@ def open_client(
     *,
     on_outcome: Callable[[RequestError | None], None] | None = None,
 ) -> ObjectClient:
-    """A client for the URL of the settings. Touches nothing but, for a file URL, the directory.
+    """Return a client for the URL of the settings. It touches nothing but, for a file URL, the
+    directory.
 
-    Raises ``ConfigError`` for a URL that cannot be one of ours, or without obstore.
+    Raises ``ConfigError`` for an invalid URL, or without obstore.
     """
     return ObjectClient(
         find_store(settings),

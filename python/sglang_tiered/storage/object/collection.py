@@ -44,7 +44,7 @@ _STAGED = re.compile(r"(.+)#\d+")  # what obstore calls a file of a directory un
 
 
 def store_clock(client: ObjectClient, layout: Layout) -> float:
-    """The store's time: what its listing says of something written now."""
+    """Return the store's time: what its listing says of something written now."""
     folder = f"{layout.folder}/{_CLOCKS}"
     path = f"{folder}/{secrets.token_hex(8)}"
     client.put(path, b"now")
@@ -98,7 +98,7 @@ class Collection:
         return f"{self._layout.folder}/{_GRAVES}"
 
     def run(self) -> CollectorReport:
-        """Raises ``RequestError``; what was done until then stands."""
+        """Collect once. Raises ``RequestError``; what was done until then stands."""
         begun, before = time.monotonic(), self._client.requests
         try:
             self._now = self._clock()
@@ -127,8 +127,8 @@ class Collection:
     # -- what is there ----------------------------------------------------------------------
 
     def _empty_graves(self) -> None:
-        """Objects whose grace is over go. The manifest first, once more: a collector may have died
-        between grave and manifest."""
+        """Delete objects whose grace is over. The manifest goes first, once more: a collector may
+        have died between grave and manifest."""
         due: list[tuple[str, str]] = []
         for path, entry in self._list(self._graves_folder):
             if parse_id(entry.name) is None:
@@ -172,7 +172,7 @@ class Collection:
                 self._live.add(entry.name)
 
     def _read_objects(self) -> tuple[list[Entry], list[Entry], list[Entry]]:
-        """Purged ones, orphans past their grace, and the oldest of those alive."""
+        """Find purged objects, orphans past their grace, and the oldest of those alive."""
         purged: list[Entry] = []
         orphans: list[Entry] = []
         oldest = Oldest(self._budget + 1)
@@ -207,7 +207,7 @@ class Collection:
         return purged, orphans, oldest.take()
 
     def _maybe_purged(self, object_id: ObjectId) -> bool:
-        """By its name, which may be that of another tenant's; the manifest decides."""
+        """Judge by the name, which may be that of another tenant's object; the manifest decides."""
         return any(
             object_id.unix_ms <= bound
             for tag in (_EVERYONE, object_id.tenant_tag)
@@ -226,17 +226,17 @@ class Collection:
     # -- what goes --------------------------------------------------------------------------
 
     def _remove_purged(self, entry: Entry) -> None:
-        """At once, without a grace: nobody is to read it any more."""
+        """Remove a purged object at once, without a grace: no server may read it."""
         data = self._get(self._layout.manifest(entry.name))
         object_id = parse_id(entry.name)
         assert object_id is not None
         if data is None or other_version(data) is not None:
-            # Another collector is at it, or another program's: an orphan, or none of ours.
+            # Another collector is at it, or another program's: an orphan, or foreign.
             self._keep_purges(object_id)
             return
         manifest = unpack_manifest(data)
         if manifest is None:
-            self.report.num_unreadable += 1  # nobody can read it, so nothing is lost if it goes
+            self.report.num_unreadable += 1  # unreadable for all, so nothing is lost if it goes
         elif not self._is_purged(object_id, manifest.tenant):
             return  # another tenant with the same tag
         removal = self._plan(self._layout.object(entry.name), "object", entry.nbytes, "purged")
@@ -248,7 +248,7 @@ class Collection:
             self._keep_purges(object_id)
 
     def _remove_orphan(self, entry: Entry) -> None:
-        """Unless it has a manifest after all, which a listing did not show yet."""
+        """Remove an object unless it has a manifest after all, which a listing did not show yet."""
         if self._size(self._layout.manifest(entry.name), missing=-1) >= 0:
             return
         path = self._layout.object(entry.name)
@@ -279,8 +279,8 @@ class Collection:
                 removal.is_done = True
 
     def _remove_dangling(self) -> None:
-        """Manifests whose object is gone: somebody deleted it, or a stalled writer announced what
-        had been taken for an orphan."""
+        """Remove manifests whose object is gone: it was deleted by hand, or a stalled writer
+        announced what had been taken for an orphan."""
         for path, entry in self._list(self._layout.manifests):
             if parse_id(entry.name) is None or entry.name in self._present:
                 continue
@@ -304,14 +304,14 @@ class Collection:
                     self._done(removal)
 
     def _remove_markers(self) -> None:
-        """Markers of the clock that a collector died over."""
+        """Remove markers of the clock that a dead collector left."""
         for path, entry in self._list(f"{self._layout.folder}/{_CLOCKS}"):
             if self._delete and self._age_s(entry) >= self._settings.grace_s:
                 self._erase(path)
 
     def _remove_staged(self) -> None:
-        """Files of a directory that a writer died in. A bucket has its own rule for half-finished
-        multipart uploads, which obstore cannot list."""
+        """Remove files of a directory that a dead writer left. A bucket has its own rule for
+        half-finished multipart uploads, which obstore cannot list."""
         if self._client.directory is None:
             return
         for folder in (self._layout.objects, self._layout.manifests, self._layout.purges):
@@ -363,7 +363,8 @@ class Collection:
             return missing
 
     def _erase(self, *paths: str) -> None:
-        """Gone is gone, whoever did it. One request for each, as their order matters."""
+        """Delete what is there; what another process has deleted is gone too. Each takes a request
+        of its own, as their order matters."""
         for path in paths:
             self._client.delete([path])
 
@@ -388,4 +389,4 @@ class Collection:
 
 
 class _Enough(Exception):
-    """The budget is spent, or the caller wants an end."""
+    """Raised when the budget is spent, or the caller wants an end."""

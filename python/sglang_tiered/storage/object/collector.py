@@ -31,7 +31,7 @@ _FIRST_RUN_S = 60.0
 
 
 class Collector:
-    """Of one namespace of a store; its paths are relative to the store's prefix. Every method
+    """Collects one namespace of a store; its paths are relative to the store's prefix. Every method
     blocks on the network: not for a scheduler thread."""
 
     def __init__(
@@ -42,8 +42,8 @@ class Collector:
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """A client of its own, so that its failures are not those of loads. ``clock``: the store's
-        time in seconds since 1970; asked of the store itself when not given."""
+        """Use a client of its own, so that its failures are not those of loads. ``clock``: the
+        store's time in seconds since 1970; asked of the store itself when not given."""
         self._client = client
         self._layout = Layout(namespace)
         self._settings = settings
@@ -77,7 +77,7 @@ class Collector:
         return report
 
     def is_due(self) -> bool:
-        """Whether nobody has finished a run within the last interval, by the store's clock."""
+        """Return whether the last interval, by the store's clock, saw no finished run."""
         listed = (entry for chunk in self._client.listing(self._last_run_folder) for entry in chunk)
         last = max((entry.modified for entry in listed), default=None)
         return last is None or self._clock() - last >= self._settings.interval_s
@@ -90,11 +90,9 @@ class Collector:
         failed: Callable[[Exception], None],
         budget: int = DEFAULT_BUDGET,
     ) -> None:
-        """For a thread of the owner: returns soon after ``stop`` is set, at the latest when the
-        request under way ends. ``ran`` and ``failed`` are called on this thread.
-
-        Servers take turns: who finds that another finished a run lately waits for the next turn.
-        """
+        """Collect until ``stop`` is set, on a thread of the owner; returns soon afterwards, at the
+        latest when the request under way ends. ``ran`` and ``failed`` are called on this thread.
+        Servers take turns: one that finds a recent run of another waits for the next turn."""
         source = random.Random()
         wait_s = min(_FIRST_RUN_S, self._settings.interval_s)
         while not stop.wait(wait_s * source.uniform(0.5, 1.5)):

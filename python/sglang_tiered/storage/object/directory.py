@@ -50,8 +50,8 @@ class Directory:
 
     def read_cached(self, path: str, buffers: Sequence[memoryview], start: int) -> int:
         """Fill buffers with what the page cache holds of a file, up to the first byte that would
-        have to be waited for; returns how many bytes. Raises nothing: 0 for whatever is amiss, and
-        on file systems that do not offer it (NFS, FUSE)."""
+        have to be waited for; returns how many bytes. Never raises: any error is 0, and so are file
+        systems that do not offer it (NFS, FUSE)."""
         if not self._offers_cached:
             return 0
         assert _NO_WAIT is not None

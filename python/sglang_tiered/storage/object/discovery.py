@@ -28,7 +28,7 @@ from sglang_tiered.storage.object.format import (
     unpack_purge,
 )
 from sglang_tiered.storage.object.names import parse_path
-from sglang_tiered.storage.object.purging import obey
+from sglang_tiered.storage.object.purging import apply_remote_purge
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ _MAX_PURGES_SEEN = 65_536
 
 
 class _PassOver(Exception):  # noqa: N818
-    """The namespace changed or the engine was closed: what was found does not count."""
+    """Raised when the namespace changed or the engine was closed: what was found does not count."""
 
 
 class Discovery:
-    """Body of the discovery thread."""
+    """Looks for what other servers did; ``run`` is the body of the discovery thread."""
 
     def __init__(
         self, state: ObjectState, client: ObjectClient, breaker: Breaker, purger: Purger
@@ -87,7 +87,7 @@ class Discovery:
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
-                logger.exception("looking for manifests failed; what is known stays")
+                logger.exception("internal error while listing manifests; known pages stay")
             for order in orders:
                 keep(order.succeeded, succeeded)
             with self._state.lock:
@@ -96,7 +96,7 @@ class Discovery:
             self._next_at = self._state.clock() + self._state.settings.refresh_s
 
     def _await_work(self) -> list[RefreshOrder] | None:
-        """The orders that the pass now due is for; None when the engine is closed."""
+        """Return the orders that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
             with state.lock:
@@ -146,7 +146,7 @@ class Discovery:
                 state.discovery.num_full_listings += 1
 
     def _check(self, epoch: int) -> None:
-        """With the state's lock held."""
+        """End the pass when the namespace changed or the engine was closed. Needs the lock."""
         if self._state.closed or self._state.epoch != epoch:
             raise _PassOver
 
@@ -168,13 +168,13 @@ class Discovery:
                     purge = Purge(layout.namespace, None, named.unix_ms)
                 with self._state.lock:
                     self._check(epoch)
-                    obey(self._state, purge)
+                    apply_remote_purge(self._state, purge)
                 self._purges_seen[listed.path] = None
                 if len(self._purges_seen) > _MAX_PURGES_SEEN:
                     self._purges_seen.popitem(last=False)
 
     def _read_manifests(self, layout: Layout, after: str | None, epoch: int, now_ms: int) -> int:
-        """Returns the time of the latest manifest."""
+        """Read manifests; returns the time of the latest one."""
         state = self._state
         full = after is None
         ttl_s = state.settings.ttl_s
@@ -200,11 +200,11 @@ class Discovery:
                     unseen.discard(name)
                     if name < oldest or named.unix_ms <= state.bounds.everyone:
                         continue
-                    if name in state.ignored or not state.index.accepts(name):
+                    if name in state.skipped or not state.index.accepts(name):
                         continue
                     if listed.size > MAX_MANIFEST_BYTES:
                         state.discovery.num_manifests_bad += 1
-                        state.ignore(name)
+                        state.skip(name)
                     elif len(newest) < limit:
                         heapq.heappush(newest, name)
                     else:
@@ -228,8 +228,8 @@ class Discovery:
             self._check(epoch)
             wanted = [name for name in names if state.index.accepts(name)]
             batch = _Batch(len(wanted))
-            state.errands.extend(
-                _ManifestErrand(state, self._client, layout, name, epoch, batch).run
+            state.background_reads.extend(
+                _ManifestRead(state, self._client, layout, name, epoch, batch).run
                 for name in wanted
             )
             state.load_ready.notify_all()
@@ -242,15 +242,15 @@ class Discovery:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Guarded by the state's lock."""
+    """Manifests that are read together. Guarded by the state's lock."""
 
     num_left: int
     error: BaseException | None = None
 
 
 @dataclass(eq=False, slots=True)
-class _ManifestErrand:
-    """Read one manifest; run by a loading thread."""
+class _ManifestRead:
+    """Reads one manifest; run by a loading thread."""
 
     state: ObjectState
     client: ObjectClient
@@ -287,18 +287,18 @@ class _ManifestErrand:
         if manifest is None:
             if other_version(data) is None:
                 counts.num_manifests_bad += 1
-                state.doubt(self.name)
+                state.suspect(self.name)
             else:
                 counts.num_manifests_foreign += 1
-                state.ignore(self.name)
+                state.skip(self.name)
         elif str(manifest.object_id) != self.name:
             counts.num_manifests_bad += 1
-            state.ignore(self.name)
+            state.skip(self.name)
         elif (manifest.namespace, manifest.codec) != (self.layout.namespace, codec):
             counts.num_manifests_foreign += 1
-            state.ignore(self.name)
+            state.skip(self.name)
         elif manifest.object_id.unix_ms <= state.bounds.of(manifest.tenant):
-            state.ignore(self.name)
+            state.skip(self.name)
         elif state.index.accepts(self.name):
             counts.num_manifests_seen += 1
             state.index.put(manifest)

@@ -58,9 +58,8 @@ class ObjectEngine(BucketTier):
     """Pages in the objects of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
-    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for a
-    URL that cannot be one of ours or without obstore, ``ValueError`` for a namespace of the wrong
-    length.
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
+    invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
 
     ``namespace`` digests everything that gives the bytes their meaning. With ``page_codec``, which
     must be the one that the settings name, pages are encoded, and live under a namespace of their
@@ -104,7 +103,7 @@ class ObjectEngine(BucketTier):
 
     @property
     def namespace(self) -> bytes:
-        """Of what is in the bucket: for the collector."""
+        """Return the namespace of what is in the bucket: for the collector."""
         return self._state.namespace
 
     @property
@@ -112,7 +111,7 @@ class ObjectEngine(BucketTier):
         return self._diagnosis()[0]
 
     def _own(self, namespace: bytes) -> bytes:
-        """The namespace of what is in the bucket: encoded bytes never share one with exact ones."""
+        """Return the namespace in the bucket: encoded bytes never share one with exact ones."""
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
         if self._codec is None:
@@ -120,7 +119,7 @@ class ObjectEngine(BucketTier):
         return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
 
     def _note(self, error: RequestError | None) -> None:
-        """What became of a request that reads."""
+        """Note the outcome of a request that reads."""
         was_open = self._breaker.is_open
         if error is None:
             self._breaker.succeeded()
@@ -138,13 +137,13 @@ class ObjectEngine(BucketTier):
             )
 
     def _fault(self, what: str) -> None:
-        """In an except clause of a thread of ours, which goes on."""
+        """Report an exception of one of the engine's threads, which goes on."""
         logger.exception(
-            "%s: %s failed by our own fault; every lookup misses until the bucket has answered",
+            "%s: internal error while %s; every lookup misses until the bucket has answered",
             self._settings.url,
             what,
         )
-        self._breaker.fault(f"{what} failed by our own fault")
+        self._breaker.fault(f"internal error while {what}")
         with self._state.lock:  # its probes are the discovery's
             self._state.discovery_ready.notify_all()
 
@@ -176,12 +175,12 @@ class ObjectEngine(BucketTier):
     # ---- Stores ----
 
     def submit_store(self, run: Run) -> Job:
-        """As the contract says. The job is done when the object that holds its pages and the
+        """Store as the contract says. The job is done when the object that holds its pages and the
         manifest are in the bucket, ``linger_s`` later if that object does not fill up before."""
         return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
 
     def flush(self, timeout_s: float) -> bool:
-        """As the contract says, and announced: what is being filled is closed."""
+        """Flush as the contract says, and announce it: objects that are being filled are closed."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -232,7 +231,7 @@ class ObjectEngine(BucketTier):
             state.epoch += 1
             state.index.clear()
             state.pending.clear()
-            state.ignored.clear()
+            state.skipped.clear()
             state.bounds.change_namespace()
             self._close_fillings()
             state.discovery_ready.notify_all()
@@ -240,7 +239,7 @@ class ObjectEngine(BucketTier):
     def begin_purge(
         self, tenant: bytes | None, *, local: Future[bool] | None = None
     ) -> Future[bool]:
-        """As the contract says, for every server: None empties the namespace."""
+        """Purge as the contract says, for every server: None empties the namespace."""
         return begin_purge(self._state, tenant)
 
     def hide(self, tenant: bytes | None) -> None:
@@ -255,7 +254,7 @@ class ObjectEngine(BucketTier):
         return engine_stats(self._state, *self._diagnosis())
 
     def object_stats(self) -> ObjectStats:
-        """What ``stats`` has no place for: requests, the breaker, objects, discovery."""
+        """Return what ``stats`` has no place for: requests, the breaker, objects, discovery."""
         return object_stats(self._state, self._client, self._breaker)
 
     def _diagnosis(self) -> tuple[Health, str]:
@@ -264,9 +263,8 @@ class ObjectEngine(BucketTier):
         return self._breaker.diagnosis()
 
     def close(self) -> None:
-        """As the contract says; ``flush`` before it keeps what is being filled. Requests under
-        way are waited for, ten seconds at most, then left to their threads, which end with them.
-        """
+        """Close as the contract says; ``flush`` before it keeps what is being filled. Requests
+        under way are waited for, ten seconds at most, then left to their threads."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -291,7 +289,9 @@ class ObjectEngine(BucketTier):
             thread.join(max(deadline - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in self._threads):
             return
-        logger.warning("%s does not answer: closed without it", self._settings.url)
+        logger.warning(
+            "%s does not answer; the engine is closed without waiting for it", self._settings.url
+        )
         with state.lock:
             drop_stores(state, None, None)
             tickets = list(state.load_tickets)

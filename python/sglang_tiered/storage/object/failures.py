@@ -13,7 +13,7 @@ __all__ = ["Failure", "RequestError", "explain"]
 
 
 class Failure(enum.Enum):
-    NOT_FOUND = "not_found"  # the object is not there (any more)
+    NOT_FOUND = "not_found"  # the object is missing
     BAD_RANGE = "bad_range"  # the object is shorter than it should be
     DENIED = "denied"  # credentials are missing, refused or expired, or the bucket is not there
     UNAVAILABLE = "unavailable"  # no connection, no answer in time, 5xx, throttled
@@ -38,7 +38,7 @@ _DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 
 
 def explain(error: BaseException, kind: str) -> RequestError:
-    """The cause of an exception that a request of this kind raised."""
+    """Return the cause of an exception that a request of this kind raised."""
     text, name = str(error), type(error).__name__
     match = _STATUS.search(text)
     status = int(match[1]) if match else None

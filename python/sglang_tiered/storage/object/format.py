@@ -75,7 +75,7 @@ PAGE_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
-MAX_PURGE_BYTES = 4096  # another version's may be longer than ours
+MAX_PURGE_BYTES = 4096  # another version's may be longer than this one's
 MAX_MANIFEST_BYTES = _MANIFEST.size + MAX_OBJECT_PAGES * PAGE_DTYPE.itemsize + _CHECKSUM.size
 
 
@@ -91,17 +91,17 @@ class Manifest(NamedTuple):
 
     @property
     def object_bytes(self) -> int:
-        """The length of the whole object."""
+        """Return the length of the whole object."""
         return self.payload_bytes + manifest_bytes(len(self.pages)) + TAIL_BYTES
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its pages, decoded."""
+        """Return the bytes of its pages, decoded."""
         return int(self.pages["length"].sum(dtype=np.int64))
 
     @property
     def page_bytes(self) -> int | None:
-        """The length of every page, where all have the same; the rule under a codec."""
+        """Return the length of every page, where all have the same; the rule under a codec."""
         lengths = self.pages["length"]
         return int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
 
@@ -119,7 +119,7 @@ def manifest_bytes(num_pages: int) -> int:
 
 
 def page_table(records: Iterable[tuple[bytes, int, int, int, int]]) -> npt.NDArray[Any]:
-    """Rows of key, offset, stored bytes, length and checksum as a table of PAGE_DTYPE."""
+    """Return rows of key, offset, stored bytes, length and checksum as a table of PAGE_DTYPE."""
     return np.array(list(records), PAGE_DTYPE)
 
 
@@ -136,7 +136,7 @@ def _verifies(data: Buffer) -> bool:
 
 
 def other_version(data: Buffer) -> int | None:
-    """The version of a manifest or purge that verifies but is of another format than ours.
+    """Return the version of a manifest or purge that verifies but is of another format.
 
     The place of magic, version and checksum is frozen for all versions, so a flipped bit in the
     version field is damage, not another format.
@@ -163,7 +163,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
 
 
 def unpack_manifest(data: Buffer) -> Manifest | None:
-    """The table is a copy: the caller may let go of the bytes."""
+    """Unpack a manifest. The table is a copy: the caller may let go of the bytes."""
     if len(data) > MAX_MANIFEST_BYTES or len(data) < manifest_bytes(1) or not _verifies(data):
         return None
     magic, version, num_pages, namespace, tenant, codec, name, payload = _MANIFEST.unpack_from(data)
@@ -185,7 +185,7 @@ def unpack_manifest(data: Buffer) -> Manifest | None:
 
 
 def _is_sane(pages: npt.NDArray[Any], payload_bytes: int, codec: str) -> bool:
-    """Whether the pages follow each other within the payload."""
+    """Return whether the pages follow each other within the payload."""
     offsets = pages["offset"].astype(np.int64)
     stored, lengths = pages["stored"].astype(np.int64), pages["length"]
     ends = offsets + stored
@@ -198,13 +198,13 @@ def _is_sane(pages: npt.NDArray[Any], payload_bytes: int, codec: str) -> bool:
 
 
 def pack_tail(num_pages: int) -> bytes:
-    """The end of an object. Before it is a copy of the manifest, so that an object tells by
+    """Return the end of an object. Before it is a copy of the manifest, so that an object tells by
     itself what it holds, and before that the payload."""
     return _TAIL.pack(manifest_bytes(num_pages), TAIL_MAGIC)
 
 
 def unpack_tail(data: Buffer) -> int | None:
-    """How many bytes before the tail the copy of the manifest begins; ``data`` ends with the
+    """Return how many bytes before the tail the copy of the manifest begins; ``data`` ends with the
     tail."""
     if len(data) < TAIL_BYTES:
         return None

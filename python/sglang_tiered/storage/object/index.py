@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the page, decoded."""
+        """Return the length of the page, decoded."""
         return self.held.page_bytes or self.stored
 
 
@@ -109,7 +109,7 @@ class ObjectIndex:
         return list(self._objects)
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are held."""
+        """Return how many leading keys are held."""
         return self._pages.num_leading(keys)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
@@ -117,14 +117,14 @@ class ObjectIndex:
         return found
 
     def some_keys(self, limit: int) -> list[bytes]:
-        """At most ``limit`` keys, of one object if it has as many."""
+        """Return at most ``limit`` keys, of one object if it has as many."""
         rows = self._pages.some_rows(limit + 1024)
         keys = self._pages.keys(rows)
         held = self.holds(keys)
         return [key for key, is_held in zip(keys, held, strict=True) if is_held][:limit]
 
     def find(self, keys: Sequence[bytes]) -> list[Place]:
-        """Where those of the keys are that are held."""
+        """Return the places of those keys that are held."""
         rows = self._pages.find(key_words(keys))
         positions = np.flatnonzero(rows >= 0)
         places = self._pages.places(rows[positions])
@@ -138,12 +138,12 @@ class ObjectIndex:
         return found
 
     def newest_ms(self, tenant: bytes | None) -> int:
-        """When the youngest object of a tenant (None: of anyone) was opened; 0 if there is none."""
+        """Return when a tenant's (None: the) youngest object was opened; 0 without one."""
         names = self._objects if tenant is None else self._tenants.get(tenant, ())
         return int(max(names, default="0")[:12], 16)
 
     def usage(self) -> list[TenantUsage]:
-        """Every tenant that has pages."""
+        """Return every tenant that has pages."""
         held = self._pages.usage()
         return [
             TenantUsage(tenant, *held.get(tenant, (0, 0)), size)
@@ -153,7 +153,7 @@ class ObjectIndex:
     # ---- Changes ----
 
     def accepts(self, name: str) -> bool:
-        """Whether to learn of this object: not when it would be the next to be evicted."""
+        """Return whether to learn of this object: not when it would be the next to be evicted."""
         if name in self._objects or name <= self._floors.get(name[-8:], ""):
             return False
         return not self._is_full or name > self._oldest()
@@ -192,7 +192,7 @@ class ObjectIndex:
         self._evict(manifest.tenant)
 
     def _not_in_younger(self, words: npt.NDArray[np.uint64], name: str) -> npt.NDArray[np.bool_]:
-        """Which keys no object with a greater name holds."""
+        """Return which keys no object with a greater name holds."""
         rows = self._pages.find(words)
         fresh = rows < 0
         known = np.flatnonzero(~fresh)
@@ -260,7 +260,7 @@ class ObjectIndex:
         return num_pages
 
     def expired(self, before: str) -> list[str]:
-        """The objects with lesser names, which are older."""
+        """Return the objects with lesser names, which are older."""
         found = []
         while self._ages and self._ages[0] < before:
             name = heapq.heappop(self._ages)
@@ -284,7 +284,7 @@ class ObjectIndex:
         return self._ages[0] if self._ages else ""
 
     def _evict(self, tenant: bytes) -> None:
-        """Some at a time, as each time is a pass over the index."""
+        """Forget the oldest objects some at a time, as each time is a pass over the index."""
         gone: list[str] = []
         own = self._tenant_bytes[tenant]
         if self._max_tenant_bytes is not None and any(tenant) and own > self._max_tenant_bytes:

@@ -19,7 +19,7 @@ class IdFilter:
     """
 
     def __init__(self, nbytes: int = 4 << 20) -> None:
-        """The usual size is for 1.6 million ids: 50 TiB in objects of 32 MiB."""
+        """Size the filter for 1.6 million ids by default: 50 TiB in objects of 32 MiB."""
         self._bits = bytearray(nbytes)
         self._num_bits = nbytes * 8
         self._seed = secrets.randbits(63)
@@ -38,7 +38,7 @@ class IdFilter:
 
 
 class Entry(NamedTuple):
-    """Of a listing; sorts by age."""
+    """One entry of a listing; sorts by age."""
 
     modified: float  # seconds since 1970, as the store says
     name: str

@@ -60,19 +60,19 @@ def plan_spans(
 
 
 class Loader:
-    """Body of the loading threads."""
+    """Reads spans; ``run`` is the body of the loading threads."""
 
     def __init__(self, state: ObjectState, client: ObjectClient, on_fault: OnFault) -> None:
         self._state = state
         self._client = client
         self._on_fault = on_fault
-        self._max_errands = max(state.settings.num_connections // 2, 1)
+        self._max_background = max(state.settings.num_connections // 2, 1)
 
     def run(self) -> None:
         state = self._state
         room: memoryview | None = None
         while True:
-            errand = None
+            background_read = None
             with state.lock:
                 while True:
                     if state.loads:
@@ -80,25 +80,25 @@ class Loader:
                         break
                     if state.closed:
                         return
-                    if state.errands and state.num_errands_running < self._max_errands:
-                        errand = state.errands.popleft()
-                        state.num_errands_running += 1
+                    if state.background_reads and state.num_background_reads < self._max_background:
+                        background_read = state.background_reads.popleft()
+                        state.num_background_reads += 1
                         break
                     state.load_ready.wait()
-            if errand is None:
+            if background_read is None:
                 room = self._serve(span, room)
                 continue
-            errand()
+            background_read()
             with state.lock:
-                state.num_errands_running -= 1
+                state.num_background_reads -= 1
                 state.load_ready.notify()
 
     def _serve(self, span: LoadSpan, room: memoryview | None) -> memoryview | None:
-        """``room`` is what a directory is read into; returns it for the next span."""
+        """Serve a span. ``room`` is what a directory is read into; returns it for the next span."""
         ticket = span.ticket
         if ticket.is_open:
             if self._state.closed:
-                self._give_up(span, Reason.CANCELLED)
+                self._fail_span(span, Reason.CANCELLED)
             else:
                 try:
                     if room is None and self._client.directory is not None:
@@ -106,13 +106,13 @@ class Loader:
                     self._load(span, room)
                 except BaseException:  # a panic of the library is no Exception
                     self._on_fault("loading")
-                    self._give_up(span, Reason.IO_ERROR)
+                    self._fail_span(span, Reason.IO_ERROR)
         if ticket.settle_span():
             with self._state.lock:
                 self._state.finish_load(ticket)
         return room
 
-    def _give_up(self, span: LoadSpan, reason: Reason) -> None:
+    def _fail_span(self, span: LoadSpan, reason: Reason) -> None:
         with span.ticket.touching() as allowed:
             if allowed:
                 for place in span.places:
@@ -200,14 +200,14 @@ class Loader:
         state = self._state
         if failure is Failure.NOT_FOUND:
             with state.lock:
-                state.ignore(span.name)  # its manifest may still be there
+                state.skip(span.name)  # its manifest may still be there
                 state.discovery.num_objects_vanished += span.name in state.index
                 state.index.drop_objects([span.name])
-            self._give_up(span, Reason.MISS)
+            self._fail_span(span, Reason.MISS)
         elif failure is Failure.BAD_RANGE:
             self._corrupt(span, span.places)
         else:
-            self._give_up(span, Reason.IO_ERROR)
+            self._fail_span(span, Reason.IO_ERROR)
 
     def _corrupt(self, span: LoadSpan, places: Sequence[Place]) -> None:
         """Forget pages, then say so."""
@@ -223,7 +223,7 @@ class Loader:
 
 
 def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[memoryview]]:
-    """The first places of a span, up to where two overlap, and the buffers of their pages in the
+    """Return the first places of a span, up to where two overlap, and their pages' buffers in the
     order of their bytes; what lies between two pages goes to ``room``."""
     places, buffers = [], []
     at = span.start
@@ -239,7 +239,7 @@ def _side_by_side(span: LoadSpan, room: memoryview) -> tuple[list[Place], list[m
 
 
 class DeadlineClock:
-    """Body of the thread that finishes loads at their deadlines, whatever their requests do."""
+    """Finishes loads at their deadlines, whatever their requests do, on the thread of ``run``."""
 
     def __init__(self, state: ObjectState) -> None:
         self._state = state
@@ -247,7 +247,7 @@ class DeadlineClock:
         self._tickets: list[tuple[float, int, LoadTicket]] = []  # heap
 
     def add(self, ticket: LoadTicket) -> None:
-        """With the state's lock held."""
+        """Watch a load. The caller holds the state's lock."""
         if ticket.deadline is not None:
             if len(self._tickets) >= _MANY_DEADLINES:  # let go of the buffers of those long done
                 self._tickets = [entry for entry in self._tickets if entry[2].is_open]
@@ -286,7 +286,7 @@ def submit_load(
     client: ObjectClient,
     answers: bool,
 ) -> Job:
-    """See ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
+    """Submit a load for ``ObjectEngine.submit_load``; ``answers`` says whether the bucket does."""
     with state.lock:
         job = state.jobs.open(JobKind.LOAD, run)
         if state.closed:
@@ -318,7 +318,7 @@ def submit_load(
 
 
 def _fitting(run: Run, places: list[Place]) -> list[Place]:
-    """A page of another length than the buffer is a miss."""
+    """Keep the pages that are as long as their buffers; the others are misses."""
     return [
         place
         for place in places

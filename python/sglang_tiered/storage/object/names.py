@@ -83,23 +83,23 @@ class Layout(NamedTuple):
 
 
 def parse_id(name: str) -> ObjectId | None:
-    """The id that a name spells; None when the name is not ours."""
+    """Return the id that a name spells; None for a foreign name."""
     match = _ID.fullmatch(name)
     return ObjectId(*(int(group, 16) for group in match.groups())) if match else None
 
 
 def parse_path(path: str) -> ObjectId | None:
-    """The id at the end of a path; None when it is not ours."""
+    """Return the id at the end of a path; None for a foreign one."""
     return parse_id(path.rpartition("/")[2])
 
 
 def namespace_of(folder: str) -> bytes | None:
-    """The namespace whose folder this is; None when it is not ours."""
+    """Return the namespace whose folder this is; None for a foreign one."""
     root, _, name = folder.rstrip("/").rpartition("/")
     return bytes.fromhex(name) if root == ROOT and _NAMESPACE.fullmatch(name) else None
 
 
 def tenant_tag(tenant: bytes) -> int:
-    """What names tell of a tenant: enough to skip others' manifests, too little to be the truth.
-    Zero for no tenant."""
+    """Return what names tell of a tenant: enough to skip others' manifests, too little to be the
+    truth. Zero for no tenant."""
     return 0 if tenant == NO_TENANT else int(xxhash.xxh3_64_intdigest(tenant)) & 0xFFFF_FFFF

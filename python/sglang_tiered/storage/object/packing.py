@@ -15,7 +15,7 @@ from sglang_tiered.storage.object.format import (
     manifest_bytes,
     page_checksum,
 )
-from sglang_tiered.storage.object.pending import Filling, StoreTicket
+from sglang_tiered.storage.object.pending import OpenObject, StoreTicket
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
@@ -27,7 +27,7 @@ _MIN_OBJECT_OVERHEAD = manifest_bytes(1) + TAIL_BYTES
 
 
 class Packer:
-    """Body of the packing thread."""
+    """Packs stores into objects; ``run`` is the body of the packing thread."""
 
     def __init__(self, state: ObjectState, on_fault: OnFault) -> None:
         self._state = state
@@ -42,7 +42,8 @@ class Packer:
             self._pack(ticket)
 
     def _next(self) -> StoreTicket | None:
-        """The next store; None when the engine is closed. Closes what has lingered meanwhile."""
+        """Return the next store; None when the engine is closed. Closes what has lingered
+        meanwhile."""
         state = self._state
         linger_s = state.settings.linger_s
         with state.lock:
@@ -51,17 +52,17 @@ class Packer:
                 if state.stores:
                     entry = state.stores.popleft()
                     if entry is None:
-                        for filling in list(state.fillings.values()):
-                            self._close(filling)
+                        for each in list(state.open_objects.values()):
+                            self._close(each)
                         continue
                     state.packing = entry
                     return entry
                 wait_s = None
                 now = state.clock()
-                for filling in list(state.fillings.values()):
-                    left_s = filling.opened_at + linger_s - now
+                for each in list(state.open_objects.values()):
+                    left_s = each.opened_at + linger_s - now
                     if left_s <= 0:
-                        self._close(filling)
+                        self._close(each)
                     else:
                         wait_s = left_s if wait_s is None else min(wait_s, left_s)
                 state.store_ready.wait(wait_s)
@@ -97,70 +98,70 @@ class Packer:
             return
         stored = sum(part.nbytes for part in parts)
         checksum = page_checksum(ticket.namespace, key, parts)
-        filling = self._filling(ticket, stored, length)
-        if filling is None:
+        open_object = self._open_object(ticket, stored, length)
+        if open_object is None:
             with state.lock:
                 state.refuse(ticket, [position], Reason.CANCELLED)
             return
-        offset = len(filling.buffer)
+        offset = len(open_object.buffer)
         for part in parts:
-            filling.buffer += part
+            open_object.buffer += part
         with state.lock:
-            if filling.dropped:  # purged while it was copied: the copy goes with the object
+            if open_object.dropped:  # purged while it was copied: the copy goes with the object
                 state.refuse(ticket, [position], Reason.CANCELLED)
                 return
-            filling.rows.append((key, offset, stored, length, checksum))
-            filling.entries.append((ticket, position, key))
-            filling.staged_bytes += length
+            open_object.rows.append((key, offset, stored, length, checksum))
+            open_object.entries.append((ticket, position, key))
+            open_object.staged_bytes += length
 
-    def _filling(self, ticket: StoreTicket, stored: int, length: int) -> Filling | None:
-        """An open object with room for that page; None for a ticket that was dropped."""
+    def _open_object(self, ticket: StoreTicket, stored: int, length: int) -> OpenObject | None:
+        """Return an open object with room for that page; None for a ticket that was dropped."""
         state = self._state
         place = ticket.tenant, length if self._codec is not None else 0
         with state.lock:
             if ticket.dropped:
                 return None
-            filling = state.fillings.get(place)
-            if filling is not None and (
-                filling.epoch != ticket.epoch
-                or not filling.has_room(stored, state.object_bytes_of(ticket.tenant))
+            open_object = state.open_objects.get(place)
+            if open_object is not None and (
+                open_object.epoch != ticket.epoch
+                or not open_object.has_room(stored, state.object_bytes_of(ticket.tenant))
             ):
-                self._close(filling)
-                filling = None
-            if filling is None:
-                filling = Filling(
+                self._close(open_object)
+                open_object = None
+            if open_object is None:
+                open_object = OpenObject(
                     state.next_id(ticket.tenant),
                     ticket.namespace,
                     ticket.epoch,
                     ticket.tenant,
                     state.clock(),
                 )
-                state.fillings[place] = filling
-            return filling
+                state.open_objects[place] = open_object
+            return open_object
 
-    def _close(self, filling: Filling) -> None:
+    def _close(self, open_object: OpenObject) -> None:
         """Hand an object to the uploaders."""
         state = self._state
-        for place, other in list(state.fillings.items()):
-            if other is filling:
-                del state.fillings[place]
-        if filling.rows:
-            state.uploads.append(filling)
+        for place, other in list(state.open_objects.items()):
+            if other is open_object:
+                del state.open_objects[place]
+        if open_object.rows:
+            state.uploads.append(open_object)
             state.upload_ready.notify()
 
     def _relieve(self) -> None:
         """Close the largest open objects while all of them hold back too many stores."""
         state = self._state
         limit = state.settings.staging_bytes // 2
-        staged = sum(filling.staged_bytes for filling in state.fillings.values())
+        staged = sum(each.staged_bytes for each in state.open_objects.values())
         while staged > limit:
-            largest = max(state.fillings.values(), key=lambda filling: filling.staged_bytes)
+            largest = max(state.open_objects.values(), key=lambda each: each.staged_bytes)
             staged -= largest.staged_bytes
             self._close(largest)
 
 
 def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
-    """See ``ObjectEngine.submit_store``; ``accepts`` says whether the bucket takes stores."""
+    """Submit a store for ``ObjectEngine.submit_store``; ``accepts``: the bucket takes stores."""
     with state.lock:
         job = state.jobs.open(JobKind.STORE, run)
         if state.closed:
@@ -180,7 +181,7 @@ def submit_store(state: ObjectState, run: Run, *, accepts: bool) -> Job:
 
 
 def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
-    """The pages to store, and their bytes; the others get their reasons."""
+    """Return the pages to store, and their bytes; the others get their reasons."""
     settings, run = state.settings, job.run
     share = settings.max_tenant_bytes if run.tenant != NO_TENANT else None
     positions: list[int] = []
@@ -206,7 +207,7 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
 
 
 def _room(state: ObjectState) -> float:
-    """The bytes that staging memory and the budgets of the day have room for."""
+    """Return the bytes that staging memory and the budgets of the day have room for."""
     if state.request_budget.available < 1:
         return 0
     return min(state.settings.staging_bytes, state.write_budget.available) - state.staged_bytes

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DiscoveryCounts",
-    "Filling",
+    "OpenObject",
     "LoadSpan",
     "LoadTicket",
     "PurgeOrder",
@@ -34,7 +34,7 @@ __all__ = [
 @dataclass(eq=False, slots=True)
 class StoreTicket:
     """A store on its way: the pages that were neither held nor already coming. Guarded by the
-    state's lock; the run's buffers are read by the packer alone, and by nobody once its pages are
+    state's lock; only the packer reads the run's buffers, and no thread once its pages are
     copied."""
 
     job: Job
@@ -50,7 +50,7 @@ class StoreTicket:
 
 
 @dataclass(eq=False, slots=True)
-class Filling:
+class OpenObject:
     """An object in staging memory. Its buffer and rows belong to the packer while it is open and
     to one uploader afterwards; the rest is guarded by the state's lock."""
 
@@ -63,7 +63,7 @@ class Filling:
     rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
     entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)
     staged_bytes: int = 0  # raw, of its entries
-    dropped: bool = False  # its pages are purged: nobody may see them
+    dropped: bool = False  # its pages are purged and must stay invisible
 
     def has_room(self, num_bytes: int, object_bytes: int) -> bool:
         if not self.rows:
@@ -84,8 +84,8 @@ class LoadSpan:
 
 class LoadTicket:
     """A load cut into spans. Its guard decides who may touch the run's pages: threads that copy
-    say so before and after, and once the ticket is closed nobody begins. Whoever is told True
-    finishes the job, which exactly one is."""
+    report it before and after, and once the ticket is closed none begins. Exactly one thread is
+    told True, and it finishes the job."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class LoadTicket:
 
     @contextlib.contextmanager
     def touching(self) -> Iterator[bool]:
-        """Around every touch of the pages or the reasons; false when it must not be."""
+        """Guard every touch of the pages or the reasons; false when it must not be."""
         with self._guard:
             allowed = self._is_open
             self._num_touching += 1
@@ -122,7 +122,7 @@ class LoadTicket:
                 self._guard.notify_all()
 
     def settle_span(self) -> bool:
-        """A span is done with; true for the last one of an open ticket, which closes it."""
+        """Note that a span is done; true for the last one of an open ticket, which closes it."""
         with self._guard:
             self._num_left -= 1
             if not self._is_open or self._num_left:
@@ -131,8 +131,8 @@ class LoadTicket:
             return True
 
     def expire(self) -> bool:
-        """Close the ticket before its spans are done; false when it was closed. True once nobody
-        touches the pages any more, which takes no longer than the copy of a span."""
+        """Close the ticket before its spans are done; false when it was closed. True once no thread
+        touches the pages, which takes no longer than the copy of a span."""
         with self._guard:
             if not self._is_open:
                 return False
@@ -160,7 +160,7 @@ class RefreshOrder(NamedTuple):
 
 @dataclass(slots=True)
 class DiscoveryCounts:
-    """Kept by the discovery, under the engine's lock."""
+    """Counters that the discovery keeps, under the engine's lock."""
 
     num_passes: int = 0
     num_full_listings: int = 0

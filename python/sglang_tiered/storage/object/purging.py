@@ -21,7 +21,7 @@ from sglang_tiered.storage.object.names import (
     parse_path,
     tenant_tag,
 )
-from sglang_tiered.storage.object.pending import Filling, PurgeOrder, StoreTicket
+from sglang_tiered.storage.object.pending import OpenObject, PurgeOrder, StoreTicket
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["Purger", "begin_purge", "hide", "obey"]
+__all__ = ["Purger", "apply_remote_purge", "begin_purge", "hide"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def hide(state: ObjectState, tenant: bytes | None) -> None:
 
 
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
-    """Returns the time up to which its objects are dead. With the state's lock held."""
-    newest = state.index.newest_ms(tenant)  # by another's clock, where ours is behind it
+    """Hide pages; returns up to when their objects are dead. The caller holds the lock."""
+    newest = state.index.newest_ms(tenant)  # by another server's clock, where this one is behind
     bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
     drop_stores(state, tenant, None)
@@ -77,8 +77,8 @@ def _hide(state: ObjectState, tenant: bytes | None) -> int:
     return bound
 
 
-def obey(state: ObjectState, purge: Purge) -> None:
-    """Hide what another server purged. With the state's lock held."""
+def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
+    """Hide what another server purged. The caller holds the state's lock."""
     if not state.bounds.add(purge.tenant, purge.bound_ms):
         return
     drop_stores(state, purge.tenant, purge.bound_ms)
@@ -86,10 +86,10 @@ def obey(state: ObjectState, purge: Purge) -> None:
 
 
 def drop_stores(
-    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[Filling] = ()
+    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[OpenObject] = ()
 ) -> None:
-    """Let nothing of a tenant (None: of anyone) that is on its way become visible, but for some
-    objects; with a bound, only what is in objects opened up to it. With the state's lock held."""
+    """Keep what is on its way of a tenant (None: of anyone) invisible, but for some objects; with a
+    bound, only what is in objects opened up to it. The caller holds the state's lock."""
     if bound_ms is None:
         if state.packing is not None and tenant in (None, state.packing.tenant):
             state.packing.dropped = True  # the packer finishes it
@@ -103,22 +103,22 @@ def drop_stores(
         state.stores.clear()
         state.stores.extend(kept)
     gone = [
-        filling
-        for filling in state.in_staging()
-        if tenant in (None, filling.tenant)
-        and filling not in but
-        and (bound_ms is None or filling.object_id.unix_ms <= bound_ms)
+        each
+        for each in state.in_staging()
+        if tenant in (None, each.tenant)
+        and each not in but
+        and (bound_ms is None or each.object_id.unix_ms <= bound_ms)
     ]
-    for filling in gone:
-        filling.dropped = True
-        state.settle(filling, Reason.CANCELLED)
-    state.fillings = {k: filling for k, filling in state.fillings.items() if not filling.dropped}
-    for filling in [filling for filling in state.uploads if filling.dropped]:
-        state.uploads.remove(filling)
+    for each in gone:
+        each.dropped = True
+        state.settle(each, Reason.CANCELLED)
+    state.open_objects = {k: each for k, each in state.open_objects.items() if not each.dropped}
+    for each in [each for each in state.uploads if each.dropped]:
+        state.uploads.remove(each)
 
 
 class Purger:
-    """Makes purges durable, on the discovery thread. One that failed is tried again."""
+    """Makes purges durable, on the discovery thread. A failed purge is tried again."""
 
     def __init__(self, state: ObjectState, client: ObjectClient) -> None:
         self._state = state
@@ -134,7 +134,7 @@ class Purger:
         except RequestError:
             self._unfinished[order.tenant] = order
         except BaseException:  # a panic of the library is no Exception
-            logger.exception("a purge failed by our own fault; it is tried again")
+            logger.exception("internal error while purging; the purge is tried again")
             self._unfinished[order.tenant] = order
         else:
             self._unfinished.pop(order.tenant, None)
@@ -156,16 +156,16 @@ class Purger:
                 done = state.closed or state.index.sweep(_SWEPT_ROWS)
 
     def _await_uploads(self, order: PurgeOrder) -> None:
-        """What is uploaded while it is purged may still write its manifest."""
+        """Wait for uploads that were purged under way: they may still write their manifest."""
         state = self._state
         with state.lock:
             dropped = [
-                filling
-                for filling in state.uploading
-                if filling.dropped and order.tenant in (None, filling.tenant)
+                each
+                for each in state.uploading
+                if each.dropped and order.tenant in (None, each.tenant)
             ]
             state.upload_done.wait_for(
-                lambda: state.closed or not any(filling in state.uploading for filling in dropped)
+                lambda: state.closed or not any(each in state.uploading for each in dropped)
             )
 
     def _make_durable(self, order: PurgeOrder) -> None:
@@ -202,7 +202,7 @@ class Purger:
         state = self._state
         with state.lock:
             if order.tenant is not None or state.namespace == order.namespace:
-                obey(state, Purge(order.namespace, order.tenant, newest))
+                apply_remote_purge(state, Purge(order.namespace, order.tenant, newest))
 
     def _delete(self, folder: str, order: PurgeOrder) -> None:
         gone: list[str] = []
@@ -216,7 +216,7 @@ class Purger:
                     raise
 
     def _is_dead(self, path: str, order: PurgeOrder) -> bool:
-        """Whether the name says that it is of the purge: opened up to its bound, or a little
+        """Return whether the name says that it is of the purge: opened up to its bound, or a little
         later by the clock of another writer."""
         named = parse_path(path)
         if named is None or not _is_of_tenant(order, named):

@@ -46,7 +46,7 @@ class CollectorReport(msgspec.Struct):
     live_bytes: int = 0  # of objects with a manifest, before anything was removed
     num_orphans: int = 0  # objects without a manifest, those included that may yet get one
     num_buried: int = 0  # objects whose manifest is gone, waiting for their grace to end
-    num_foreign: int = 0  # names that are not ours; left alone
+    num_foreign: int = 0  # foreign names; left alone
     num_unreadable: int = 0  # purges and manifests that do not verify or are of another format
     num_removed: int = 0  # objects, manifests, purges and staged files
     removed_bytes: int = 0

@@ -14,8 +14,8 @@ MAX_CODEC_NAME_BYTES = 16
 
 
 class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises ``ConfigError``, one sentence, for values that cannot work. Credentials are none of
-    them: those come from the environment."""
+    """Settings of an object tier; values that cannot work raise ``ConfigError`` with one sentence.
+    Credentials are not among them: those come from the environment."""
 
     url: str
     """``s3://bucket/prefix``, ``gs://``, ``az://``, the file URL of a directory, or
@@ -63,7 +63,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_page_bytes(self) -> int:
-        """The longest page that can be staged and kept."""
+        """Return the longest page that can be staged and kept."""
         return min(MAX_OBJECT_BYTES, self.staging_bytes, self.capacity_bytes or MAX_OBJECT_BYTES)
 
     def __post_init__(self) -> None:

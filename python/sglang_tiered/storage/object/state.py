@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.object.index import ObjectIndex
     from sglang_tiered.storage.object.pending import (
-        Filling,
         LoadSpan,
         LoadTicket,
+        OpenObject,
         PurgeOrder,
         RefreshOrder,
         StoreTicket,
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["Bounds", "ObjectState", "OnFault"]
 
 _MAX_PURGES = 16_384
-_MAX_IGNORED = 8192
+_MAX_SKIPPED = 8192
 _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
 
 
 OnFault = Callable[[str], None]
-"""Called by a thread with what it was at, where an exception that nobody foresaw ended that: the
-thread goes on, or jobs would wait for it for ever. Without the lock held."""
+"""A thread calls it with what it was doing when an unforeseen exception ended that; the thread goes
+on, or jobs would wait for it forever. Called without the lock held."""
 
 
 class Bounds:
@@ -50,7 +50,7 @@ class Bounds:
         self._tenants: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, tenant: bytes | None, bound_ms: int) -> bool:
-        """Whether it says anything new."""
+        """Add a bound; returns whether it says anything new."""
         if bound_ms <= self.of(tenant):
             return False
         if tenant is None:
@@ -65,18 +65,18 @@ class Bounds:
         return True
 
     def change_namespace(self) -> None:
-        """A purge of everyone is of one namespace, that of a tenant of all."""
+        """Drop the purge of everyone, which is of one namespace; that of a tenant is of all."""
         self.everyone = self._collapsed
 
     def of(self, tenant: bytes | None) -> int:
-        """Objects of the tenant opened up to this are dead; -1: none."""
+        """Return up to when the tenant's objects are dead; -1 where nothing of it is."""
         if tenant is None:
             return self.everyone
         return max(self.everyone, self._tenants.get(tenant, -1))
 
 
 class ObjectState:
-    """Everything is guarded by ``lock`` but for what never changes."""
+    """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
 
     def __init__(
         self,
@@ -108,23 +108,24 @@ class ObjectState:
         self.pending: dict[bytes, StoreTicket] = {}
         self.stores: deque[StoreTicket | None] = deque()  # None: close what is being filled
         self.packing: StoreTicket | None = None
-        self.fillings: dict[tuple[bytes, int], Filling] = {}  # open, by tenant and page length
-        self.uploads: deque[Filling] = deque()
-        self.uploading: dict[Filling, None] = {}
+        # Open ones, by tenant and page length.
+        self.open_objects: dict[tuple[bytes, int], OpenObject] = {}
+        self.uploads: deque[OpenObject] = deque()
+        self.uploading: dict[OpenObject, None] = {}
         self.staged_bytes = 0  # raw bytes of pages submitted and not settled
         self.write_budget = DailyBudget(settings.writes_per_day, clock)
         self.request_budget = DailyBudget(settings.requests_per_day, clock)
         # Loads, and reads of manifests, which go behind them
         self.loads: deque[LoadSpan] = deque()
         self.load_tickets: dict[LoadTicket, None] = {}  # whose jobs are not done
-        self.errands: deque[Callable[[], None]] = deque()
-        self.num_errands_running = 0
+        self.background_reads: deque[Callable[[], None]] = deque()
+        self.num_background_reads = 0
         # Purges and names
         self.bounds = Bounds()
         self.purge_orders: deque[PurgeOrder] = deque()
         self.refresh_orders: list[RefreshOrder] = []
-        self.ignored: OrderedDict[str, None] = OrderedDict()  # names not to read again
-        self.doubted: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
+        self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
+        self.suspects: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
         self._writer = secrets.randbits(32)
         self._last_ms = 0
         self._sequence = 0
@@ -143,12 +144,12 @@ class ObjectState:
         return Layout(self.namespace)
 
     def now_ms(self) -> int:
-        """The time for names: it never falls."""
+        """Return the time for names: it never falls."""
         self._last_ms = max(self._last_ms, int(self.wall_clock() * 1000))
         return self._last_ms
 
     def next_id(self, tenant: bytes, not_before: int = 0) -> ObjectId:
-        """A name for an object opened now: later than every purge that concerns it."""
+        """Return a name for an object opened now: later than every purge that concerns it."""
         opened = max(self.now_ms(), self.bounds.of(tenant) + 1, not_before)
         # A purge by a clock that is far ahead must not take the time of all our names with it.
         if opened <= self._last_ms + _MAX_SKEW_MS:
@@ -156,49 +157,49 @@ class ObjectState:
         self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
         return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
 
-    def doubt(self, name: str) -> None:
-        """Its manifest does not verify. It may have been damaged on its way: the second time it is
-        ignored."""
-        if name in self.doubted:
-            del self.doubted[name]
-            self.ignore(name)
+    def suspect(self, name: str) -> None:
+        """Note a manifest that does not verify. It may have been damaged on its way: it is read
+        once more, and skipped the second time."""
+        if name in self.suspects:
+            del self.suspects[name]
+            self.skip(name)
             return
-        self.doubted[name] = None
-        if len(self.doubted) > _MAX_IGNORED:
-            self.doubted.popitem(last=False)
+        self.suspects[name] = None
+        if len(self.suspects) > _MAX_SKIPPED:
+            self.suspects.popitem(last=False)
 
-    def ignore(self, name: str) -> None:
-        """Not to be read again, as long as it is remembered."""
-        self.ignored[name] = None
-        if len(self.ignored) > _MAX_IGNORED:
-            self.ignored.popitem(last=False)
+    def skip(self, name: str) -> None:
+        """Do not read the manifest again while the name is remembered."""
+        self.skipped[name] = None
+        if len(self.skipped) > _MAX_SKIPPED:
+            self.skipped.popitem(last=False)
 
     def object_bytes_of(self, tenant: bytes) -> int:
-        """Payload of a full object: a quarter of a tenant's share at most, or none could go for
-        the next."""
+        """Return the payload of a full object: at most a quarter of a tenant's share, or no object
+        could go for the next."""
         share = self.settings.max_tenant_bytes
         if share is None or tenant == NO_TENANT:
             return self.settings.object_bytes
         return min(self.settings.object_bytes, share // 4)
 
-    def in_staging(self) -> list[Filling]:
-        """Every object that is being filled, waits or is uploaded."""
-        return [*self.fillings.values(), *self.uploads, *self.uploading]
+    def in_staging(self) -> list[OpenObject]:
+        """Return every object that is being filled, waits or is uploaded."""
+        return [*self.open_objects.values(), *self.uploads, *self.uploading]
 
     # ---- Ends of stores ----
 
-    def settle(self, filling: Filling, reason: Reason) -> None:
+    def settle(self, open_object: OpenObject, reason: Reason) -> None:
         """Finish what is in an object, whatever became of it."""
-        for ticket, position, key in filling.entries:
+        for ticket, position, key in open_object.entries:
             ticket.job.reasons[position] = reason
-            self.settle_pages(ticket, [key], filling_bytes=0)
-        self.staged_bytes -= filling.staged_bytes
-        filling.staged_bytes = 0
-        filling.entries = []
+            self.settle_pages(ticket, [key], freed_bytes=0)
+        self.staged_bytes -= open_object.staged_bytes
+        open_object.staged_bytes = 0
+        open_object.entries = []
 
-    def settle_pages(self, ticket: StoreTicket, keys: list[bytes], filling_bytes: int) -> None:
-        """Pages whose reasons are set are done with; ``filling_bytes`` of staging are free."""
-        self.staged_bytes -= filling_bytes
+    def settle_pages(self, ticket: StoreTicket, keys: list[bytes], freed_bytes: int) -> None:
+        """Settle pages whose reasons are set; ``freed_bytes`` of staging are free."""
+        self.staged_bytes -= freed_bytes
         for key in keys:
             if self.pending.get(key) is ticket:
                 del self.pending[key]
@@ -207,7 +208,7 @@ class ObjectState:
             self.jobs.finish(ticket.job)
 
     def refuse(self, ticket: StoreTicket, positions: list[int], reason: Reason) -> None:
-        """Pages of a ticket that were not copied and never will be."""
+        """Settle pages of a ticket that were not copied and never will be."""
         if not positions:
             return
         run = ticket.job.run
@@ -218,7 +219,7 @@ class ObjectState:
         self.settle_pages(ticket, [run.keys[p] for p in positions], sizes)
 
     def finish_load(self, ticket: LoadTicket) -> None:
-        """For whoever the ticket told to."""
+        """Finish a load; called by the thread that its ticket told to."""
         job = ticket.job
         del self.load_tickets[ticket]
         for is_ok, page in zip(job.ok, job.run.pages, strict=True):

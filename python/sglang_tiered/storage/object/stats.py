@@ -40,19 +40,19 @@ class ObjectStats:
 
     @property
     def requests_per_gb_out(self) -> float:
-        """Writing requests for each 10^9 bytes sent."""
+        """Return the writing requests for each 10^9 bytes sent."""
         writing = self.requests.get("put", 0) + self.requests.get("delete", 0)
         return writing * _GB / self.bytes_out if self.bytes_out else 0.0
 
     @property
     def requests_per_gb_in(self) -> float:
-        """Reading requests (get, head, list) for each 10^9 bytes received."""
+        """Return the reading requests (get, head, list) for each 10^9 bytes received."""
         reading = sum(self.requests.get(kind, 0) for kind in ("get", "head", "list"))
         return reading * _GB / self.bytes_in if self.bytes_in else 0.0
 
 
 def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats:
-    """See ``WriteTier.stats``. Without a cap, ``capacity_bytes`` is the largest number."""
+    """Build the answer of ``WriteTier.stats``; ``capacity_bytes`` is huge without a cap."""
     capacity = state.settings.capacity_bytes
     with state.lock:
         return EngineStats(
@@ -80,7 +80,7 @@ def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats
 
 
 def object_stats(state: ObjectState, client: ObjectClient, breaker: Breaker) -> ObjectStats:
-    """See ``ObjectEngine.object_stats``."""
+    """Build the answer of ``ObjectEngine.object_stats``."""
     health, reason = breaker.diagnosis()
     with state.lock:
         return ObjectStats(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.region.engine import RegionEngine
 
 __all__ = ["RegionEngine"]

@@ -44,7 +44,7 @@ def pack(entries: Iterable[CheckpointEntry]) -> bytes:
 
 
 def unpack(data: bytes) -> list[CheckpointEntry] | None:
-    """``None`` for bytes that do not verify."""
+    """Unpack a checkpoint; ``None`` for bytes that do not verify."""
     if len(data) < _HEADER.size + _CHECKSUM.size:
         return None
     body = data[: -_CHECKSUM.size]
@@ -60,7 +60,7 @@ def unpack(data: bytes) -> list[CheckpointEntry] | None:
 
 
 def read(device: Device) -> dict[tuple[int, bytes], CheckpointEntry]:
-    """The entries by sequence and nonce; empty when there is no valid checkpoint."""
+    """Return the entries by sequence and nonce; empty when there is no valid checkpoint."""
     try:
         entries = unpack(device.read_file(CHECKPOINT_NAME))
     except OSError:

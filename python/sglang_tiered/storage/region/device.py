@@ -41,28 +41,26 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Anonymous writable memory starting at a block boundary; freed with its last view."""
+    """Return anonymous writable memory starting at a block boundary; freed with its last view."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 def read_small_file(path: Path) -> bytes:
-    """All of a regular file; never follows a symlink. Raises ``OSError``."""
+    """Read all of a regular file; never follows a symlink. Raises ``OSError``."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(_regular(os.open(path, flags), path.name), "rb") as file:
         return file.read()
 
 
 class Device(ABC):
-    """Files of one directory, addressed by name, then by descriptor.
-
-    Every method may be called from any thread, may block on the disk, and raises ``OSError`` and
-    nothing else. A descriptor belongs to whoever got it from ``create`` or ``open`` until he
-    passes it to ``close``.
-    """
+    """Files of one directory, addressed by name, then by descriptor. Every method may be called
+    from any thread, may block on the disk, and raises ``OSError`` and nothing else. A descriptor
+    belongs to the thread that got it from ``create`` or ``open`` until it passes it to
+    ``close``."""
 
     @abstractmethod
     def list_names(self) -> list[str]:
-        """Names in the directory, in no particular order."""
+        """Return the names in the directory, in no particular order."""
 
     @abstractmethod
     def create(self, name: str, nbytes: int) -> int:
@@ -74,7 +72,7 @@ class Device(ABC):
 
     @abstractmethod
     def is_intact(self, fd: int, nbytes: int) -> bool:
-        """False when somebody else unlinked the file or changed its size."""
+        """Return false when another process unlinked the file or changed its size."""
 
     @abstractmethod
     def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
@@ -94,7 +92,7 @@ class Device(ABC):
 
     @abstractmethod
     def read_file(self, name: str) -> bytes:
-        """A whole small file; ``FileNotFoundError`` when there is none."""
+        """Read a whole small file; raises ``FileNotFoundError`` where it is missing."""
 
     @abstractmethod
     def replace_file(self, name: str, data: bytes) -> None:
@@ -109,7 +107,7 @@ class Device(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Bytes an unprivileged process could still write to this filesystem."""
+        """Return how many bytes an unprivileged process could still write to this filesystem."""
 
 
 class FileDevice(Device):
@@ -131,7 +129,7 @@ class FileDevice(Device):
         logger.info("%s uses %s", directory, mode)
 
     def _probe(self) -> int:
-        """The alignment of memory that direct I/O needs here; 1 when it is refused.
+        """Return the alignment of memory that direct I/O needs here; 1 when it is refused.
 
         NVMe takes any multiple of 4, SATA and virtio want 512; PyTorch aligns host memory to 64,
         so asking decides whether pages of a host pool move without a copy.
@@ -294,8 +292,8 @@ class FileDevice(Device):
 
 
 def _regular(fd: int, name: str) -> int:
-    """The descriptor, if it is that of a regular file: a FIFO under one of our names must neither
-    hang nor surprise anybody. Raises ``OSError`` otherwise, with the descriptor closed."""
+    """Return the descriptor, if it is that of a regular file: a FIFO under one of the store's names
+    must not hang a thread. Raises ``OSError`` otherwise, with the descriptor closed."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, f"{name} is not a regular file")
@@ -303,7 +301,7 @@ def _regular(fd: int, name: str) -> int:
 
 
 def _address(segment: memoryview) -> int:
-    """Where the segment lies; 1 (aligned to nothing) for memory ctypes will not look at."""
+    """Return where the segment lies; 1 (aligned to nothing) for memory ctypes will not look at."""
     if segment.readonly or segment.nbytes == 0:
         return 1
     return ctypes.addressof(ctypes.c_char.from_buffer(segment))

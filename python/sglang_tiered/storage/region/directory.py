@@ -1,14 +1,14 @@
-"""The tier directory: is it ours, may we use it, make it so.
+"""The tier directory: recognize it, refuse a foreign one, make it ready.
 
 ::
 
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
-    <tier-dir>/WEIGHTS      digests of weight files, by whoever serves from it; may be deleted
+    <tier-dir>/WEIGHTS      digests of weight files, written by the server; may be deleted
     <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES, notes and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
-when it is empty or holds nothing but our names.
+when it is empty or holds only names of the product.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DirectoryState(enum.Enum):
 
 
 def shard_path(path: Path, name: str) -> Path:
-    """Where the shard of that name lies. Raises ``ValueError`` for a name that cannot be one."""
+    """Return where that shard lies. Raises ``ValueError`` for a name that cannot be one."""
     shard = SHARD_PREFIX + name
     if not is_shard_name(shard):
         raise ValueError(f"{name!r} cannot name a shard")
@@ -85,8 +85,8 @@ def shard_path(path: Path, name: str) -> Path:
 def inspect(path: Path) -> DirectoryState:
     """Say what is at ``path``, touching nothing.
 
-    Raises ``StoreForeignError`` for what is not ours, ``StoreFormatError`` for a store of a newer
-    format, ``StoreError`` for a directory that cannot be read.
+    Raises ``StoreForeignError`` for a foreign directory, ``StoreFormatError`` for a store of
+    a newer format, ``StoreError`` for a directory that cannot be read.
     """
     try:
         return _inspect(path)
@@ -97,7 +97,7 @@ def inspect(path: Path) -> DirectoryState:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raises ``StoreError`` for a directory that everybody can write to. Touches nothing."""
+    """Raise ``StoreError`` for a directory that everybody can write to. Touches nothing."""
     if path.is_dir() and path.stat().st_mode & stat.S_IWOTH:
         raise StoreError(
             f"{path} can be written by everybody on this machine, who could put pages there that "
@@ -132,7 +132,7 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool], timeout_s: float =
 
     For shards that no server started from here will open again, whose bytes no cap would count.
     The caller holds the lock of ``path``. A shard that another process holds for ``timeout_s`` is
-    left alone, and so is whatever in a shard is not ours. Raises ``StoreError`` for a shard that
+    left alone, and so is any foreign file in a shard. Raises ``StoreError`` for a shard that
     cannot be removed.
     """
     removed = []
@@ -174,7 +174,7 @@ def _inspect(path: Path) -> DirectoryState:
         return DirectoryState.OURS
     for name in sorted(names):
         if not _is_ours(path / name):
-            raise StoreForeignError(f"{path} holds {name!r}, which is not ours; {_WAY_OUT}")
+            raise StoreForeignError(f"{path} holds {name!r}, which is foreign; {_WAY_OUT}")
     for shard in sorted(name for name in names if is_shard_name(name)):
         _inspect_shard(path / shard)
     return DirectoryState.OURS_DAMAGED
@@ -190,7 +190,7 @@ def _is_ours(path: Path) -> bool:
 def _inspect_shard(shard: Path) -> None:
     for name in sorted(os.listdir(shard)):
         if not is_shard_file(name):
-            raise StoreForeignError(f"{shard} holds {name!r}, which is not ours; {_WAY_OUT}")
+            raise StoreForeignError(f"{shard} holds {name!r}, which is foreign; {_WAY_OUT}")
         if parse_region_name(name) is None:
             continue
         with _reading(shard / name) as fd:
@@ -200,7 +200,7 @@ def _inspect_shard(shard: Path) -> None:
 
 
 def _manifest_version(path: Path) -> int | None:
-    """The version a manifest states; ``None`` when it is missing or does not verify."""
+    """Return the version a manifest states; ``None`` when it is missing or does not verify."""
     try:
         with _reading(path / MANIFEST_NAME) as fd:
             text = os.read(fd, 256)
@@ -257,7 +257,7 @@ def _newer(path: Path, version: int) -> StoreFormatError:
 
 
 def max_regions() -> int:
-    """How many of a store the hard limit has room for, in a process that holds nothing else."""
+    """Return how many regions the hard limit has room for, in a process that holds nothing else."""
     return _limits()[1] - _RESERVED
 
 

@@ -1,7 +1,8 @@
-"""Every name that a file of ours can have in a tier directory; no other list of them exists.
+"""Every name that a file of the product can have in a tier directory; no other list of them exists.
 
-Whoever takes a directory for ours, looks into a shard or removes one goes by it: a name that is
-missing here keeps a store without its manifest from being opened, and its shard from being removed.
+The code that recognizes a tier directory, looks into a shard or removes one goes by it: a name that
+is missing here keeps a store without its manifest from being opened, and its shard from being
+removed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ LEFTOVER_NAMES = frozenset(
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
 IGNORED_NAMES = frozenset({"lost+found"})
-"""The kernel's, not somebody's data: a filesystem that is mounted here holds it."""
+"""The kernel's, not a user's data: a filesystem that is mounted here holds it."""
 
 _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
@@ -67,20 +68,20 @@ _SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, 
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a directory of that name in a tier directory is a shard."""
+    """Return whether a directory of that name in a tier directory is a shard."""
     return _SHARD.fullmatch(name) is not None
 
 
 def is_tier_file(name: str) -> bool:
-    """Whether a file of that name in a tier directory is ours."""
+    """Return whether a file of that name in a tier directory is the product's."""
     return name in _TIER_NAMES or is_tier_temporary(name)
 
 
 def is_tier_temporary(name: str) -> bool:
-    """Whether it exists for an instant, unless its process died in it."""
+    """Return whether it exists for an instant, unless its process died in it."""
     return _TIER_TEMPORARY.fullmatch(name) is not None
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether a file of that name in a shard is ours, regions included."""
+    """Return whether a file of that name in a shard is the product's, regions included."""
     return name in _SHARD_NAMES or parse_region_name(name) is not None

@@ -118,7 +118,7 @@ class Extent(NamedTuple):
         return int(_padded_lengths(self.pages).sum())
 
     def page_offsets(self) -> npt.NDArray[np.int64]:
-        """Where the bytes of each page are within the region."""
+        """Return where the bytes of each page are within the region."""
         lengths = _padded_lengths(self.pages)
         ends: npt.NDArray[np.int64] = np.cumsum(lengths)
         return ends - lengths + (self.offset + extent_header_bytes(len(self.pages)))
@@ -141,13 +141,13 @@ class Contents(NamedTuple):
         return cls(table, np.concatenate(pages) if pages else np.zeros(0, PAGE_DTYPE))
 
     def payload_bytes(self) -> npt.NDArray[np.int64]:
-        """Of each extent, padding included."""
+        """Return the payload of each extent, padding included."""
         ends = np.cumsum(self.extents["num_pages"].astype(np.int64))
         total = np.concatenate([[0], np.cumsum(_padded_lengths(self.pages))])
         return np.diff(total[np.concatenate([[0], ends])])
 
     def page_offsets(self) -> npt.NDArray[np.int64]:
-        """Where the bytes of each page are within the region."""
+        """Return where the bytes of each page are within the region."""
         num_pages = self.extents["num_pages"].astype(np.int64)
         lengths = _padded_lengths(self.pages)
         before = np.cumsum(lengths) - lengths
@@ -159,7 +159,7 @@ class Contents(NamedTuple):
         return before + shift
 
     def of_namespace(self, namespace: bytes) -> npt.NDArray[np.bool_]:
-        """Which extents were stored under the namespace."""
+        """Return which extents were stored under the namespace."""
         wanted = np.frombuffer(namespace, np.uint8)
         stored = np.ascontiguousarray(self.extents["namespace"]).view(np.uint8).reshape(-1, 32)
         matching: npt.NDArray[np.bool_] = (stored == wanted).all(axis=1)
@@ -184,7 +184,7 @@ def _padded_lengths(pages: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def page_table(records: Iterable[tuple[bytes, int, int]]) -> npt.NDArray[Any]:
-    """Rows of key, length and checksum as a table of PAGE_DTYPE."""
+    """Return rows of key, length and checksum as a table of PAGE_DTYPE."""
     return np.array(list(records), PAGE_DTYPE)
 
 
@@ -198,18 +198,18 @@ def footer_bytes(num_extents: int, num_pages: int) -> int:
 
 
 def fits_region(region_bytes: int, end: int, num_extents: int, num_pages: int) -> bool:
-    """Whether a region whose last extent stops at ``end`` still has room for its footer and
+    """Return whether a region whose last extent stops at ``end`` still has room for its footer and
     trailer, with so many extents and pages in all."""
     return end + footer_bytes(num_extents, num_pages) + BLOCK_BYTES <= region_bytes
 
 
 def max_page_bytes(region_bytes: int) -> int:
-    """The largest page a region can hold: header, footer and trailer must fit beside it."""
+    """Return the largest page a region can hold: header, footer and trailer must fit beside it."""
     return region_bytes - 2 * BLOCK_BYTES - extent_header_bytes(1) - footer_bytes(1, 1)
 
 
 def min_region_bytes(page_bytes: int) -> int:
-    """The smallest region that can hold a page."""
+    """Return the smallest region that can hold a page."""
     nbytes = padded(page_bytes) - max_page_bytes(0)
     return max(nbytes, MIN_REGION_BYTES)
 
@@ -224,20 +224,20 @@ def region_name(sequence: int) -> str:
 
 
 def parse_region_name(name: str) -> int | None:
-    """The sequence number in a region's file name; ``None`` when the name is not ours."""
+    """Return the sequence number in a region's file name; ``None`` for a foreign name."""
     match = _NAME.fullmatch(name)
     return int(match[1], 16) if match else None
 
 
 def check_namespace(namespace: bytes) -> None:
-    """Raise ``ValueError`` for a digest of the wrong length: that is our own bug."""
+    """Raise ``ValueError`` for a digest of the wrong length, which is a caller's bug."""
     if len(namespace) != NAMESPACE_BYTES:
         raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
 
 
 def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> int:
-    """Binds the bytes to their full key and namespace: bytes read through a wrong index entry
-    fail here exactly as damaged ones do."""
+    """Hash the bytes with their full key and namespace: bytes read through a wrong index entry fail
+    here exactly as damaged ones do."""
     state = xxhash.xxh3_64(namespace)
     state.update(key)
     for segment in segments:
@@ -259,7 +259,7 @@ def _verifies(block: Buffer) -> bool:
 
 
 def other_version(block: Buffer) -> int | None:
-    """The version of a region header that verifies but is of another format than ours.
+    """Return the version of a region header that verifies but is of another format.
 
     The place of magic, version and checksum in block 0 is frozen for all versions, so a flipped
     bit in the version field is damage, not another format.
@@ -312,7 +312,7 @@ def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
 
 
 def peek_extent_header_bytes(block: Buffer) -> int | None:
-    """How long the extent header starting with this block says it is; not yet verified."""
+    """Return how long the extent header starting with this block says it is; not yet verified."""
     magic, version, header_bytes = struct.unpack_from("<8sII", block)
     if (magic, version) != (EXTENT_MAGIC, FORMAT_VERSION):
         return None
@@ -322,7 +322,7 @@ def peek_extent_header_bytes(block: Buffer) -> int | None:
 
 
 def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int) -> Extent | None:
-    """The extent at ``offset``, if the header verifies and was written there for that region."""
+    """Return the extent at ``offset`` if its header verifies and was written there."""
     if not _verifies(header):
         return None
     magic, version, header_bytes, found_nonce, found_ordinal, *fields = _EXTENT.unpack_from(header)
@@ -346,7 +346,7 @@ def pack_footer(contents: Contents, nonce: bytes) -> bytes:
 
 
 def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
-    """The tables are copies: the caller may reuse the buffer."""
+    """Unpack a footer. The tables are copies: the caller may reuse the buffer."""
     if not _verifies(footer):
         return None
     magic, version, num_extents, found_nonce, num_pages, nbytes = _FOOTER.unpack_from(footer)

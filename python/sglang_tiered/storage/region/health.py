@@ -1,6 +1,6 @@
 """When the device may be used. Pure state behind a small lock; the clock is passed in.
 
-Nothing runs in the background: an I/O that hangs is noticed by whoever asks next.
+Nothing runs in the background: the next caller notices an I/O that hangs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Put around every blocking call to the device."""
+        """Wrap every blocking call to the device."""
         token = next(self._tokens)
         with self._lock:
             self._started[token] = self._clock()
@@ -58,7 +58,7 @@ class HealthMonitor:
         return self.diagnosis()[0]
 
     def diagnosis(self) -> tuple[Health, str]:
-        """The state of now and why; the reason is empty while RUNNING."""
+        """Return the state of now and why; the reason is empty while RUNNING."""
         with self._lock:
             now = self._clock()
             waited_s = now - min(self._started.values(), default=now)
@@ -73,7 +73,7 @@ class HealthMonitor:
             return self._stores.is_over(self._clock())
 
     def store_failed(self) -> None:
-        """Stores pause; loads go on."""
+        """Pause stores; loads go on."""
         with self._lock:
             self._stores.fail(self._clock())
 
@@ -90,7 +90,7 @@ class HealthMonitor:
                 self._device.fail(self._clock())
 
     def fault(self, cause: str) -> None:
-        """Something of ours failed, not the device: lookups miss for a while."""
+        """Answer misses for a while: the engine failed, not the device."""
         with self._lock:
             self._cause = cause
             self._device.fail(self._clock())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "TenantTable", "hash_words", "key_words", "most_loaded"]
+__all__ = ["PageIndex", "Places", "TenantTable", "hash_words", "key_words", "choose_reinsertion"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
@@ -76,11 +76,11 @@ class PageIndex:
         return bool(self.find(key_words([key]))[0] >= 0)
 
     def num_live(self, slot: int) -> int:
-        """Pages that are in the region of that slot."""
+        """Return how many pages are in the region of that slot."""
         return int(self._live[slot]) if slot < len(self._live) else 0
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are held."""
+        """Return how many leading keys are held."""
         start = 0
         for size in (*_LEADING, len(keys)):
             chunk = keys[start : start + size]
@@ -93,7 +93,7 @@ class PageIndex:
         return start
 
     def find(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The row of each key, -1 where it is not held."""
+        """Return the row of each key, -1 where it is not held."""
         rows = self._find(words, hash_words(words))
         if self._tenants.any_dead:
             rows[self._tenants.is_dead(self._owners[rows])] = -1
@@ -118,7 +118,7 @@ class PageIndex:
         return rows
 
     def places(self, rows: npt.NDArray[np.int64]) -> Places:
-        """Where the pages of these rows are."""
+        """Return where the pages of these rows are."""
         return Places(
             self._slots[rows].tolist(),
             (self._blocks[rows].astype(np.int64) * self._block_bytes).tolist(),
@@ -185,36 +185,36 @@ class PageIndex:
             self._remove(rows)
 
     def some_rows(self, limit: int) -> npt.NDArray[np.int64]:
-        """At most ``limit`` rows in use, of the region of the first of them if it has as many."""
+        """Return at most ``limit`` rows in use, of the first one's region if it has as many."""
         used = np.flatnonzero(self._slots[: self._num_rows] >= 0)
         same: npt.NDArray[np.int64] = used[self._slots[used] == self._slots[used[:1]]]
         return same[:limit]
 
     def rows_of(self, slot: int) -> npt.NDArray[np.int64]:
-        """The rows of all pages in a region; linear in the size of the index."""
+        """Return the rows of all pages in a region; linear in the size of the index."""
         return np.flatnonzero(self._slots[: self._num_rows] == slot)
 
     def live_rows(self, slot: int) -> npt.NDArray[np.int64]:
-        """The rows of the pages in a region that a lookup can hit."""
+        """Return the rows of the pages in a region that a lookup can hit."""
         rows = self.rows_of(slot)
         return rows[~self._tenants.is_dead(self._owners[rows])]
 
     def are_in(self, slot: int, words: npt.NDArray[np.uint64]) -> list[bool]:
-        """Whether each key could be hit in that region."""
+        """Return whether each key could be hit in that region."""
         rows = self.find(words)
         held: list[bool] = ((rows >= 0) & (self._slots[rows] == slot)).tolist()
         return held
 
     def hot_rows(self, slot: int, max_bytes: int) -> npt.NDArray[np.int64]:
-        """Rows of pages of a region that were loaded since they were written, the most loaded
-        first as far as ``max_bytes`` reach, in the order of their offsets."""
+        """Return the rows of pages of a region that were loaded since they were written, the most
+        loaded first as far as ``max_bytes`` reach, in the order of their offsets."""
         rows = self.live_rows(slot)
         rows = rows[self._hits[rows] > 0]
-        rows = rows[most_loaded(self._hits[rows], self._padded(rows), max_bytes)]
+        rows = rows[choose_reinsertion(self._hits[rows], self._padded(rows), max_bytes)]
         return self.in_order(rows)
 
     def in_order(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of one region in the order of their offsets."""
+        """Sort rows of one region by their offsets."""
         return rows[np.argsort(self._blocks[rows])]
 
     def padded_bytes(self, rows: npt.NDArray[np.int64]) -> int:
@@ -228,8 +228,8 @@ class PageIndex:
         return [words.tobytes() for words in self._words[rows]]
 
     def fingerprints(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
-        """The first words of the keys that a lookup can hit, of the rows from ``start`` on; the
-        last row is ``num_rows`` at most."""
+        """Return the first words of the keys that a lookup can hit, of the rows from ``start`` on;
+        the last row is ``num_rows`` at most."""
         stop = min(stop, self._num_rows)
         used = self._slots[start:stop] >= 0
         if self._tenants.any_dead:
@@ -238,7 +238,7 @@ class PageIndex:
 
     @property
     def num_rows(self) -> int:
-        """Rows ever used: none in use is behind them."""
+        """Return how many rows were ever used: all that are in use lie before it."""
         return self._num_rows
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
@@ -249,7 +249,7 @@ class PageIndex:
         return self.drop_regions([slot])
 
     def drop_regions(self, slots: Sequence[int]) -> int:
-        """``drop_region`` of several, in one pass over the index."""
+        """Do ``drop_region`` for several, in one pass over the index."""
         rows = np.flatnonzero(np.isin(self._slots[: self._num_rows], slots))
         num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
         self._remove(rows)
@@ -264,12 +264,12 @@ class PageIndex:
     # ---- Tenants ----
 
     def place_of(self, tenant: bytes) -> int:
-        """The place of a tenant, for ``put``, which must follow with a page of it."""
+        """Return the place of a tenant, for ``put``, which must follow with a page of it."""
         return self._tenants.place_of(tenant)
 
     def purge(self, tenant: bytes) -> int:
-        """Hide all pages of a tenant, until ``sweep`` has removed them; returns how many. What is
-        put from now on is not meant."""
+        """Hide all pages of a tenant, until ``sweep`` has removed them; returns how many. Pages put
+        from now on stay visible."""
         return self._tenants.purge(tenant)
 
     def sweep(self, max_rows: int) -> bool:
@@ -288,7 +288,7 @@ class PageIndex:
         return len(self._tenants)
 
     def usage(self) -> dict[bytes, tuple[int, int]]:
-        """Pages and payload bytes of every tenant that has any."""
+        """Return the pages and payload bytes of every tenant that has any."""
         return self._tenants.usage()
 
     def _uncount(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -403,7 +403,7 @@ _MULTIPLIERS = np.array(
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Keys of 32 bytes as an array ``[keys, 4]``."""
+    """Return keys of 32 bytes as an array ``[keys, 4]``."""
     return np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
 
 
@@ -414,10 +414,10 @@ def hash_words(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(29))
 
 
-def most_loaded(
+def choose_reinsertion(
     hits: npt.NDArray[Any], sizes: npt.NDArray[np.int64], max_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Positions of the pages to save: the most loaded first as far as ``max_bytes`` reach."""
+    """Return the positions to save: the most loaded first as far as ``max_bytes`` reach."""
     order: npt.NDArray[np.int64] = np.argsort(hits, kind="stable")[::-1]
     return order[np.cumsum(sizes[order]) <= max_bytes]
 
@@ -442,12 +442,12 @@ class TenantTable:
         return bool(self._dead)
 
     def dead_totals(self) -> tuple[int, int]:
-        """Pages and bytes that are counted and that nobody may find."""
+        """Return the pages and bytes that are counted and that no lookup may find."""
         dead = list(self._dead)
         return int(self._pages[dead].sum()), int(self._bytes[dead].sum())
 
     def usage(self) -> dict[bytes, tuple[int, int]]:
-        """Pages and bytes of every tenant that has any."""
+        """Return the pages and bytes of every tenant that has any."""
         pages, sizes = self._pages.tolist(), self._bytes.tolist()
         return {name: (pages[place], sizes[place]) for name, place in self._places.items()}
 
@@ -455,7 +455,7 @@ class TenantTable:
         return [self._names[place] for place in places.tolist()]
 
     def place_of(self, tenant: bytes) -> int:
-        """The place of a tenant, of which a page must then be added."""
+        """Return the place of a tenant, of which a page must then be added."""
         place = self._places.get(tenant)
         if place is not None:
             return place
@@ -476,12 +476,12 @@ class TenantTable:
         np.add.at(self._bytes, places, lengths)
 
     def remove(self, places: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> None:
-        """Pages are taken out; ``free_empty`` must follow, when what replaces them is added."""
+        """Take pages out; ``free_empty`` must follow, when what replaces them is added."""
         np.subtract.at(self._pages, places, 1)
         np.subtract.at(self._bytes, places, lengths)
 
     def free_empty(self, places: npt.NDArray[np.int32]) -> None:
-        """Forget those of these tenants that have nothing any more."""
+        """Forget those of these tenants that have no pages left."""
         for place in np.unique(places[self._pages[places] == 0]).tolist():
             if place in self._dead:
                 self._dead.discard(place)
@@ -501,7 +501,7 @@ class TenantTable:
         return np.isin(places, list(self._dead))
 
     def check_integrity(self, owners: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """``owners`` and ``lengths`` of all rows in use."""
+        """Recount everything; ``owners`` and ``lengths`` are those of all rows in use."""
         num_places = len(self._names)
         pages = np.bincount(owners, minlength=num_places)
         sizes = np.bincount(owners, lengths, minlength=num_places)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class LoadWorker:
-    """Reads spans; every reader thread runs ``run`` of the same worker, and none ends by an
-    exception: a job that nobody finishes would keep the caller's memory forever."""
+    """Reads spans; every reader thread runs ``run`` of the same worker. No thread ends by an
+    exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LoadWorker:
         self._reclaimer = reclaimer
 
     def run(self) -> None:
-        """Until the store is closed."""
+        """Load until the store is closed."""
         state = self._state
         while True:
             with state.lock:
@@ -71,7 +71,9 @@ class LoadWorker:
         try:
             reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
         except Exception:
-            logger.exception("%s: loading failed by our own fault", self._directory)
+            logger.exception(
+                "%s: internal error while loading pages; they are computed again", self._directory
+            )
             self._skip(span, Reason.IO_ERROR)
             return
         if error is None:

@@ -20,7 +20,7 @@ __all__ = ["Notes", "read_note"]
 
 
 def read_note(shard: Path, name: str) -> bytes:
-    """As ``Notes.read``, of a shard that need not be open."""
+    """Read a note as ``Notes.read`` does, of a shard that need not be open."""
     try:
         return read_small_file(shard / name)
     except OSError:
@@ -28,27 +28,28 @@ def read_note(shard: Path, name: str) -> bytes:
 
 
 class Notes:
-    """Any thread; all calls wait for the disk."""
+    """Small files of one shard. Any thread; all calls wait for the disk."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def read(self, name: str) -> bytes:
-        """What was written last; empty where there is none or it cannot be read."""
+        """Return what was written last; empty where the note is missing or cannot be read."""
         try:
             return self._device.read_file(name)
         except OSError:
             return b""
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a note whole, flushed. Raises ``OSError``, and ``ValueError`` for a name that
-        is not in the list of a shard's files: nobody would know the file for ours."""
+        """Replace a note whole, flushed. Raises ``OSError``, and ``ValueError`` for a name that is
+        not in the list of a shard's files, by which files are recognized."""
         if name not in NOTE_NAMES:
             raise ValueError(f"{name!r} is not in NOTE_NAMES")
         self._device.replace_file(name, data)
 
     def remove(self, name: str) -> None:
-        """Durably, with what a write that was cut off left of it. Raises ``OSError``."""
+        """Remove a note durably, with what a write that was cut off left of it. Raises
+        ``OSError``."""
         is_gone = False
         for file in (name, name + TEMPORARY_SUFFIX):
             with contextlib.suppress(FileNotFoundError):

@@ -27,18 +27,16 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class StoreTicket:
-    """A store on its way to the log: the pages that are neither held nor already coming.
-
-    Pages are *placed* (given a place in an extent) from the front, then *settled* (published, or
-    given up) in the same order; the job is done when all that is left of it is settled.
-    """
+    """A store on its way to the log: the pages that are neither held nor already coming. Pages are
+    *placed* (given a place in an extent) from the front, then *settled* (published, or failed) in
+    the same order; the job is done when all that is left of it is settled."""
 
     job: Job
     namespace: bytes
     generation: int
     positions: list[int]  # of the pages within the run; cut short when the rest is dropped
     num_bytes: int
-    reinserted: bool = False  # pages saved from a region that was reclaimed; nobody's job
+    reinserted: bool = False  # pages saved from a region that was reclaimed; no caller's job
     num_placed: int = 0
     num_settled: int = 0
 
@@ -48,7 +46,7 @@ class StoreTicket:
 
     @property
     def num_left(self) -> int:
-        """Pages that have no place yet."""
+        """Return how many pages have no place yet."""
         return len(self.positions) - self.num_placed
 
     def key(self, index: int) -> bytes:
@@ -79,7 +77,7 @@ class ExtentWrite:
     pages: list[Page]
     chunks: list[Chunk] = field(default_factory=list)
     num_left: int = 0  # batches, then chunks, that are not done
-    done: bool = False  # written, or ``error`` says why not; nobody touches its pages any more
+    done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
     num_tries: int = 0
 
@@ -117,8 +115,8 @@ class LoadSpan:
 
 class PurgeOrder(NamedTuple):
     """Make the purge of a tenant, or of all for None, durable and give back what it frees. That of
-    a tenant is queued ahead of everything, as none of its pages is in the queue any more; that of
-    all behind the stores it must not let survive."""
+    a tenant is queued ahead of everything, as the queue holds no page of it then; that of all
+    behind the stores it must not let survive."""
 
     tenant: bytes | None
     durable: Future[bool]

@@ -52,8 +52,8 @@ class Purger:
         self._purges = purges
 
     def purge(self, tenant: bytes | None, bound: Bound) -> bool:
-        """One tenant (None: all), up to the present end of the log, with nothing under way before
-        it. True when it is durable."""
+        """Purge one tenant (None: all), up to the present end of the log, with nothing under way
+        before it. True when it is durable."""
         durable = self._record(tenant, bound)
         if tenant is not None:
             self._sweep()
@@ -66,7 +66,7 @@ class Purger:
         return durable
 
     def _record(self, tenant: bytes | None, bound: Bound) -> bool:
-        """A purge that cannot be written is written with the next one."""
+        """Write the purges; one that cannot be written is written with the next."""
         self._purges.add(tenant, bound)
         try:
             self._write()

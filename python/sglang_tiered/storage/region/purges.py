@@ -77,7 +77,7 @@ class Purges:
         return not self.tenants and self.everyone == NOWHERE
 
     def add(self, tenant: bytes | None, bound: Bound) -> None:
-        """All that a tenant (None: every tenant) has before the bound is dead."""
+        """Declare dead all that a tenant (None: every tenant) has before the bound."""
         if tenant is None:
             self.everyone = max(self.everyone, bound)
             return
@@ -87,7 +87,7 @@ class Purges:
             self.everyone = max(self.everyone, *(self.tenants.pop(name) for name in oldest))
 
     def next_sequence(self) -> int:
-        """Above every region a bound speaks of: what is stored from now on is not meant."""
+        """Return a sequence above all bounds: what is stored from now on is not meant."""
         bounds = (self.everyone, *self.tenants.values())
         return max((bound.sequence + 1 for bound in bounds if bound != NOWHERE), default=0)
 
@@ -102,7 +102,7 @@ class Purges:
         return changed
 
     def dead_extents(self, sequence: int, contents: Contents) -> npt.NDArray[np.bool_]:
-        """Which extents of a region are dead."""
+        """Return which extents of a region are dead."""
         extents = contents.extents
         dead = np.zeros(len(extents), bool)
         if self.everyone != NOWHERE:
@@ -131,8 +131,8 @@ def pack(purges: Purges) -> bytes:
 
 
 def unpack(data: bytes) -> Purges | None:
-    """``None`` for bytes that do not verify. Raises ``StoreFormatError`` for those of a newer
-    version that do."""
+    """Unpack purges; ``None`` for bytes that do not verify. Raises ``StoreFormatError`` for those
+    of a newer version that do."""
     if len(data) < _HEADER.size + _CHECKSUM.size:
         return None
     body = data[: -_CHECKSUM.size]
@@ -169,7 +169,7 @@ def compact(device: Device, purges: Purges) -> bool:
 
 
 def read(device: Device) -> Purges:
-    """What the file says. One that is damaged purges everything there is, and says so.
+    """Return what the file says. One that is damaged purges everything there is, and says so.
     Raises ``OSError`` for conditions of this process and ``StoreFormatError`` as ``unpack``."""
     try:
         data = device.read_file(PURGES_NAME)

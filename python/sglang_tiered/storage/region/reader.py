@@ -57,7 +57,7 @@ def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 
 
 class RegionReader:
-    """Stateless beyond a block of scratch; shared by all reader threads."""
+    """Reads spans. Stateless beyond a block of scratch; shared by all reader threads."""
 
     def __init__(self, device: Device, health: HealthMonitor) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class RegionReader:
 
     def read(self, namespace: bytes, span: Sequence[Wanted]) -> SpanResult:
         """Fill the pages of one span. A page that does not verify, or whose read failed or came
-        short, is read once more by itself before it is given up. Never raises."""
+        short, is read once more by itself before it fails. Never raises."""
         failure: OSError | None = None
         try:
             filled = self._read_pages(span)

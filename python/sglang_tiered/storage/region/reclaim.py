@@ -1,5 +1,5 @@
-"""Which region to give up, what to save from it, and giving it up. Evicts before anything is
-created, so the cap holds at every moment."""
+"""Which region to evict, what to save from it, and its eviction. Evicts before anything is created,
+so the cap holds at every moment."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
-_MAX_VICTIMS = 8  # tried for one that can be removed: where none can, stores pause before the next
+_MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
 
 def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool]) -> Region | None:
-    """A region without a page that anybody could ever read, else the oldest sealed one: with
+    """Return a region without a page that any lookup could find, else the oldest sealed one: with
     reinsertion, first in first out loses the fewest hits, as in CacheLib Navy. A region that is
     being read frees nothing until the read ends, so such regions go last."""
     return min(
@@ -59,9 +59,9 @@ def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool
 
 
 def choose_own_victim(regions: Iterable[Region], tenant: bytes) -> Region | None:
-    """The oldest sealed region that holds as much of a tenant as of others. They must not pay for
-    its share: their pages are saved, so no more is written again than the tenant gets. Where it has
-    less, others write more than it does, and reclaim comes round without it."""
+    """Return the oldest sealed region that holds as much of a tenant as of others. They must not
+    pay for its share: their pages are saved, so no more is written again than the tenant gets.
+    Where it has less, others write more than it does, and reclaim comes round without it."""
 
     def is_own(region: Region) -> bool:
         own = region.tenant_bytes.get(tenant, 0)
@@ -84,7 +84,7 @@ class ReinsertionCredit:
         self._bytes = 0.0
 
     def earn(self, region_bytes: int) -> int:
-        """A region of that size is about to go; returns the credit with its share."""
+        """Count a region of that size that is about to go; returns the credit with its share."""
         self._bytes = min(
             self._bytes + region_bytes * REINSERTION_SHARE,
             region_bytes * _MAX_CREDIT,
@@ -140,7 +140,7 @@ class Reclaimer:
 
     @property
     def num_stuck(self) -> int:
-        """Regions whose file could not be removed yet. Any thread."""
+        """Return how many regions have a file that could not be removed yet. Any thread."""
         return len(self._stuck)
 
     def reserve(self, nbytes: int) -> bool:
@@ -159,8 +159,8 @@ class Reclaimer:
             self._state.regions.unreserve(nbytes)
 
     def leave_behind(self, name: str, nbytes: int) -> None:
-        """A file of a region that never was could not be removed: its room stays reserved until
-        it can."""
+        """Keep the room of a file that could not be removed, of a region that was never created,
+        reserved until it can be removed."""
         with self._state.lock:
             self._state.regions.leftovers[name] = nbytes
 
@@ -177,7 +177,7 @@ class Reclaimer:
 
     def evict_one(self) -> bool:
         """Remove the best victim that can be removed, and put what is hot in it back into the
-        queue of stores; false when there is none, or its readers keep its space."""
+        queue of stores; false without a victim, or when its readers keep its space."""
         return self._evict(lambda regions: choose_victim(regions, self._is_useless))
 
     def evict_own(self, tenant: bytes) -> bool:
@@ -210,7 +210,7 @@ class Reclaimer:
             self.remove(region)
 
     def _is_useless(self, region: Region) -> bool:
-        """The lock is held."""
+        """Return whether a purge left nothing in the region. The caller holds the lock."""
         return not region.num_foreign and not self._state.index.num_live(region.slot)
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved]:
@@ -257,12 +257,11 @@ class Reclaimer:
         return [_Saved(Job(JobKind.STORE, run), namespace, generation) for run in runs]
 
     def remove(self, region: Region) -> bool:
-        """Give up a region as it is; false when its file cannot be removed, or its readers keep
-        its space."""
+        """Evict a region as it is; false when its file or its readers keep its space."""
         return self._unlink(region) and self._retire(region)
 
     def _unlink(self, region: Region) -> bool:
-        """False when the file cannot be removed; no other victim has to wait for this one."""
+        """Unlink a region's file; false when it cannot be removed, which holds up no other."""
         try:
             with self._health.watch(), contextlib.suppress(FileNotFoundError):
                 self._device.unlink(region.name)
@@ -296,7 +295,7 @@ class Reclaimer:
             return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
 
     def dispose(self, region: Region) -> None:
-        """Close a retired region that nobody pins. Any thread, without the lock held."""
+        """Close a retired region that no thread pins. Any thread, without the lock held."""
         with contextlib.suppress(OSError):
             self._device.close(region.fd)
         with self._state.lock:

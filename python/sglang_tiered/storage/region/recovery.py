@@ -163,7 +163,7 @@ class _Recovery:
         known, device = self.report.purges, self.device
         damaged = known.damaged
         if damaged:
-            logger.warning("%s is damaged, so all that was stored is forgotten", PURGES_NAME)
+            logger.warning("%s is damaged; all stored pages are forgotten", PURGES_NAME)
             self.report.purges = known = Purges(everyone=Bound(self.report.next_sequence, 0))
         elif known.is_empty:
             return
@@ -172,7 +172,7 @@ class _Recovery:
                 return
             device.replace_file(PURGES_NAME, purges.pack(known))
         except OSError as error:
-            logger.warning("%s cannot be written (%s) and is read again", PURGES_NAME, error)
+            logger.warning("%s cannot be written (%s); it stays as it was", PURGES_NAME, error)
 
     def _remove(self, item: _Found) -> None:
         self.found.remove(item)
@@ -249,7 +249,7 @@ class _Recovery:
             region.durable_tail = region.tail
         except OSError as error:
             # The pages are served all the same; the next recovery walks the region again.
-            logger.warning("%s could not be sealed (%s) and stays unsealed", region.name, error)
+            logger.warning("%s could not be sealed (%s); it stays unsealed", region.name, error)
         return True
 
     def _index(
@@ -308,13 +308,13 @@ def _close(device: Device, region: Region) -> None:
 
 
 def _unlink(device: Device, name: str) -> None:
-    """What cannot be removed stays and is ignored: its number is never used again."""
+    """Remove a file. One that cannot be removed is skipped: its number is not used again."""
     try:
         device.unlink(name)
     except FileNotFoundError:
         return
     except OSError as error:
-        logger.warning("%s could not be removed (%s) and is ignored", name, error.strerror)
+        logger.warning("%s could not be removed (%s); it is skipped", name, error.strerror)
 
 
 _PROGRESS_AFTER_S = 1.0

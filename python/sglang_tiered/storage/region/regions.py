@@ -21,7 +21,7 @@ __all__ = ["Region", "RegionTable"]
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """One region file. ``fd`` stays open until the region is retired and nobody pins it."""
+    """One region file. ``fd`` stays open until the region is retired and no thread pins it."""
 
     sequence: int
     fd: int
@@ -31,11 +31,11 @@ class Region:
     tail: int = 0  # where the next extent goes; block-aligned
     sealed: bool = False  # takes no more extents
     extents: list[Extent] = field(default_factory=list)  # for the footer; emptied by sealing
-    num_writing: int = 0  # extents placed and not yet published or given up
+    num_writing: int = 0  # extents placed and not yet published or failed
     published_tail: int = 0  # behind the last extent that is visible
     durable_tail: int = 0  # behind the last extent that survives loss of power
     dirty: bool = False  # published since the last sync
-    doubtful: bool = False  # a sync failed: what it covered may be lost, whatever the next says
+    suspect: bool = False  # a sync failed: what it covered may be lost, whatever the next says
     pins: int = 0
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False
@@ -52,7 +52,7 @@ class RegionTable:
     """The regions that exist, and the bytes they take on the disk.
 
     ``physical_bytes`` also counts room reserved for a region about to be created, files left over
-    from failed attempts, and regions already unlinked that somebody still holds open: the disk has
+    from failed attempts, and regions already unlinked that a thread still holds open: the disk has
     not got those back yet.
     """
 
@@ -61,7 +61,7 @@ class RegionTable:
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
         self.retiring_bytes = 0
-        self.leftovers: dict[str, int] = {}  # files nobody could remove yet, with their bytes
+        self.leftovers: dict[str, int] = {}  # files that could not be removed yet, with their bytes
         self.tenant_bytes: Counter[bytes] = Counter()  # the regions' together
 
     def __iter__(self) -> Iterator[Region]:
@@ -90,7 +90,7 @@ class RegionTable:
             self._slots.append(region)
 
     def charge(self, region: Region, tenant: bytes, nbytes: int) -> None:
-        """Count payload of a tenant in a region; negative where it is given up again."""
+        """Count payload of a tenant in a region; negative where its place is taken back."""
         for books in (region.tenant_bytes, self.tenant_bytes):
             books[tenant] = books.get(tenant, 0) + nbytes
             if not books[tenant]:
@@ -108,8 +108,8 @@ class RegionTable:
         region.pins += 1
 
     def unpin(self, region: Region) -> bool:
-        """True when this was the last pin of a retired region: the caller closes its descriptor,
-        then calls ``closed``."""
+        """Release a pin; true when this was the last one of a retired region: the caller closes its
+        descriptor, then calls ``closed``."""
         region.pins -= 1
         return region.retired and region.pins == 0
 

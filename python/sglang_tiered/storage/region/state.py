@@ -41,7 +41,7 @@ _PURGED = -1  # the generation of stores whose tenant was purged meanwhile
 
 
 class StoreState:
-    """Every attribute and method is guarded by ``lock``, which the caller holds."""
+    """State of the store's threads, guarded by ``lock``, which the caller of any method holds."""
 
     def __init__(self, namespace: bytes) -> None:
         self.lock = threading.Lock()
@@ -54,7 +54,7 @@ class StoreState:
         self.namespace = namespace
         self.generation = 0  # bumped by clear and set_namespace: older stores stay invisible
         self.closed = False
-        self.written_all = False  # closed, and the writer has nothing under way any more
+        self.written_all = False  # closed, and the writer has nothing left under way
         self.index = PageIndex()
         self.regions = RegionTable()
         self.jobs = JobBook()
@@ -67,7 +67,7 @@ class StoreState:
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.to_seal: deque[Region] = deque()
-        self.syncs: list[Future[bool]] = []  # whoever waits for all to be durable
+        self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
         self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}
@@ -82,8 +82,8 @@ class StoreState:
         self.num_pages_purged = 0
 
     def forget_all(self, *, keep: bool) -> None:
-        """Empty the index; stores under way finish, but nobody will see their pages. ``keep``:
-        the namespace may be opened again, so its pages are of use."""
+        """Empty the index; stores under way finish, but their pages stay invisible. ``keep``: the
+        namespace may be opened again, so its pages are of use."""
         self.generation += 1
         for region in self.regions if keep else ():
             region.num_foreign += self.index.num_live(region.slot)
@@ -91,7 +91,7 @@ class StoreState:
         self.pending.clear()
 
     def forget_tenant(self, tenant: bytes) -> None:
-        """Hide the pages of a tenant, and let none that is under way become visible."""
+        """Hide the pages of a tenant, and keep those under way from becoming visible."""
         self.num_pages_purged += self.index.purge(tenant)
         queued = [o for o in self.stores if isinstance(o, StoreTicket) and o.tenant == tenant]
         placed = [part.ticket for write in self.writes for part in write.parts]
@@ -128,7 +128,7 @@ class StoreState:
             self.stores.appendleft(ticket)
 
     def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
-        """Hand a placed extent to the hashers, who hand it on to the chunk writers."""
+        """Hand a placed extent to the hashers, which hand it on to the chunk writers."""
         write.num_left = len(batches)
         self.placing = []
         self.writes.append(write)
@@ -155,14 +155,14 @@ class StoreState:
         self.chunk_ready.notify(len(write.chunks))
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
-        """Nothing of the extent is under way any more; the writer thread settles it."""
+        """Note that nothing of the extent is under way; the writer thread settles it."""
         write.error = write.error or error
         write.done = True
         self.store_ready.notify()
         self.queue_hashed()
 
     def may_write_chunk(self) -> bool:
-        """Loads overtake: while any waits for a reader, one write at a time keeps the log going."""
+        """Let loads overtake: while one waits for a reader, one write at a time goes on."""
         return bool(self.chunks) and (self.num_chunks_writing == 0 or not self.loads)
 
     def publish(self, write: ExtentWrite) -> None:
@@ -203,7 +203,7 @@ class StoreState:
             self.any_dirty = True
             self.sync_ready.notify()
 
-    def give_up(self, parts: Sequence[Part], reason: Reason) -> None:
+    def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
@@ -241,8 +241,8 @@ class StoreState:
     # ---- Loads ----
 
     def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
-        """The pages of a run that are held in the length asked for, with their places; ``is_use``
-        counts a hit for each, which is what reclaim goes by."""
+        """Return the pages of a run that are held in the length asked for, with their places;
+        ``is_use`` counts a hit for each, which is what reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
@@ -292,9 +292,9 @@ class StoreState:
             self.jobs.finish(ticket.job)
 
     def shed(self, store_reason: Reason, load_reason: Reason) -> None:
-        """Empty both queues. Queued stores are settled as far as they have no place yet. Whoever
-        asks may be the scheduler, so the readers unpin the regions of the loads: that may close a
-        file, for which a disk that hangs takes its time too."""
+        """Empty both queues. Queued stores are settled as far as they have no place yet. The caller
+        may be the scheduler, so the readers unpin the regions of the loads: that may close a file,
+        for which a disk that hangs takes its time too."""
         kept: deque[StoreTicket | PurgeOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
@@ -319,13 +319,13 @@ class StoreState:
             self.batches = deque(batch for batch in self.batches if batch.write is not write)
             self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
             write.chunks, write.pages = [], []
-            self.give_up(write.parts, reason)
+            self.fail_parts(write.parts, reason)
             write.parts = []
             cause = "not written, as the device fails or hangs"
             self.finish_write(write, OSError(errno.ECANCELED, cause))
 
     def _waits(self, write: ExtentWrite) -> bool:
-        """Whether no thread is at work on an extent, and nothing of it has been written."""
+        """Return whether no thread is at work on an extent, and nothing of it has been written."""
         if write.done:
             return False
         if write.num_tries:

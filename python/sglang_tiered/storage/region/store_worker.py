@@ -38,11 +38,8 @@ _MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the chunk w
 
 
 class StoreWorker:
-    """Takes stores in order of submission; its ``run`` is the writer thread.
-
-    It never ends by an exception: a job that nobody finishes would keep the caller's memory
-    forever.
-    """
+    """Takes stores in order of submission; its ``run`` is the writer thread. It never ends by an
+    exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
         self,
@@ -64,13 +61,13 @@ class StoreWorker:
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
-        """Until the store is closed and all that was placed is settled."""
+        """Store until the store is closed and all that was placed is settled."""
         while self._step():
             pass
         try:
             self._writer.finish()
         except Exception:
-            logger.exception("%s: closing the log failed by our own fault", self._directory)
+            logger.exception("%s: internal error while closing; recovery walks it", self._directory)
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
@@ -99,12 +96,14 @@ class StoreWorker:
         except OSError as error:
             self._drop_first(self._failed(error))
         except Exception:
-            logger.exception("%s: storing failed by our own fault", self._directory)
+            logger.exception(
+                "%s: internal error while storing pages; they are dropped", self._directory
+            )
             self._drop_first(Reason.IO_ERROR)
         return True
 
     def _may_place(self) -> bool:
-        """The lock is held."""
+        """Return whether the next store may get a place. The caller holds the lock."""
         state = self._state
         if not state.stores:
             return False
@@ -151,7 +150,7 @@ class StoreWorker:
         except Exception:
             with state.lock:
                 state.placing = []
-                state.give_up(parts, Reason.IO_ERROR)
+                state.fail_parts(parts, Reason.IO_ERROR)
             raise
 
     def _has_share(self, head: StoreTicket) -> bool:
@@ -184,18 +183,18 @@ class StoreWorker:
         return keep > 0
 
     def _has_store(self) -> bool:
-        """False when the queue was emptied meanwhile."""
+        """Return whether a store is queued: the queue may have been emptied meanwhile."""
         with self._state.lock:
             return bool(self._state.stores) and isinstance(self._state.stores[0], StoreTicket)
 
     def _take(self) -> list[Part]:
-        """Pages for the next extent; none when the open region has no room for the first."""
+        """Take pages for the next extent; empty when the first does not fit the region."""
         with self._state.lock:
             self._state.placing = self._writer.take()
             return self._state.placing
 
     def _settle(self, write: ExtentWrite) -> None:
-        """The oldest extent under way has been handled by the chunk writers."""
+        """Settle the oldest extent under way, which the chunk writers have handled."""
         state = self._state
         self._out_of_space = False
         if write.error is not None:
@@ -210,7 +209,7 @@ class StoreWorker:
         self._log.settle("space")
 
     def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
-        """Nothing behind a hole in a region counts, or recovery could not find it."""
+        """Fail extents behind a hole, which recovery could not find, or retry with new room."""
         state = self._state
         with state.lock:
             while not all(write.done for write in state.writes):
@@ -229,7 +228,7 @@ class StoreWorker:
             for write in failed:
                 state.writes.remove(write)
                 write.region.num_writing -= 1
-                state.give_up(write.parts, reason)
+                state.fail_parts(write.parts, reason)
         self._writer.rewind(first)
 
     def _failed(self, error: OSError) -> Reason:
@@ -259,7 +258,7 @@ class StoreWorker:
                 state.drop_rest(head, reason)
 
     def _forget(self, order: PurgeOrder) -> None:
-        """Nothing is under way: the end of the log parts what is meant from what comes."""
+        """Serve a purge, with nothing under way: the log's end is where what is meant ends."""
         with self._state.lock:
             self._state.stores.remove(order)
         bound = self._writer.log_end()
@@ -273,13 +272,13 @@ class StoreWorker:
 
 
 class HashWorker:
-    """Every hasher thread runs ``run`` of the same worker."""
+    """Hashes batches; every hasher thread runs ``run`` of the same worker."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
     def run(self) -> None:
-        """Until the writer thread has nothing under way any more."""
+        """Hash until the writer thread has nothing left under way."""
         state = self._state
         while True:
             with state.lock:
@@ -317,7 +316,7 @@ class HashWorker:
 
 
 class ChunkWorker:
-    """Every chunk-writer thread runs ``run`` of the same worker."""
+    """Writes chunks; every chunk-writer thread runs ``run`` of the same worker."""
 
     def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
         self._state = state
@@ -325,7 +324,7 @@ class ChunkWorker:
         self._device = device
 
     def run(self) -> None:
-        """Until the writer thread has nothing under way any more."""
+        """Write until the writer thread has nothing left under way."""
         state = self._state
         while True:
             with state.lock:
@@ -361,5 +360,5 @@ class ChunkWorker:
 
 
 def _internal(fault: Exception) -> OSError:
-    logger.exception("storing failed by our own fault")
+    logger.exception("internal error while storing pages; they are dropped")
     return OSError(f"internal error: {fault}")

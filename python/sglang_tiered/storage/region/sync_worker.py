@@ -34,12 +34,9 @@ _CHECKPOINT_INTERVAL_S = 30.0
 
 
 class SyncWorker:
-    """Its ``run`` is the syncer thread. ``interval_s`` bounds how long a published page waits for
-    its sync, beyond the time a sync takes.
-
-    The thread does not end by an exception: nothing would be durable any more, and nobody would
-    know.
-    """
+    """Makes pages durable; its ``run`` is the syncer thread. ``interval_s`` bounds how long a
+    published page waits for its sync, beyond the time a sync takes. The thread does not end by an
+    exception: without it nothing becomes durable, and no error would show it."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class SyncWorker:
         self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
-        """Until the store is closed and all that was written is sealed."""
+        """Sync until the store is closed and all that was written is sealed."""
         while self._turn():
             pass
 
@@ -111,16 +108,16 @@ class SyncWorker:
 
     def _fault(self, what: str) -> None:
         logger.exception(
-            "%s: %s failed by our own fault; lookups miss for a while, and it is tried again",
+            "%s: internal error while %s; lookups miss for a while, and it is tried again",
             self._directory,
             what,
         )
-        self._health.fault(f"{what} failed by our own fault")
+        self._health.fault(f"internal error while {what}")
 
     def _wait(self) -> tuple[bool, bool]:
-        """Until there is something to do: whether it is the last, and whether it is time to sync.
-        Footers alone are written as they come: a flush for each would hold the writes up. The lock
-        is held."""
+        """Wait for something to do; returns whether it is the last, and whether it is time to sync.
+        Footers alone are written as they come: a flush for each would hold the writes up. The
+        caller holds the lock."""
         state = self._state
         while True:
             if state.written_all:
@@ -149,10 +146,10 @@ class SyncWorker:
             for region, tail in tails.items():
                 if failure is None:
                     region.durable_tail = max(region.durable_tail, tail)
-                elif not region.doubtful:
+                elif not region.suspect:
                     region.dirty = state.any_dirty = True
             # After a failed fsync the next one succeeds, and what the first lost stays lost.
-            in_doubt = any(r.doubtful and state.index.num_live(r.slot) for r in state.regions)
+            any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
         if failure is not None:
             # Stores go on: what cannot be written says so itself, and a page that is not durable
             # is still a hit.
@@ -164,7 +161,7 @@ class SyncWorker:
             )
         elif tails:
             self._log.settle("sync")
-        return failure is None and not in_doubt
+        return failure is None and not any_suspect
 
     def _seal(self, region: Region) -> None:
         """Write the footer, unless what it would list may be lost. Without one the region is
@@ -172,11 +169,15 @@ class SyncWorker:
         contents = Contents.of(region.extents)
         written = 0
         try:
-            if not region.doubtful:
+            if not region.suspect:
                 with self._health.watch():
                     written = write_footer(self._device, region, contents)
         except OSError as error:
-            logger.warning("%s could not be sealed (%s)", self._directory / region.name, error)
+            logger.warning(
+                "%s could not be sealed (%s); the next start walks it",
+                self._directory / region.name,
+                error,
+            )
         with self._state.lock:
             region.extents = []
             region.dirty = self._state.any_dirty = True
@@ -187,7 +188,7 @@ class SyncWorker:
             with self._health.watch():
                 self._device.sync(region.fd)
         except OSError as error:
-            region.doubtful = True
+            region.suspect = True
             return error
         return None
 

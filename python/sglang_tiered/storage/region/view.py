@@ -32,8 +32,8 @@ class StoredPage(NamedTuple):
 
 
 class RegionView:
-    """Any thread; each call takes the store's lock for a moment. Says nothing of the device's
-    health: what is listed may turn out unreadable."""
+    """What a store holds now. Any thread; each call takes the store's lock for a moment. The
+    device's health is left out: what is listed may turn out unreadable."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -41,11 +41,12 @@ class RegionView:
         self._version = 0
 
     def fingerprints(self, version: int) -> tuple[int, npt.NDArray[np.uint64]] | None:
-        """The first words of the keys of all pages that a load could serve, in any order, and the
-        version of that; None if it is still ``version``, which is above 0. For one thread.
+        """Return the first words of the keys of all pages that a load could serve, in any order,
+        and the version of that; None if it is still ``version``, which is above 0. For one thread.
 
         Read in pieces, so pages that come or go meanwhile may be there or not, or twice; the
-        version is the one before, so they are right the next time."""
+        version is the one before, so they are right the next time.
+        """
         state = self._state
         pieces: list[npt.NDArray[np.uint64]] = []
         start, num_rows = 0, 1
@@ -69,7 +70,7 @@ class RegionView:
         return self._version, np.concatenate(pieces)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key is held."""
+        """Return whether each key is held."""
         if not keys:
             return []
         with self._state.lock:
@@ -78,12 +79,11 @@ class RegionView:
 
     @property
     def num_queued_reads(self) -> int:
-        """Reads of loads that no reader is free for: above 0, more of them only makes others
-        wait."""
+        """Return the reads that no reader is free for: above 0, more only make others wait."""
         return len(self._state.loads)
 
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
-        """Each page, or None where it is not held."""
+        """Return each page, or None where it is not held."""
         found: list[StoredPage | None] = [None] * len(keys)
         if not keys:
             return found
@@ -96,8 +96,8 @@ class RegionView:
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each page that is held, as a load of it does: when its region is given
-        up, used pages are written again first, once for all uses, as far as that is affordable."""
+        """Count a use of each page that is held, as a load of it does: when its region is evicted,
+        used pages are written again first, once for all uses, as far as that is affordable."""
         if not keys:
             return
         with self._state.lock:
@@ -105,8 +105,8 @@ class RegionView:
             self._state.index.hit(rows[rows >= 0])
 
     def pages_behind(self, sequence: int) -> tuple[int, list[StoredPage]] | None:
-        """The oldest region behind that sequence number (-1: of all), with its pages in the order
-        they were written; None behind the last. Older regions are reclaimed first."""
+        """Return the oldest region behind that sequence number (-1: of all), with its pages in the
+        order they were written; None behind the last. Older regions are reclaimed first."""
         state = self._state
         with state.lock:
             later = [region for region in state.regions if region.sequence > sequence]

@@ -40,9 +40,9 @@ def read_run(device: Device, fd: int, buffer: memoryview, offset: int) -> bool:
 
 
 def walk(device: Device, region: Region, durable_tail: int) -> list[Extent]:
-    """The extents that verify, from block 1 to the first that does not. Payloads before
-    ``durable_tail`` are known to have been on the device and are not read: every load verifies
-    its page anyway."""
+    """Return the extents that verify, from block 1 to the first that does not. Payloads before
+    ``durable_tail`` are known to have been on the device and are not read: every load verifies its
+    page anyway."""
     extents: list[Extent] = []
     tail = BLOCK_BYTES
     window = aligned_buffer(_WINDOW_BYTES)

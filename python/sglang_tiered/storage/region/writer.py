@@ -90,7 +90,7 @@ def write_footer(device: Device, region: Region, contents: Contents) -> int:
 
 
 class RegionWriter:
-    """Owns the open region. Without the lock held, unless a method says otherwise."""
+    """Owns the open region. Call its methods without the lock held, unless one says otherwise."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class RegionWriter:
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
-            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.doubtful
+            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
             if usable and self._is_intact(region):
                 return
-            # Somebody deleted or cut the file, the device rejects this place, or lost a sync.
+            # The file was deleted or cut, the device rejects this place, or a sync was lost.
             self.roll()
         self._region = self._create()
         self._num_pages = self._num_failures = 0
 
     def take(self) -> list[Part]:
-        """Leading pages of the queued stores that fit the open region as one extent; none when
-        the first does not. The lock is held."""
+        """Take the leading pages of the queued stores that fit the open region as one extent; the
+        list is empty when the first does not fit. The caller holds the lock."""
         region = self._region
         assert region is not None
         parts: list[Part] = []
@@ -156,7 +156,7 @@ class RegionWriter:
         return parts
 
     def share_left(self, tenant: bytes) -> float:
-        """Payload bytes that a tenant may still place. The lock is held."""
+        """Return the payload bytes that a tenant may still place. The caller holds the lock."""
         if self._max_tenant_bytes is None or tenant == NO_TENANT:
             return math.inf
         return self._max_tenant_bytes - self._state.regions.tenant_bytes.get(tenant, 0)
@@ -208,20 +208,20 @@ class RegionWriter:
             self._num_failures += 1
 
     def log_end(self) -> Bound:
-        """Where the next extent goes, once all that is placed is settled."""
+        """Return where the next extent goes, once all that is placed is settled."""
         region = self._region
         if region is None:
             return Bound(self._next_sequence, 0)
         return Bound(region.sequence, region.tail)
 
     def settled(self, write: ExtentWrite) -> None:
-        """An extent is in the log. The lock is held."""
+        """Note that an extent is in the log. The caller holds the lock."""
         self._num_failures = 0
         if write.region.sealed:
             self._hand_over(write.region)
 
     def roll(self) -> None:
-        """Append no more to the open region; it is sealed once all its extents are written."""
+        """Stop appending to the open region; it is sealed once all its extents are written."""
         region, self._region = self._region, None
         if region is not None:
             with self._state.lock:
@@ -229,13 +229,13 @@ class RegionWriter:
                 self._hand_over(region)
 
     def _hand_over(self, region: Region) -> None:
-        """To the syncer, which seals; the lock is held."""
+        """Hand the region to the syncer, which seals it. The caller holds the lock."""
         if region.num_writing == 0 and region.extents and not region.retired:
             self._state.to_seal.append(region)
             self._state.sync_ready.notify()
 
     def abandon(self) -> None:
-        """Append no more to the open region, without a footer: its file is about to go."""
+        """Stop appending to the open region, without a footer: its file is about to go."""
         region, self._region = self._region, None
         if region is not None:
             with self._state.lock:
@@ -243,7 +243,7 @@ class RegionWriter:
                 region.sealed = True
 
     def finish(self) -> None:
-        """Before closing; a region without extents is removed."""
+        """Seal the open region before closing; one without extents is removed."""
         region = self._region
         if region is not None and not region.extents:
             self.abandon()
@@ -265,7 +265,7 @@ class RegionWriter:
                     raise
 
     def _create_reserved(self) -> Region:
-        """On the room reserved; gives it back when it raises ``OSError``."""
+        """Create a region on the room reserved; gives it back when it raises ``OSError``."""
         # A failed attempt uses its number up, so a leftover file cannot block the next one.
         sequence = self._next_sequence
         self._next_sequence += 1
@@ -305,12 +305,12 @@ def _num_bytes(page: Page) -> int:
 
 
 def padded_bytes(page: Page) -> int:
-    """What a page takes in the log."""
+    """Return what a page takes in the log."""
     return padded(_num_bytes(page))
 
 
 def _alike(one: StoreTicket, other: StoreTicket) -> bool:
-    """Whether an extent may hold pages of both."""
+    """Return whether an extent may hold pages of both."""
     return (one.namespace, one.tenant) == (other.namespace, other.tenant)
 
 
@@ -339,8 +339,8 @@ def hash_batch(batch: Batch) -> None:
 
 
 def cut_chunks(write: ExtentWrite) -> list[Chunk]:
-    """The writes of an extent whose pages are hashed: header, pages and padding, cut into chunks
-    of whole blocks."""
+    """Return the writes of an extent whose pages are hashed: header, pages and padding, cut into
+    chunks of whole blocks."""
     packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
     header = aligned_buffer(len(packed))
     header[:] = packed

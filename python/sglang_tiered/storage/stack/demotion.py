@@ -2,7 +2,7 @@
 
 One thread. It reads through NVMe into memory of its own, so no host page waits for the
 network; each batch stays there until the bucket says that it is durable. It begins a batch
-only while no load is under way and the bucket serves, unless somebody waits for the chain.
+only while no load is under way and the bucket serves, unless a caller waits for the chain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.base import BucketTier, Job
-    from sglang_tiered.storage.region.store import RegionEngine
+    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.view import RegionView, StoredPage
     from sglang_tiered.storage.stack.tiers import StackSettings
 
@@ -81,7 +81,7 @@ class Demoter:
         self._scan = NvmeScan(nvme.view, bucket, self.queue)
         self._wake = threading.Condition()
         self._staged_bytes = 0  # guarded by ``_wake``, like all counts
-        self._num_flying = 0
+        self._num_in_flight = 0
         self._closed = False
         self._suspended = False
         self._num_changes = 0  # of the bucket's namespace
@@ -97,37 +97,37 @@ class Demoter:
 
     @property
     def backlog(self) -> int:
-        """Pages that wait or are on their way."""
-        return self.queue.num_keys + self._num_flying
+        """Return how many pages wait or are on their way."""
+        return self.queue.num_keys + self._num_in_flight
 
     def stored(self, keys: Sequence[bytes], tenant: bytes) -> None:
-        """NVMe holds these consecutive pages now. May run under its lock."""
+        """Queue these consecutive pages, which NVMe holds now. May run under its lock."""
         if not self._suspended and keys:
             self.queue.add(keys, tenant)
             self.wake()
 
     def wake(self) -> None:
-        """Something changed that the demoter may wait for."""
+        """Wake the demoter: something changed that it may wait for."""
         with self._wake:
             self._wake.notify_all()
 
-    def urge(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
-        """Copy these next, whatever else goes on; set when all that can be done was begun."""
+    def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
+        """Copy these next, whatever else goes on; sets the event when all possible was begun."""
         chain = Chain(tuple(keys), tenant, submitted=threading.Event())
         assert chain.submitted is not None
         if self._closed:
             chain.submitted.set()
         else:
-            self.queue.urge(chain)
+            self.queue.prioritize(chain)
             self.wake()
         return chain.submitted
 
     def look_again(self) -> None:
-        """The bucket has another namespace: what it holds there is to be seen first."""
+        """Look again at what the bucket holds, as it has another namespace."""
         self._num_changes += 1
 
     def suspend(self) -> None:
-        """Copy nothing any more unless asked to: nobody could name the pages."""
+        """Copy nothing from now on unless asked to: no request could name the pages."""
         self._suspended = True
         self.queue.clear()
 
@@ -147,8 +147,8 @@ class Demoter:
             try:
                 moved = self._step()
             except Exception:
-                # Our own fault, but the tier serves without us: say so once and go on slowly.
-                logger.exception("copying to the bucket failed by our own fault")
+                # The tier serves without copies: log it and go on slowly.
+                logger.exception("internal error while copying to the bucket; it is tried again")
                 moved = False
             with self._wake:
                 if not moved and not self._closed:
@@ -157,7 +157,7 @@ class Demoter:
     def _step(self) -> bool:
         """Copy a chain, or look for some; false when there is nothing to do now."""
         if not self._serves():
-            chain = self.queue.take(urgent_only=True)  # whoever waits must hear of it
+            chain = self.queue.take(urgent_only=True)  # a waiting caller must hear of it
             if chain is not None and chain.submitted is not None:
                 chain.submitted.set()
             return chain is not None
@@ -178,7 +178,7 @@ class Demoter:
         return self._bucket.health is Health.RUNNING
 
     def _has_begun(self) -> bool:
-        """Whether the bucket knows what it holds: before, all of it would be copied again."""
+        """Return whether the bucket knows what it holds: before, all would be copied again."""
         change = self._num_changes  # another may come while we look
         if self._known_change != change and self._bucket.refresh(REFRESH_S):
             self._known_change = change
@@ -200,7 +200,7 @@ class Demoter:
             chain.submitted.set()
 
     def _batches(self, chain: Chain) -> list[_Batch]:
-        """What NVMe still holds of a chain and the bucket lacks."""
+        """Return what NVMe still holds of a chain and the bucket lacks."""
         found = self._nvme.view.find(chain.keys)
         held = self._bucket.contains(chain.keys)
         batches: list[_Batch] = []
@@ -246,7 +246,7 @@ class Demoter:
         num_pages = len(batch.pages)
         with self._wake:
             self._staged_bytes += batch.num_bytes
-            self._num_flying += num_pages
+            self._num_in_flight += num_pages
         job: Job | None = None
         try:
             run = self._read(batch)
@@ -256,17 +256,17 @@ class Demoter:
                         job = self._bucket.submit_store(run)
             unread = num_pages - (0 if run is None else run.num_pages)
         except BaseException:
-            self._landed(batch, num_pages)
+            self._completed(batch, num_pages)
             raise
         if job is None:
             self.num_gone += num_pages
-            self._landed(batch, num_pages)
+            self._completed(batch, num_pages)
             return
         self.num_gone += unread
         job.call_at_end(lambda finished: self._stored(finished, batch))
 
     def _read(self, batch: _Batch) -> Run | None:
-        """The pages that verified, in staging memory; None if none did."""
+        """Read pages into staging memory; None if no page verified."""
         memory = aligned_buffer(batch.num_bytes)
         buffers = []
         start = 0
@@ -283,7 +283,7 @@ class Demoter:
         return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
 
     def _stored(self, job: Job, batch: _Batch) -> None:
-        """Under the bucket's lock, perhaps."""
+        """Note a finished store. May run under the bucket's lock; must not block."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
         failed = [key for key, reason, _ in outcomes if reason not in (*_GOOD, *_FINAL)]
@@ -294,23 +294,23 @@ class Demoter:
             self.num_demoted += len(stored)
             self.bytes_demoted += sum(stored)
             self.num_dropped += num_dropped
-        self._landed(batch, len(batch.pages))
+        self._completed(batch, len(batch.pages))
 
     def _again(self, keys: Sequence[bytes], chain: Chain) -> bool:
         if chain.submitted is None:
             return self.queue.failed(keys, chain)
-        return self.queue.add(keys, chain.tenant)  # who waits for it tries again by himself
+        return self.queue.add(keys, chain.tenant)  # the waiting caller tries again
 
-    def _landed(self, batch: _Batch, num_pages: int) -> None:
+    def _completed(self, batch: _Batch, num_pages: int) -> None:
         with self._wake:
             self._staged_bytes -= batch.num_bytes
-            self._num_flying -= num_pages
+            self._num_in_flight -= num_pages
             self._wake.notify_all()
 
-    def take_stock(self) -> tuple[int, int]:
-        """Bytes and pages on their way, for checks of the books."""
+    def in_flight_totals(self) -> tuple[int, int]:
+        """Return the bytes and pages in flight, for checks of the books."""
         with self._wake:
-            return self._staged_bytes, self._num_flying
+            return self._staged_bytes, self._num_in_flight
 
 
 class NvmeScan:

@@ -1,7 +1,7 @@
 """``DemotionQueue``: which chain is copied to the bucket next. Pure, no I/O, clock passed in.
 
-Chains that came back go first, since they are worth the most; then the oldest, as they are the
-next that NVMe gives up. A chain is queued once, under its first key.
+Chains that came back go first, since they are worth the most; then the oldest, as they are the next
+that NVMe evicts. A chain is queued once, under its first key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RETRY_GROWTH = 4
 @dataclass(slots=True, eq=False)
 class Chain:
     """Consecutive pages of one tenant. ``submitted`` is set once all that can be done was begun;
-    only somebody who waits for it has one."""
+    only a chain that a caller waits for has one."""
 
     keys: tuple[bytes, ...]
     tenant: bytes
@@ -33,8 +33,8 @@ class Chain:
 
 
 class DemotionQueue:
-    """At most ``max_keys`` keys wait; what does not fit is refused, as a scan finds it later.
-    Thread-safe by one lock that is held for no call of others."""
+    """Waiting chains, at most ``max_keys`` keys; what does not fit is refused, as a scan finds it
+    later. Thread-safe by one lock, which is a leaf."""
 
     def __init__(
         self, max_keys: int, *, max_tries: int, retry_s: float, clock: Callable[[], float]
@@ -59,8 +59,8 @@ class DemotionQueue:
     def has_urgent(self) -> bool:
         return bool(self._urgent)
 
-    def urge(self, chain: Chain) -> None:
-        """Ahead of everything, and however full it is: somebody waits."""
+    def prioritize(self, chain: Chain) -> None:
+        """Put a chain ahead of everything, however full the queue is: a caller waits for it."""
         with self._lock:
             self._urgent.append(chain)
             self.num_keys += len(chain.keys)
@@ -85,7 +85,7 @@ class DemotionQueue:
             return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These pages were loaded: chains that begin with one of them are worth more."""
+        """Count a load of these pages: chains that begin with one of them are worth more."""
         with self._lock:
             if not self._fresh:
                 return
@@ -96,7 +96,7 @@ class DemotionQueue:
                     self._returned[key] = chain
 
     def take(self, *, urgent_only: bool = False) -> Chain | None:
-        """The next chain, which is the caller's from now on."""
+        """Return the next chain, which is the caller's from now on."""
         with self._lock:
             chain = None
             if self._urgent:
@@ -114,7 +114,7 @@ class DemotionQueue:
             return chain
 
     def put_back(self, chain: Chain) -> None:
-        """It could not be tried at all: it is the next again."""
+        """Make a chain the next again that could not be tried at all."""
         with self._lock:
             known = self._find(chain.keys[0])
             if known is not None:
@@ -125,8 +125,7 @@ class DemotionQueue:
             self.num_keys += len(chain.keys)
 
     def failed(self, keys: Sequence[bytes], chain: Chain) -> bool:
-        """Pages of a chain failed: they come up again after a pause. False when that was the last
-        time."""
+        """Queue pages of a failed chain again after a pause. False when that was the last time."""
         with self._lock:
             num_tries = chain.num_tries + 1
             full = self.num_keys + len(keys) > self._max_keys

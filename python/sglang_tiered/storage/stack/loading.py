@@ -3,7 +3,7 @@
 Each page is read from the first tier that holds it: NVMe, then the remote ones in the order that
 the caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
 unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
-caller's job ends when the last part has ended, so its buffers are touched by nobody afterwards.
+caller's job ends when the last part has ended, so no thread touches its buffers afterwards.
 
 Parts end on the engines' threads, at times under their locks. There only outcomes are noted; what
 calls an engine again, or copies, is done by one thread of this module.
@@ -85,7 +85,7 @@ class Loader:
             self._thread.start()
 
     def read_nvme(self, run: Run) -> Job:
-        """Load from NVMe, which is all there is."""
+        """Load from NVMe alone."""
         observer = self.observer
         if observer is None:
             return self._tiers[Tier.NVME].submit_load(run)
@@ -110,7 +110,7 @@ class Loader:
         positions: Sequence[int],
         failed: frozenset[Tier],
     ) -> None:
-        """Ask the first tier that holds it for each page; what none holds stays as it is."""
+        """Ask the first tier that holds it for each page; a page without one stays as it is."""
         parts: list[tuple[Tier, list[int]]] = []
         keys = load.job.run.keys
         for tier in tiers:
@@ -144,7 +144,7 @@ class Loader:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
 
     def _part_ended(self, part: _Part) -> None:
-        """Under an engine's lock, perhaps."""
+        """Note that a part ended. May run under an engine's lock; must not block."""
         assert part.job is not None
         reasons = part.job.reasons
         whole = all(reason is Reason.OK for reason in reasons)
@@ -177,7 +177,9 @@ class Loader:
             try:
                 self._follow_up(part)
             except Exception:
-                logger.exception("a load over several tiers failed by our own fault")
+                logger.exception(
+                    "internal error while loading from several tiers; pages not yet read are misses"
+                )
             self._settle(part.load)
 
     def _follow_up(self, part: _Part) -> None:
@@ -207,7 +209,7 @@ class Loader:
             )
 
     def close(self) -> None:
-        """Once no part can end any more."""
+        """End the thread. Call it once no part can end."""
         if not self._thread.is_alive():
             return
         self._events.put(None)

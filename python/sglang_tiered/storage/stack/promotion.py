@@ -21,11 +21,9 @@ __all__ = ["Promoter"]
 
 class Promoter:
     """Copies while the load's buffers are still the engine's, then stores the copy in the
-    background. The leading pages that fit are kept; the others stay where they were found.
-
-    ``gate`` is held while a store is submitted, and by whoever purges, so that a store lands before
-    a purge or not at all; ``may_store`` is asked first, and must not block.
-    """
+    background. The leading pages that fit are kept; the others stay where they were found. ``gate``
+    is held while a store is submitted, and during a purge, so that a store lands before a purge or
+    not at all; ``may_store`` is asked first, and must not block."""
 
     def __init__(
         self, nvme: WriteTier, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]

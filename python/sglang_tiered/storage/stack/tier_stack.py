@@ -5,8 +5,8 @@ and pages found in a remote tier come up when a load wants them (``loading``, ``
 that fails leaves the others serving. Without remote tiers everything is NVMe's own answer, and
 nothing runs here.
 
-Locks: ``_gate`` is held while something is submitted to a tier on our own account, and while a
-purge begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards our
+Locks: ``_gate`` is held while the stack submits something of its own to a tier, and while a purge
+begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards the stack's
 books, is a leaf, and may be taken under an engine's own lock.
 """
 
@@ -33,7 +33,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true
-from sglang_tiered.storage.region.store import RegionEngine
+from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.demotion import Demoter
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
@@ -114,7 +114,7 @@ class TierStack(WriteTier):
         return [self.nvme, *self.remote.values()]
 
     def observe(self, observer: ReadObserver | None) -> None:
-        """Tell somebody of every read of a tier from now on."""
+        """Report every read of a tier to an observer from now on."""
         self._loader.observer = observer
 
     # ---- Lookups ----
@@ -138,8 +138,8 @@ class TierStack(WriteTier):
         return LookupResult(num_hits, Stop.PENDING if Stop.PENDING in stops else Stop.MISS)
 
     def lookup_spans(self, keys: Sequence[bytes]) -> list[Span]:
-        """The leading pages that a load could serve now, by the tier that they would come from.
-        Memory only."""
+        """Return the leading pages that a load could serve now, by the tier that they would come
+        from. Memory only."""
         if self._closed:
             return []
         spans: list[Span] = []
@@ -152,7 +152,7 @@ class TierStack(WriteTier):
         return spans
 
     def _spans_anywhere(self, keys: Sequence[bytes]) -> list[Span]:
-        """As ``lookup_spans``, for keys of which NVMe may hold some only."""
+        """Find spans as ``lookup_spans`` does, for keys of which NVMe may hold some only."""
         tiers: list[Tier | None] = [None] * len(keys)
         lacking = list(range(len(keys)))
         for tier in (Tier.NVME, *self._order()):
@@ -170,7 +170,7 @@ class TierStack(WriteTier):
         return spans
 
     def _contains(self, tier: Tier, keys: Sequence[bytes]) -> list[bool]:
-        """Whether a tier could serve each key now."""
+        """Return whether a tier could serve each key now."""
         source = self.nvme if tier is Tier.NVME else self.remote.get(tier)
         return [False] * len(keys) if source is None else source.contains(keys)
 
@@ -179,7 +179,7 @@ class TierStack(WriteTier):
         return [here or there for here, there in zip(self.nvme.contains(keys), held, strict=True)]
 
     def contains_remote(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether any tier beyond NVMe could serve each key now. Memory only."""
+        """Return whether any tier beyond NVMe could serve each key now. Memory only."""
         held = [False] * len(keys)
         for tier in self.remote:
             there = self._contains(tier, keys)
@@ -187,7 +187,7 @@ class TierStack(WriteTier):
         return held
 
     def contains_in_bucket(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether the bucket holds each key. Memory only."""
+        """Return whether the bucket holds each key. Memory only."""
         return [False] * len(keys) if self.bucket is None else self.bucket.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
@@ -208,8 +208,8 @@ class TierStack(WriteTier):
     def submit_load(
         self, run: Run, *, deadline_s: float | None = None, tenant: bytes | None = None
     ) -> Job:
-        """Reads of remote tiers fail after ``deadline_s``. Pages that came from there are stored in
-        NVMe too if ``tenant`` says whose they are."""
+        """Load as the contract says. Reads of remote tiers fail after ``deadline_s``. Pages that
+        came from there are stored in NVMe too if ``tenant`` says whose they are."""
         if not self.remote:
             return self._loader.read_nvme(run)
         with self._lock:
@@ -226,7 +226,7 @@ class TierStack(WriteTier):
         return job
 
     def _ended(self, job: Job) -> None:
-        """Under an engine's lock, perhaps: notes only."""
+        """Note a finished job. May run under an engine's lock; must not block."""
         with self._lock:
             self._jobs.note_end(job)
             for page, reason in zip(job.run.pages, job.reasons, strict=True):
@@ -261,7 +261,7 @@ class TierStack(WriteTier):
             there = any(self.nvme.contains(lacking))
             if not there or left_s <= 0 or self._closed:
                 return held
-            begun = self._demoter.urge(lacking, NO_TENANT)
+            begun = self._demoter.prioritize(lacking, NO_TENANT)
             while not begun.wait(_LOOK_S) and self._clock() < deadline:
                 # What fills the staging memory may wait for its object to be full.
                 self.bucket.flush(min(_FLUSH_STEP_S, max(0.0, deadline - self._clock())))
@@ -273,27 +273,27 @@ class TierStack(WriteTier):
     # ---- Forgetting ----
 
     def begin_purge(
-        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
-        """As the contract says. What a peer purged and told us of is not told again, and not purged
-        again from the bucket, which we share with it: perhaps that was long ago, with much
-        stored there since."""
+        """Purge as the contract says. A purge that a peer requested (``is_remote``) is not
+        propagated, and only hidden in the bucket, which both servers share: it may be long ago,
+        with much stored there since."""
         with self._gate:
             begun = [self.nvme.begin_purge(tenant)]
             for remote in self.remote.values():
-                if was_told:
+                if is_remote:
                     remote.hide(tenant)
-                elif tells_peers or remote.tier is not Tier.PEER:
+                elif propagate or remote.tier is not Tier.PEER:
                     begun.append(remote.begin_purge(tenant, local=begun[0]))
-            # Last: who reads pages under the new generation must find nothing purged any more.
+            # Last: a reader under the new generation must find no purged page.
             self._generation += 1
         return all_true(begun)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
     ) -> None:
-        """As ``RegionEngine.set_namespace``. Of a namespace that nobody can name again
-        (``is_nameless``) nothing is copied down unless ``flush_to_bucket`` asks for it."""
+        """Change the namespace as ``RegionEngine.set_namespace`` does. Pages of a namespace that no
+        request can name again (``is_nameless``) are copied down only by ``flush_to_bucket``."""
         with self._gate:
             if self._demoter is not None and is_nameless:
                 self._demoter.suspend()
@@ -307,8 +307,8 @@ class TierStack(WriteTier):
     # ---- Books ----
 
     def stats(self) -> EngineStats:
-        """The callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()`` and so on; what
-        moved between them: ``remote_stats()`` and ``stack_stats()``."""
+        """Return counters of the callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()``
+        and so on; what moved between them: ``remote_stats()`` and ``stack_stats()``."""
         stats = self.nvme.stats()
         if not self.remote:
             return stats
@@ -334,7 +334,7 @@ class TierStack(WriteTier):
         )
 
     def stack_stats(self) -> StackStats:
-        """Of the bucket: what came from there, and what went there."""
+        """Return what moved between NVMe and the bucket, either way."""
         demoter = self._demoter
         assert demoter is not None, "there is no object store"
         return StackStats(
@@ -368,5 +368,5 @@ class TierStack(WriteTier):
             assert self._num_loads >= 0, f"{self._num_loads} loads under way"
             loads = sum(job.kind is JobKind.LOAD for job in self._jobs.inflight)
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
-        staged, flying = (0, 0) if self._demoter is None else self._demoter.take_stock()
-        assert staged >= 0 and flying >= 0, f"{staged} bytes of {flying} pages on their way"
+        staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
+        assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"

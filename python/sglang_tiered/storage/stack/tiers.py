@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class ReadObserver(Protocol):
-    """Told of every read of a tier for a caller. Any thread, at times under an engine's lock, so
+    """Observes every read of a tier for a caller. Any thread, at times under an engine's lock, so
     it must only note."""
 
     def begin_read(self, num_bytes: int, tier: Tier) -> Any: ...
@@ -72,6 +72,6 @@ class StackStats(RemoteStats):
 
     num_demoted: int  # copied to the bucket, durable
     bytes_demoted: int
-    num_demotions_dropped: int  # refused for good, failed too often, or queue full
-    num_demotions_gone: int  # NVMe gave them up before their turn
+    num_demotions_dropped: int  # refused for a final reason, failed too often, or queue full
+    num_demotions_gone: int  # NVMe evicted them before their turn
     demote_backlog: int  # pages that wait to be copied or are on their way

@@ -23,7 +23,7 @@ from sglang_tiered.storage.region.format import (
     max_page_bytes,
     padded,
 )
-from sglang_tiered.storage.region.index import most_loaded
+from sglang_tiered.storage.region.index import choose_reinsertion
 from sglang_tiered.storage.region.reclaim import ReinsertionCredit
 from sglang_tiered.storage.region.writer import MAX_EXTENT_BYTES
 
@@ -215,7 +215,7 @@ class RegionLog:
             return [], []
         sizes = np.array([padded(region.lengths[position]) for position, _ in hot], np.int64)
         counts = np.array([count for _, count in hot], np.uint8)
-        chosen = sorted(hot[row][0] for row in most_loaded(counts, sizes, credit).tolist())
+        chosen = sorted(hot[row][0] for row in choose_reinsertion(counts, sizes, credit).tolist())
         self._credit.spend(sum(padded(region.lengths[position]) for position in chosen))
         lengths = [region.lengths[position] for position in chosen]
         self.num_reinserted += len(chosen)

@@ -43,9 +43,9 @@ class Scheduler:
         self.control.after_scheduler(None, self)
 
     def begin_purge(
-        self, tenant: bytes | None, *, was_told: bool = False, tells_peers: bool = True
+        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
-        if tells_peers and not was_told:
+        if propagate and not is_remote:
             self.told.append(tenant)
         return self.purges.setdefault(tenant, promise())
 

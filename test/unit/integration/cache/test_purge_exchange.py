@@ -33,8 +33,8 @@ class Rank:
         self.agreement = RankAgreement(INITIAL, RULES, is_first=is_first, is_alone=is_alone)
         self.acted: list[bytes | None] = []
 
-    def begin_purge(self, tenant: bytes | None, *, was_told: bool) -> Future[bool]:
-        assert was_told
+    def begin_purge(self, tenant: bytes | None, *, is_remote: bool) -> Future[bool]:
+        assert is_remote
         self.purged.append(tenant)
         return ended(True)
 

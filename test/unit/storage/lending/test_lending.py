@@ -57,7 +57,7 @@ def store(engine: RegionEngine, run: Run) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 9_000, lender.PIECE_BYTES])
-def test_what_one_process_stored_another_loads_in_whatever_pieces(
+def test_another_process_loads_in_pieces_of_any_size(
     owner: RegionEngine,
     lending: PageLender,
     borrower: BorrowedEngine,
@@ -82,7 +82,7 @@ def test_what_one_process_stored_another_loads_in_whatever_pieces(
     assert owner.stats().num_pages_loaded == 8, "which counts them, for all ranks together"
 
 
-def test_a_borrower_stores_nothing_and_leaves_it_to_the_lender_to_know(
+def test_a_borrower_holds_every_key_and_stores_nothing(
     owner: RegionEngine, lending: PageLender, borrower: BorrowedEngine, make_run: MakeRun
 ) -> None:
     run = make_run(1, [100, 200])
@@ -93,7 +93,7 @@ def test_a_borrower_stores_nothing_and_leaves_it_to_the_lender_to_know(
     assert owner.stats().bytes_written == 0
 
 
-def test_a_page_that_the_lender_gave_up_meanwhile_is_a_miss(
+def test_a_page_the_lender_lost_is_a_miss(
     owner: RegionEngine,
     lending: PageLender,
     borrower: BorrowedEngine,
@@ -155,7 +155,7 @@ def held(owner: RegionEngine) -> Iterator[tuple[HeldEngine, PageLender]]:
     lends.close()
 
 
-def test_a_page_read_while_the_lender_changes_what_it_holds_is_not_given(
+def test_pages_read_while_the_claim_changes_are_withheld(
     owner: RegionEngine,
     held: tuple[HeldEngine, PageLender],
     borrower: BorrowedEngine,
@@ -172,7 +172,7 @@ def test_a_page_read_while_the_lender_changes_what_it_holds_is_not_given(
     assert finished(job) == [Reason.MISS]
 
 
-def test_a_page_on_its_way_while_it_is_purged_does_not_arrive(
+def test_a_page_purged_on_its_way_is_cancelled(
     owner: RegionEngine,
     held: tuple[HeldEngine, PageLender],
     borrower: BorrowedEngine,
@@ -190,7 +190,7 @@ def test_a_page_on_its_way_while_it_is_purged_does_not_arrive(
     assert finished(job) == [Reason.CANCELLED]
 
 
-def test_a_borrower_that_closes_waits_for_no_disk_of_the_lender(
+def test_a_closing_borrower_awaits_no_disk(
     held: tuple[HeldEngine, PageLender], borrower: BorrowedEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     engine, _ = held
@@ -201,7 +201,7 @@ def test_a_borrower_that_closes_waits_for_no_disk_of_the_lender(
     assert finished(borrower.submit_load(blank(make_run(1, [100])))) == [Reason.CANCELLED]
 
 
-def test_a_lender_that_ends_leaves_misses_until_another_is_there(
+def test_a_dead_lender_is_misses_until_the_next(
     owner: RegionEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     """Its process is killed in the middle of an answer, and the socket stays behind."""
@@ -232,9 +232,7 @@ def test_a_lender_that_ends_leaves_misses_until_another_is_there(
     borrower.close()
 
 
-def test_nobody_but_the_user_of_the_server_can_ask(
-    lending: PageLender, owner: RegionEngine
-) -> None:
+def test_only_the_servers_user_can_ask(lending: PageLender, owner: RegionEngine) -> None:
     assert (owner.directory / "LENDING").stat().st_mode & 0o777 == 0o600
     lending.close()
     assert not (owner.directory / "LENDING").exists()

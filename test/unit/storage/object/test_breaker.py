@@ -17,7 +17,7 @@ def opened(clock: Clock) -> Breaker:
     return breaker
 
 
-def test_it_opens_after_three_in_a_row_and_says_why() -> None:
+def test_it_opens_after_three_failures_and_says_why() -> None:
     breaker = opened(Clock(1000.0))
     assert breaker.diagnosis() == (Health.MISS_ONLY, "get was answered with status 503")
     assert not breaker.accepts_stores()
@@ -33,13 +33,13 @@ def test_an_answer_in_between_keeps_it_closed() -> None:
     assert breaker.diagnosis() == (Health.RUNNING, "")
 
 
-def test_a_bucket_that_never_answered_opens_it_at_once() -> None:
+def test_a_bucket_that_never_answered_opens_at_once() -> None:
     breaker = Breaker(Clock(1000.0))
     breaker.failed("list found no connection")
     assert breaker.is_open
 
 
-def test_requests_from_before_it_opened_do_not_lengthen_the_pause() -> None:
+def test_requests_begun_earlier_do_not_lengthen_the_pause() -> None:
     clock = Clock(1000.0)
     breaker = opened(clock)
     for _ in range(20):
@@ -48,14 +48,14 @@ def test_requests_from_before_it_opened_do_not_lengthen_the_pause() -> None:
     assert breaker.num_opened == 1
 
 
-def test_pauses_double_to_a_minute_and_one_success_ends_them() -> None:
+def test_pauses_double_to_a_minute_until_a_success() -> None:
     clock = Clock(1000.0)
     breaker = opened(clock)
     pauses = []
     for _ in range(9):
         pauses.append(breaker.wait_s())
         clock.now += breaker.wait_s()
-        assert breaker.is_open, "half-open serves nobody but the probe"
+        assert breaker.is_open, "half-open serves the probe alone"
         breaker.failed("x")
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     breaker.succeeded()

@@ -8,7 +8,7 @@ from kit.clock import Clock
 from sglang_tiered.storage.object.budgets import DailyBudget, RequestCost, RetryBudget
 
 
-def test_a_store_that_fails_altogether_is_not_asked_three_times_as_often() -> None:
+def test_a_failing_store_gets_few_retries() -> None:
     budget = RetryBudget()
     assert sum(budget.take() for _ in range(1000)) == 10
     for _ in range(31):

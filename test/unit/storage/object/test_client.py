@@ -75,7 +75,7 @@ def bucket(server: str, environment: pytest.MonkeyPatch) -> Iterator[Any]:
         "/a/path",
     ],
 )
-def test_a_url_that_is_no_place_is_refused_before_anything_is_touched(url: str) -> None:
+def test_an_invalid_url_is_refused_before_touching_anything(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         opened(url)
     assert "secret" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_the_same_requests_everywhere(
     assert (client.num_retries, other.num_retries) == (0, 0)
 
 
-def test_large_objects_go_up_in_parts_and_come_back_whole(bucket: Any) -> None:
+def test_large_objects_go_in_parts_and_return_whole(bucket: Any) -> None:
     client = opened("s3://tier-test/prefix", request_timeout_s=30.0)
     data = bytes(range(256)) * (20 << 12)
     client.put("v1/x/objects/1", data)
@@ -149,7 +149,7 @@ def test_unknown_encryption_is_refused_before_a_request(environment: pytest.Monk
         opened("s3://tier-test")
 
 
-def test_a_bucket_that_is_not_there_is_no_missing_object(bucket: Any) -> None:
+def test_a_missing_bucket_is_not_a_missing_object(bucket: Any) -> None:
     client = opened("s3://no-such-bucket")
     for found in (
         failure(client.get_range, "v1/x", 0, 1),
@@ -160,7 +160,7 @@ def test_a_bucket_that_is_not_there_is_no_missing_object(bucket: Any) -> None:
         assert "no such bucket" in found.clause
 
 
-def test_plain_http_is_spoken_only_where_the_endpoint_says_so(
+def test_plain_http_only_where_the_endpoint_says_so(
     server: str, environment: pytest.MonkeyPatch
 ) -> None:
     host = server.removeprefix("http://")
@@ -172,7 +172,7 @@ def test_plain_http_is_spoken_only_where_the_endpoint_says_so(
         opened("s3://tier-test")
 
 
-def test_a_server_that_does_not_answer_is_given_up_in_time(
+def test_a_silent_server_fails_in_time_without_retry(
     environment: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -185,7 +185,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
         assert client.requests["get"] == 1, "waiting once is enough"
 
 
-def test_a_refused_connection_is_tried_again_within_the_budget(
+def test_a_refused_connection_is_retried_within_the_budget(
     environment: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:

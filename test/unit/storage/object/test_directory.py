@@ -72,7 +72,7 @@ def offers_nothing(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0)
     ids=["all in memory", "none", "a byte", "a page", "half a page", "most", "cannot tell"],
 )
 @pytest.mark.parametrize("wanted", [range(6), (0, 2, 5), (1, 3, 4)], ids=["run", "gaps", "later"])
-def test_every_page_is_right_however_much_of_the_file_is_in_memory(
+def test_every_page_is_right_however_much_is_cached(
     make_engine: MakeEngine,
     make_run: MakeRun,
     blank: Blank,
@@ -91,7 +91,7 @@ def test_every_page_is_right_however_much_of_the_file_is_in_memory(
         assert page_data(target) == page_data(part)
 
 
-def test_nothing_that_may_wait_reads_into_the_callers_pages(
+def test_no_read_that_waits_fills_the_callers_pages(
     make_engine: MakeEngine,
     make_run: MakeRun,
     blank: Blank,
@@ -121,7 +121,7 @@ def test_nothing_that_may_wait_reads_into_the_callers_pages(
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 
 
-def test_a_flipped_bit_in_memory_costs_its_page_alone(
+def test_a_flipped_bit_costs_its_page_alone(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path
 ) -> None:
     engine, run = stored(make_engine, make_run, tmp_path)
@@ -134,7 +134,7 @@ def test_a_flipped_bit_in_memory_costs_its_page_alone(
     assert engine.contains(run.keys) == [reason is Reason.OK for reason in expected]
 
 
-def test_a_file_cut_short_is_corrupt_from_there_on(
+def test_pages_behind_a_files_end_are_corrupt(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path
 ) -> None:
     engine, run = stored(make_engine, make_run, tmp_path)
@@ -144,7 +144,7 @@ def test_a_file_cut_short_is_corrupt_from_there_on(
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])
-def test_what_is_no_file_is_a_miss_and_holds_nobody_up(
+def test_what_is_no_file_is_a_prompt_miss(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, kind: str
 ) -> None:
     engine, run = stored(make_engine, make_run, tmp_path / "bucket")

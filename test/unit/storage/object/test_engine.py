@@ -67,7 +67,7 @@ def fail(
     return failing
 
 
-def test_runs_of_a_tenant_share_an_object_and_lie_side_by_side(
+def test_runs_of_a_tenant_lie_side_by_side(
     make_engine: MakeEngine, make_run: MakeRun, page_data: PageData
 ) -> None:
     engine = make_engine(linger_s=3600.0)
@@ -95,7 +95,7 @@ def test_runs_of_a_tenant_share_an_object_and_lie_side_by_side(
     assert manifest.tenant == A
 
 
-def test_a_full_object_is_closed_at_once_and_the_rest_goes_into_the_next(
+def test_a_full_object_closes_and_the_next_opens(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = make_engine(linger_s=3600.0)
@@ -127,7 +127,7 @@ def test_an_object_lingers_no_longer_than_it_should(
     assert finished(engine.submit_store(run)) == [Reason.OK]
 
 
-def test_stores_beyond_the_staging_memory_are_rejected_at_once(
+def test_stores_beyond_staging_are_rejected_at_once(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     engine = make_engine()
@@ -143,7 +143,7 @@ def test_stores_beyond_the_staging_memory_are_rejected_at_once(
     assert engine.stats().queued_store_bytes == 0
 
 
-def test_of_a_store_beyond_the_staging_memory_the_leading_pages_are_taken(
+def test_a_store_beyond_staging_keeps_its_leading_pages(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     engine = make_engine()
@@ -152,7 +152,7 @@ def test_of_a_store_beyond_the_staging_memory_the_leading_pages_are_taken(
     assert finished(engine.submit_store(run)) == [Reason.DUPLICATE] * 16 + [Reason.OK] * 4
 
 
-def test_a_page_longer_than_an_object_has_one_to_itself(
+def test_a_page_beyond_object_size_has_its_own(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = make_engine()
@@ -165,7 +165,7 @@ def test_a_page_longer_than_an_object_has_one_to_itself(
     assert page_data(target)[:3] == page_data(run)[:3]
 
 
-def test_many_open_objects_give_way_before_stores_are_rejected(
+def test_open_objects_close_before_stores_are_rejected(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     engine = make_engine(linger_s=3600.0)
@@ -176,7 +176,7 @@ def test_many_open_objects_give_way_before_stores_are_rejected(
         assert not job.done or job.reasons == [Reason.OK]
 
 
-def test_a_load_past_its_deadline_ends_and_its_buffers_stay_untouched(
+def test_a_late_load_leaves_its_buffers_untouched(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = make_engine()
@@ -220,7 +220,7 @@ def test_a_deadline_does_not_cost_what_already_arrived(
     assert page_data(target)[0] == page_data(first)[0]
 
 
-def test_an_object_that_is_gone_is_a_miss_and_forgotten_whole(
+def test_a_missing_object_is_forgotten_whole(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = make_engine(linger_s=3600.0)
@@ -244,7 +244,7 @@ def test_an_object_that_is_gone_is_a_miss_and_forgotten_whole(
 
 
 @pytest.mark.parametrize("left", [0, 5000])
-def test_a_truncated_object_is_corrupt_and_its_whole_pages_are_served(
+def test_a_truncated_object_serves_its_whole_pages(
     make_engine: MakeEngine,
     make_run: MakeRun,
     blank: Blank,
@@ -267,7 +267,7 @@ def test_a_truncated_object_is_corrupt_and_its_whole_pages_are_served(
     assert engine.stats().health is Health.RUNNING
 
 
-def test_requests_that_fail_are_errors_then_misses_and_it_comes_back(
+def test_failing_requests_are_errors_then_misses_until_recovery(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -306,7 +306,7 @@ def test_failed_uploads_are_errors_and_pause_stores_only(
     poll_until(lambda: finished(engine.submit_store(run)) == [Reason.OK])
 
 
-def test_a_page_is_a_hit_only_when_its_manifest_is_there(
+def test_no_page_is_a_hit_without_its_manifest(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -333,7 +333,7 @@ def test_the_budgets_of_a_day_reject_stores(make_engine: MakeEngine, make_run: M
     assert results == [Reason.OK, Reason.OK, Reason.REJECTED, Reason.REJECTED]
 
 
-def test_a_directory_that_cannot_be_made_is_misses_only(
+def test_a_directory_that_cannot_be_made_only_misses(
     make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -368,7 +368,7 @@ def test_closing_is_bounded_while_a_request_hangs(
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 
 
-def test_old_objects_are_misses_by_their_time_to_live(
+def test_objects_past_their_time_to_live_are_misses(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     now = [1_000_000.0]
@@ -384,12 +384,12 @@ def test_old_objects_are_misses_by_their_time_to_live(
     assert engine.contains([*old.keys, *young.keys]) == [False, True]
 
 
-def test_a_codec_that_the_settings_do_not_name_is_refused(make_engine: MakeEngine) -> None:
+def test_a_codec_not_in_the_settings_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="codec zstd, not none"):
         make_engine(codec="zstd")
 
 
-def test_a_namespace_of_another_length_is_our_own_bug(make_engine: MakeEngine) -> None:
+def test_a_namespace_of_wrong_length_raises(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match="a namespace has 3 bytes"):
         make_engine(namespace=b"abc")
     engine = make_engine()

@@ -46,7 +46,7 @@ def status(code: int, rest: str = "") -> GenericError:
         (GenericError(SECRET), Failure.UNAVAILABLE, "failed (GenericError)"),
     ],
 )
-def test_a_cause_is_known_by_its_text_and_shows_none_of_it(
+def test_a_cause_is_recognized_without_showing_secrets(
     error: Exception, failure: Failure, says: str
 ) -> None:
     found = explain(error, "get")

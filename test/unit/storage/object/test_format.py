@@ -100,7 +100,7 @@ def test_sizes_beyond_all_reason_are_nothing() -> None:
     assert unpack_purge(pack_purge(Purge(NAMESPACE, None, MAX_UNIX_MS + 1))) is None
 
 
-def test_a_newer_version_that_verifies_is_told_from_damage() -> None:
+def test_a_newer_version_is_told_from_damage() -> None:
     data = bytearray(pack_manifest(manifest())[:-8])
     data[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     newer = closed(bytes(data) + b"more")
@@ -119,7 +119,7 @@ def test_what_unpacks_from_noise_is_nothing() -> None:
         assert unpack_tail(noise) is None
 
 
-def test_the_tail_leads_to_the_copy_of_the_manifest() -> None:
+def test_the_tail_leads_to_the_manifests_copy() -> None:
     packed = pack_manifest(manifest())
     data = bytes(60) + packed + pack_tail(3)
     nbytes = unpack_tail(data)

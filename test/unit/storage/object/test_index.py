@@ -44,7 +44,7 @@ def test_places_come_back_byte_by_byte() -> None:
     table.check_integrity()
 
 
-def test_the_oldest_objects_go_first_whatever_the_order_of_arrival() -> None:
+def test_the_oldest_go_first_whatever_came_first() -> None:
     table = index(max_pages=64)
     for ms in (30, 10, 40, 20):
         table.put(manifest(ms, list(range(ms * 100, ms * 100 + 20))))
@@ -72,7 +72,7 @@ def test_a_cap_of_bytes_counts_whole_objects() -> None:
     assert held(table, 20, 30) == [False, True]
 
 
-def test_a_tenants_share_costs_no_other_and_is_not_learnt_again() -> None:
+def test_a_tenants_share_costs_no_other_tenant() -> None:
     size = manifest(1, [1]).object_bytes
     table = index(max_tenant_bytes=2 * size)
     table.put(manifest(1, [100], tenant=B))
@@ -98,7 +98,7 @@ def test_a_purge_hides_one_tenant_and_sweeps_later() -> None:
     table.check_integrity()
 
 
-def test_a_purge_up_to_a_time_spares_what_is_younger() -> None:
+def test_a_purge_up_to_a_time_spares_younger() -> None:
     table = index()
     table.put(manifest(10, [1]))
     table.put(manifest(20, [2]))
@@ -111,7 +111,7 @@ def test_a_purge_up_to_a_time_spares_what_is_younger() -> None:
     table.check_integrity()
 
 
-def test_a_page_is_forgotten_only_where_it_was_found() -> None:
+def test_a_page_is_dropped_only_where_found() -> None:
     table = index()
     table.put(manifest(1, [1]))
     (old,) = table.find([key(1)])
@@ -124,7 +124,7 @@ def test_a_page_is_forgotten_only_where_it_was_found() -> None:
     table.check_integrity()
 
 
-def test_where_two_objects_hold_a_key_the_younger_counts() -> None:
+def test_of_two_objects_with_a_key_younger_wins() -> None:
     table = index()
     table.put(manifest(20, [1, 2]))
     table.put(manifest(10, [1, 3]))

@@ -1,4 +1,4 @@
-"""Names sort by time, say whose they are, and refuse everything that is not ours."""
+"""Names sort by time, say whose they are, and refuse every foreign name."""
 
 from __future__ import annotations
 

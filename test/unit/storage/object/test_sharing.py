@@ -1,4 +1,4 @@
-"""Several engines on one bucket: discovery, purges, namespaces, and manifests that are not ours."""
+"""Several engines on one bucket: discovery, purges, namespaces, and foreign manifests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_one_stores_another_finds_and_loads(
     assert b.object_stats().discovery.num_manifests_seen == 5
 
 
-def test_an_engine_that_opens_later_finds_everything_by_itself(
+def test_an_engine_that_opens_later_finds_everything(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     a = make_engine()
@@ -101,7 +101,7 @@ def test_discovery_goes_on_by_itself(make_engine: MakeEngine, make_run: MakeRun)
     poll_until(lambda: hits(b, run) == 1)
 
 
-def test_a_manifest_that_is_late_is_found_within_the_look_back(
+def test_late_manifests_are_found_within_the_look_back(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     now = [1_000_000.0]
@@ -120,9 +120,7 @@ def test_a_manifest_that_is_late_is_found_within_the_look_back(
     assert hits(b, late) == 1
 
 
-def test_a_clock_that_is_far_ahead_does_not_move_the_cursor(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_clock_far_ahead_leaves_the_cursor(make_engine: MakeEngine, make_run: MakeRun) -> None:
     ahead = make_engine(clocks={"wall_clock": lambda: 5_000_000_000.0})
     a, b = make_engine(), make_engine()
     store(ahead, make_run(1, [100]))
@@ -133,9 +131,7 @@ def test_a_clock_that_is_far_ahead_does_not_move_the_cursor(
     assert (hits(b, run), hits(b, make_run(1, [100]))) == (1, 1)
 
 
-def test_what_was_deleted_is_noticed_by_a_full_listing(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_full_listing_notices_deleted_objects(make_engine: MakeEngine, make_run: MakeRun) -> None:
     now = [1_000_000.0]
     clocks = {"wall_clock": lambda: now[0]}
     a, b = make_engine(clocks=clocks), make_engine(clocks=clocks)
@@ -157,7 +153,7 @@ def newer(data: bytes) -> bytes:
     return bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(body)))
 
 
-def test_bad_foreign_and_future_manifests_are_skipped_counted_and_not_read_again(
+def test_unusable_manifests_are_counted_and_not_read_again(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     a, b = make_engine(), make_engine()
@@ -192,7 +188,7 @@ def test_bad_foreign_and_future_manifests_are_skipped_counted_and_not_read_again
     assert b.stats().health is Health.RUNNING
 
 
-def test_a_manifest_without_its_object_is_a_miss_once_read(
+def test_a_manifest_without_object_becomes_a_miss(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     a = make_engine()
@@ -221,7 +217,7 @@ def test_two_writers_of_one_page_serve_each_others(
         assert page_data(target) == page_data(run)
 
 
-def test_a_purge_reaches_other_servers_and_objects_that_were_open(
+def test_a_purge_reaches_other_servers_and_open_objects(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     a, b = make_engine(), make_engine(linger_s=3600.0)
@@ -248,7 +244,7 @@ def test_a_purge_reaches_other_servers_and_objects_that_were_open(
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("tenant", [A, None])
-def test_a_purge_by_a_clock_that_is_behind_leaves_nothing_to_be_listed_again(
+def test_a_purge_by_a_slow_clock_is_complete(
     make_engine: MakeEngine, make_run: MakeRun, tenant: bytes | None, is_known: bool
 ) -> None:
     behind = {"wall_clock": lambda: 1_000_000.0 - 300}
@@ -270,9 +266,7 @@ def test_a_purge_by_a_clock_that_is_behind_leaves_nothing_to_be_listed_again(
     assert (hits(a, run), hits(c, run)) == (1, 1), "what is stored after it is not purged"
 
 
-def test_what_is_stored_in_the_instant_of_a_purge_outlives_it(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_pages_stored_right_after_a_purge_stay(make_engine: MakeEngine, make_run: MakeRun) -> None:
     clocks = {"wall_clock": lambda: 1_000_000.0}
     a, b = make_engine(clocks=clocks), make_engine(clocks=clocks)
     before, after = of(A, make_run(1, [100])), of(A, make_run(2, [100]))
@@ -286,9 +280,7 @@ def test_what_is_stored_in_the_instant_of_a_purge_outlives_it(
         assert is_true(a.begin_purge(A), TIMEOUT_S)
 
 
-def test_a_purge_leaves_nothing_of_the_tenant_but_its_tombstone(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_purge_leaves_only_its_tombstone(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a = make_engine()
     store(a, of(A, make_run(1, [100])))
     store(a, of(B, make_run(2, [100])))
@@ -300,7 +292,7 @@ def test_a_purge_leaves_nothing_of_the_tenant_but_its_tombstone(
     assert (purge.tenant, purge.namespace) == (A, OLD)
 
 
-def test_a_late_manifest_from_before_a_purge_stays_hidden(
+def test_a_manifest_older_than_its_purge_stays_hidden(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     now = [1_000_000.0]
@@ -318,7 +310,7 @@ def test_a_late_manifest_from_before_a_purge_stays_hidden(
         assert hits(engine, make_run(1, [100])) == 0
 
 
-def test_a_purge_covers_other_namespaces_and_clear_only_its_own(
+def test_a_purge_crosses_namespaces_and_clear_does_not(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     a, b = make_engine(namespace=OLD), make_engine(namespace=NEW)
@@ -333,9 +325,7 @@ def test_a_purge_covers_other_namespaces_and_clear_only_its_own(
     assert hits(b, make_run(3, [100])) == 1
 
 
-def test_a_purge_that_cannot_be_read_forgets_too_much_rather_than_too_little(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_damaged_purge_forgets_too_much(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a, b = make_engine(), make_engine()
     store(a, of(A, make_run(1, [100])))
     purge_id = ObjectId(int(a._state.wall_clock() * 1000) + 5, 9, 9, 0)
@@ -345,7 +335,7 @@ def test_a_purge_that_cannot_be_read_forgets_too_much_rather_than_too_little(
     assert hits(b, make_run(1, [100])) == 0
 
 
-def test_a_purge_as_long_as_memory_is_not_read_and_still_forgets(
+def test_an_oversized_purge_is_unread_and_still_forgets(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
     a, b = make_engine(), make_engine()
@@ -357,9 +347,7 @@ def test_a_purge_as_long_as_memory_is_not_read_and_still_forgets(
     assert b._client.bytes_in < 1 << 20
 
 
-def test_a_purge_waits_for_an_upload_that_is_under_way(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_purge_waits_for_an_upload_under_way(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a = make_engine()
     inner, reached, opened = a._client.put, threading.Event(), threading.Event()
 
@@ -404,7 +392,7 @@ def test_stores_under_way_finish_under_the_old_namespace(
 
 
 @pytest.mark.parametrize("name", ["zstd", "int8"])
-def test_pages_of_a_codec_live_apart_from_exact_ones(
+def test_coded_pages_live_apart_from_exact_ones(
     make_engine: MakeEngine, blank: Blank, page_data: PageData, name: str
 ) -> None:
     layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=4, num_heads=2, head_dim=16)

@@ -24,7 +24,7 @@ def test_adjacent_pages_are_one_request_whatever_their_order() -> None:
     assert ranges([place(0, 200, 100), place(1, 0, 100), place(2, 100, 100)]) == [(0, 300)]
 
 
-def test_a_gap_is_read_when_it_is_cheaper_than_a_request() -> None:
+def test_a_gap_cheaper_than_a_request_is_read() -> None:
     places = [place(0, 0, 100), place(1, 150, 100)]
     assert ranges(places, gap=49) == [(0, 100), (150, 250)]
     assert ranges(places, gap=50) == [(0, 250)]

@@ -26,7 +26,7 @@ def test_the_last_span_finishes(make_run: MakeRun) -> None:
     assert not load.expire()
 
 
-def test_after_its_deadline_nobody_touches_and_no_span_finishes(make_run: MakeRun) -> None:
+def test_an_expired_load_is_neither_touched_nor_finished(make_run: MakeRun) -> None:
     load = ticket(make_run, 1)
     with load.touching() as allowed:
         assert allowed
@@ -37,7 +37,7 @@ def test_after_its_deadline_nobody_touches_and_no_span_finishes(make_run: MakeRu
     assert not load.expire()
 
 
-def test_a_deadline_waits_for_a_copy_that_is_under_way(make_run: MakeRun) -> None:
+def test_a_deadline_waits_for_a_running_copy(make_run: MakeRun) -> None:
     load = ticket(make_run, 1)
     expired: list[bool] = []
     thread = threading.Thread(target=lambda: expired.append(load.expire()))

@@ -91,7 +91,7 @@ def test_reading_past_the_end_is_short(device: FileDevice) -> None:
     device.close(fd)
 
 
-def test_parts_of_blocks_are_our_own_bug(device: FileDevice) -> None:
+def test_parts_of_blocks_raise(device: FileDevice) -> None:
     fd = device.create("f", 8192)
     with pytest.raises(AssertionError, match="not on a block"):
         device.readv(fd, [aligned_buffer(4096)], 512)

@@ -59,7 +59,7 @@ def test_absent_then_ours(store: Path) -> None:
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
 
 
-def test_directory_that_remembers_weights_is_ours_without_its_manifest(store: Path) -> None:
+def test_weight_digests_identify_a_store_without_manifest(store: Path) -> None:
     for name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.tmp-123"):
         (store / name).write_bytes(b"x")
     (store / MANIFEST_NAME).unlink()
@@ -87,7 +87,7 @@ def test_somebody_elses_directory_is_refused_untouched(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_stray_files_in_a_valid_store_are_left_alone(store: Path) -> None:
+def test_stray_files_in_a_store_are_left_alone(store: Path) -> None:
     (store / "notes").write_text("mine")
     assert inspect(store) is DirectoryState.OURS
     prepare(store)
@@ -108,7 +108,7 @@ def test_damaged_manifest_is_repaired(store: Path, position: int) -> None:
 
 
 def fill_shard(path: Path) -> Path:
-    """A shard with a file under every name of ours."""
+    """A shard with a file under every known name."""
     shard = shard_path(path, "tp0")
     shard.mkdir()
     names = {LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
@@ -117,7 +117,7 @@ def fill_shard(path: Path) -> Path:
     return shard
 
 
-def test_no_file_of_ours_keeps_a_store_with_a_damaged_manifest_from_starting(store: Path) -> None:
+def test_known_files_do_not_block_manifest_repair(store: Path) -> None:
     fill_shard(store)
     (store / MANIFEST_NAME).write_bytes(b"")
     assert prepare(store) is DirectoryState.OURS_DAMAGED
@@ -146,7 +146,7 @@ def test_damaged_manifest_among_foreign_files_is_refused(store: Path) -> None:
         inspect(store)
 
 
-def test_foreign_file_in_a_shard_without_manifest_is_refused(store: Path) -> None:
+def test_a_foreign_shard_file_without_manifest_is_refused(store: Path) -> None:
     (store / MANIFEST_NAME).unlink()
     shard_path(store, "0").mkdir()
     (shard_path(store, "0") / "photo.jpg").write_text("x")
@@ -165,7 +165,7 @@ def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.Mo
     assert (store / MANIFEST_NAME).read_bytes() == before
 
 
-def test_newer_region_is_refused_when_the_manifest_is_gone(
+def test_a_newer_region_without_manifest_is_refused(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_region(store, 4, monkeypatch)
@@ -213,9 +213,7 @@ def test_unwritable_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         prepare(tmp_path)
 
 
-def test_full_disk_does_not_keep_a_good_store_away(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_still_opens_a_good_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_manifest(monkeypatch, errno.ENOSPC)
     assert prepare(store) is DirectoryState.OURS
 
@@ -233,9 +231,7 @@ def test_shard_names_that_cannot_be_told_again(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
-def test_a_directory_that_everybody_can_write_to_is_refused_untouched(
-    tmp_path: Path, mode: int
-) -> None:
+def test_a_world_writable_directory_is_refused_untouched(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(StoreError, match=r"written by everybody .*chmod o-w it, or pass"):
         refuse_strangers(tmp_path)

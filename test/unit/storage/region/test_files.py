@@ -1,4 +1,4 @@
-"""One list names every file of ours, and nothing is written beside it."""
+"""One list names every file of a store, and nothing is written beside it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 REGION = 64 * 1024
 
 
-def test_a_note_that_nobody_would_know_for_ours_is_not_written(tmp_path: Path) -> None:
+def test_a_note_under_an_unlisted_name_is_refused(tmp_path: Path) -> None:
     notes = Notes(FileDevice(tmp_path))
     with pytest.raises(ValueError, match="'DIARY' is not in NOTE_NAMES"):
         notes.write("DIARY", b"x")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_file_that_a_store_writes_is_known_for_ours(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_every_file_that_a_store_writes_is_listed(tmp_path: Path, make_run: MakeRun) -> None:
     engine = RegionEngine(
         tmp_path, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
     )

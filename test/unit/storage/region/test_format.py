@@ -46,7 +46,7 @@ def test_the_largest_page_fits_exactly() -> None:
 
 
 @pytest.mark.parametrize("page_bytes", [32 << 20, (32 << 20) + 1, (63 << 20) - 5])
-def test_the_smallest_region_for_a_page_wastes_less_than_a_block(page_bytes: int) -> None:
+def test_a_smallest_region_wastes_less_than_a_block(page_bytes: int) -> None:
     region_bytes = min_region_bytes(page_bytes)
     assert region_bytes % BLOCK_BYTES == 0
     assert page_bytes <= max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
@@ -103,7 +103,7 @@ def test_other_names_are_not_ours(name: str) -> None:
     assert parse_region_name(name) is None
 
 
-def test_checksum_binds_namespace_key_and_bytes_but_not_segmentation() -> None:
+def test_a_checksum_binds_namespace_key_and_bytes_only() -> None:
     base = page_checksum(b"n" * 32, b"k" * 32, [b"hello"])
     assert page_checksum(b"n" * 32, b"k" * 32, [b"he", b"", b"llo"]) == base
     assert page_checksum(b"m" * 32, b"k" * 32, [b"hello"]) != base

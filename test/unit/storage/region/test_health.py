@@ -24,7 +24,7 @@ def health(clock: Clock) -> HealthMonitor:
     return HealthMonitor(clock, 5.0)
 
 
-def test_pause_doubles_up_to_a_minute_and_starts_over() -> None:
+def test_a_pause_doubles_to_a_minute_then_resets() -> None:
     backoff = Backoff()
     now = 0.0
     pauses = []
@@ -79,9 +79,7 @@ def test_three_read_failures_in_a_row_pause_everything(health: HealthMonitor, cl
     assert health.state() is Health.RUNNING
 
 
-def test_hanging_io_shows_while_it_hangs_and_a_while_after(
-    health: HealthMonitor, clock: Clock
-) -> None:
+def test_hanging_io_shows_during_and_shortly_after(health: HealthMonitor, clock: Clock) -> None:
     with health.watch():
         clock.now += 5.0
         assert health.state() is Health.RUNNING

@@ -29,7 +29,7 @@ def held(index: PageIndex) -> list[bool]:
     return [key in index for key in KEYS]
 
 
-def test_a_later_page_replaces_and_the_old_region_loses_it() -> None:
+def test_a_later_page_leaves_the_old_region() -> None:
     index = PageIndex()
     put(index, KEYS[:1], 0, length=100)
     put(index, KEYS[:1], 1, length=50)
@@ -39,7 +39,7 @@ def test_a_later_page_replaces_and_the_old_region_loses_it() -> None:
     index.check_integrity(SLOTS)
 
 
-def test_of_a_key_twice_in_one_region_the_later_page_counts() -> None:
+def test_the_later_of_two_equal_keys_counts() -> None:
     index = PageIndex()
     put(index, [KEYS[0], KEYS[1], KEYS[0]], 3)
     rows = index.find(key_words(KEYS[:2]))
@@ -71,7 +71,7 @@ def test_drop_region_takes_its_keys_only() -> None:
     index.check_integrity(SLOTS)
 
 
-def test_rows_and_places_of_dropped_pages_are_used_again() -> None:
+def test_rows_of_dropped_pages_are_used_again() -> None:
     index = PageIndex()
     for round_number in range(300):
         put(index, KEYS, round_number % 8)
@@ -90,7 +90,7 @@ def test_clear_empties_the_counts() -> None:
     index.check_integrity(SLOTS)
 
 
-def test_leading_hits_end_at_the_first_miss_wherever_it_is() -> None:
+def test_leading_hits_end_at_the_first_miss() -> None:
     index = PageIndex()
     chain = [i.to_bytes(32, "big") for i in range(1, 1001)]
     put(index, chain, 0)
@@ -101,7 +101,7 @@ def test_leading_hits_end_at_the_first_miss_wherever_it_is() -> None:
     assert index.num_leading([]) == 0
 
 
-def test_keys_of_one_hash_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colliding_keys_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "hash_words", lambda words: np.full(len(words), 5, np.uint64))
     index = PageIndex()
     put(index, KEYS[:4], 0)
@@ -114,7 +114,7 @@ def test_keys_of_one_hash_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch
     index.check_integrity(SLOTS)
 
 
-def test_hot_pages_are_the_most_loaded_that_fit_in_log_order() -> None:
+def test_hot_pages_are_the_most_loaded_that_fit() -> None:
     index = PageIndex()
     put(index, KEYS, 0, length=4096)
     rows = index.find(key_words(KEYS))

@@ -66,7 +66,7 @@ def done(job: Job) -> list[Reason]:
 
 
 @pytest.mark.parametrize("offset", [0, 8], ids=["aligned", "unaligned"])
-def test_a_call_longer_than_the_queue_is_stored_and_comes_back(
+def test_a_call_beyond_the_queue_is_stored_whole(
     engine: RegionEngine, page_bytes: int, offset: int
 ) -> None:
     run = make_pool(page_bytes, 1, offset=offset)

@@ -41,7 +41,7 @@ def open_engine(directory: Path, num_regions: int) -> RegionEngine:
     )
 
 
-def test_a_cap_of_more_files_than_the_hard_limit_is_one_sentence_with_the_ways_out(
+def test_a_cap_beyond_the_hard_limit_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Limits(monkeypatch, 1024, 4096)
@@ -50,7 +50,7 @@ def test_a_cap_of_more_files_than_the_hard_limit_is_one_sentence_with_the_ways_o
     open_engine(tmp_path, 3000).close()  # whose lock is free
 
 
-def test_the_soft_limit_is_raised_as_far_as_the_cap_needs_and_no_further(
+def test_the_soft_limit_rises_only_to_the_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(monkeypatch, 1024, 4096)
@@ -60,7 +60,7 @@ def test_the_soft_limit_is_raised_as_far_as_the_cap_needs_and_no_further(
     assert limits.now == (2000 + 10 + 512, 4096)
 
 
-def test_files_of_an_earlier_run_count_as_many_as_they_are(
+def test_files_of_an_earlier_run_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(monkeypatch, 1024, 4096)

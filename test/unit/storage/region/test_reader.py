@@ -27,7 +27,7 @@ def test_adjacent_pages_are_one_read() -> None:
     assert positions(items) == [[0, 1, 2]]
 
 
-def test_a_gap_or_another_region_starts_a_new_read() -> None:
+def test_gaps_and_region_changes_start_new_reads() -> None:
     items = [
         wanted(0, FIRST, 8192, 4096),
         wanted(1, FIRST, 16_384, 4096),

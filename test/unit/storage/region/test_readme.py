@@ -64,7 +64,7 @@ def test_the_worked_example_is_what_the_code_writes() -> None:
     assert f"```\n{hexdump(example_region())}\n```" in page
 
 
-def test_recovery_steps_are_the_same_in_page_and_code() -> None:
+def test_recovery_steps_agree_in_page_and_code() -> None:
     from sglang_tiered.storage.region import recovery
 
     def steps(text: str) -> list[str]:

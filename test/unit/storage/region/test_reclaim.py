@@ -63,28 +63,28 @@ def test_a_region_being_read_goes_last() -> None:
     assert choose_victim([pinned]) is pinned
 
 
-def test_a_region_nobody_can_read_goes_before_the_oldest() -> None:
+def test_an_unreadable_region_goes_before_the_oldest() -> None:
     useless = region(7)
     assert choose_victim([region(1), useless, region(9)], [useless]) is useless
 
 
-def test_a_useless_region_being_read_still_goes_after_those_that_are_not() -> None:
+def test_a_useless_region_being_read_goes_last() -> None:
     useless, idle = region(1, pins=1), region(5)
     assert choose_victim([useless, idle], [useless]) is idle
 
 
-def test_for_its_share_a_tenant_gives_its_own_oldest_region() -> None:
+def test_a_tenants_share_takes_its_oldest_region() -> None:
     own = owned(3, a=40_000)
     assert choose_own_victim([owned(1, b=60_000), owned(5, a=60_000), own], A) is own
 
 
-def test_a_region_with_more_of_others_does_not_go_for_a_tenants_share() -> None:
+def test_a_share_spares_regions_mostly_of_others() -> None:
     assert choose_own_victim([owned(1, a=20_000, b=20_001), owned(2, b=9)], A) is None
     shared = owned(1, a=20_000, b=20_000)
     assert choose_own_victim([shared], A) is shared
 
 
-def test_no_more_of_others_goes_for_a_share_than_memory_is_set_aside_for(
+def test_a_share_costs_others_a_bounded_rewrite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reclaim, "_MAX_SAVED_BYTES", 10_000)
@@ -92,7 +92,7 @@ def test_no_more_of_others_goes_for_a_share_than_memory_is_set_aside_for(
     assert choose_own_victim([owned(1, a=40_000, b=10_000)], A) is not None
 
 
-def test_pages_of_another_namespace_or_under_a_reader_do_not_go_for_a_share() -> None:
+def test_a_share_spares_foreign_and_busy_regions() -> None:
     foreign, read, written = owned(1, a=60_000), owned(2, a=60_000), owned(3, a=60_000)
     foreign.num_foreign = read.pins = written.num_writing = 1
     assert choose_own_victim([foreign, read, written], A) is None

@@ -53,7 +53,7 @@ def test_sealed_regions_are_not_walked(directory: Path) -> None:
     assert run_recovery(directory) == expected
 
 
-def test_a_walked_region_is_sealed_and_not_walked_again(directory: Path) -> None:
+def test_a_walked_region_is_sealed_once(directory: Path) -> None:
     file = directory / "region-0000000000000001.kv"
     with file.open("r+b") as stream:
         stream.truncate(REGION - 4096)
@@ -67,7 +67,7 @@ def test_pages_of_others_are_counted(directory: Path) -> None:
     assert (report.num_pages, report.num_foreign_pages, report.num_regions) == (0, 9, 3)
 
 
-def test_empty_and_damaged_files_are_removed_and_their_numbers_not_reused(directory: Path) -> None:
+def test_numbers_of_removed_files_are_not_reused(directory: Path) -> None:
     (directory / "region-0000000000000010.kv").write_bytes(b"")
     (directory / "region-0000000000000011.kv").write_bytes(b"x" * REGION)
     report = run_recovery(directory)

@@ -18,7 +18,7 @@ def make(num_regions: int) -> tuple[RegionTable, list[Region]]:
     return table, regions
 
 
-def test_retired_region_gives_its_bytes_back_after_the_last_pin() -> None:
+def test_a_retired_region_frees_after_its_last_pin() -> None:
     table, (region,) = make(1)
     table.pin(region)
     table.pin(region)
@@ -31,7 +31,7 @@ def test_retired_region_gives_its_bytes_back_after_the_last_pin() -> None:
     table.check_integrity(idle=True)
 
 
-def test_a_slot_is_used_again_only_after_its_region_retired() -> None:
+def test_a_slot_is_reused_only_after_retirement() -> None:
     table, (first, second) = make(2)
     assert (first.slot, second.slot) == (0, 1)
     table.retire(first)

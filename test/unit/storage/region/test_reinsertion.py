@@ -67,9 +67,7 @@ def test_what_is_loaded_outlives_what_is_not(
     assert stats.bytes_reinserted == stats.num_pages_reinserted * PAGE
 
 
-def test_a_page_that_was_hot_once_is_let_go(
-    engine: RegionEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_a_page_hot_once_is_let_go(engine: RegionEngine, make_run: MakeRun, blank: Blank) -> None:
     once = make_run(0, [PAGE] * 3)
     store(engine, once)
     load(engine, blank(once))

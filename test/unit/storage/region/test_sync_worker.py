@@ -1,4 +1,4 @@
-"""The syncer thread outlives exceptions that nobody foresaw, and makes up for what they cost."""
+"""The syncer thread outlives unforeseen exceptions, and makes up for what they cost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sync", "sync_directory"])
-def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_pages(
+def test_an_internal_error_refuses_only_one_barrier(
     engine: RegionEngine,
     make_run: MakeRun,
     clock: Clock,
@@ -73,7 +73,7 @@ def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_p
     fail_once(monkeypatch, engine._device, name)
     assert not engine.flush(TIMEOUT_S)
     assert engine.stats().health is Health.MISS_ONLY
-    assert "own fault" in engine.stats().health_reason
+    assert "internal error while syncing" in engine.stats().health_reason
     clock.now += 100.0
     assert engine.stats().health is Health.RUNNING
     assert engine.flush(TIMEOUT_S)
@@ -82,7 +82,7 @@ def test_a_barrier_that_meets_our_own_fault_is_refused_and_the_next_covers_its_p
     engine.check_integrity()
 
 
-def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinned(
+def test_an_internal_error_in_sealing_keeps_the_region(
     engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker, "write_footer")
@@ -100,13 +100,13 @@ def test_a_seal_that_meets_our_own_fault_keeps_its_region_in_service_and_unpinne
     engine.check_integrity()
 
 
-def test_a_checkpoint_that_meets_our_own_fault_costs_no_barrier(
+def test_an_internal_error_in_checkpoints_costs_no_barrier(
     engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker.checkpoint, "pack")
     store(engine, make_run(2, [4096]))
     assert engine.flush(TIMEOUT_S)
-    assert "a checkpoint failed" in engine.stats().health_reason
+    assert "internal error while writing a checkpoint" in engine.stats().health_reason
     clock.now += 100.0
     store(engine, make_run(3, [4096]))
     assert engine.flush(TIMEOUT_S)

@@ -40,7 +40,7 @@ def store(engine: RegionEngine, run: Run) -> None:
     assert engine.submit_store(run).wait(20.0)
 
 
-def test_fingerprints_are_those_of_all_pages_and_told_once(
+def test_fingerprints_cover_all_pages_once_a_version(
     engine: RegionEngine, make_run: MakeRun
 ) -> None:
     told = engine.view.fingerprints(0)

@@ -109,7 +109,7 @@ def test_pages_follow_the_header(bench: Bench) -> None:
     assert data[16_384:21_384] == bytes(run.pages[1][0])
 
 
-def test_an_extent_is_appended_only_with_room_for_its_footer(bench: Bench) -> None:
+def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     """14 blocks between header and trailer: 1 footer, so 12 pages of a block beside 1 header."""
     assert bench.store(1, 14) == [Reason.OK] * 14
     assert bench.engine.flush(TIMEOUT_S)
@@ -139,7 +139,7 @@ def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": 8192}])
-def test_the_offset_of_a_failed_write_is_used_again(bench: Bench, kind: dict[str, int]) -> None:
+def test_a_failed_writes_offset_is_used_again(bench: Bench, kind: dict[str, int]) -> None:
     assert bench.store(1) == [Reason.OK]
     bench.fail("writev", **kind)
     assert bench.store(2, 2) == [Reason.IO_ERROR] * 2
@@ -149,9 +149,7 @@ def test_the_offset_of_a_failed_write_is_used_again(bench: Bench, kind: dict[str
     assert offsets == [BLOCK_BYTES, 2 * BLOCK_BYTES + HEADER]
 
 
-def test_a_hole_in_the_log_fails_what_was_placed_behind_it(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_a_hole_fails_what_was_placed_behind(tmp_path: Path, make_run: MakeRun) -> None:
     """An extent that was written behind one that was not could not be found again."""
     region_bytes, page = 48 << 20, 8 << 20
     device = FaultyDevice(FileDevice(tmp_path))
@@ -189,7 +187,7 @@ def test_a_hole_in_the_log_fails_what_was_placed_behind_it(
     reopened.close()
 
 
-def test_a_place_that_keeps_failing_is_given_up(bench: Bench) -> None:
+def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert bench.store(1) == [Reason.OK]
     bench.fail("writev", times=3, error=errno.EIO)
     for seed in range(2, 5):
@@ -208,7 +206,7 @@ def test_failed_creation_leaves_books_and_directory_clean(bench: Bench, operatio
     assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
 
 
-def test_a_full_disk_whose_files_cannot_be_removed_fails_the_store_and_nothing_else(
+def test_a_full_readonly_disk_fails_only_the_store(
     bench: Bench,
 ) -> None:
     assert bench.store(1, 12) == [Reason.OK] * 12
@@ -223,7 +221,7 @@ def test_a_full_disk_whose_files_cannot_be_removed_fails_the_store_and_nothing_e
     assert bench.engine.stats().num_pages == 14
 
 
-def test_a_file_that_cannot_be_removed_keeps_its_room_until_it_can(bench: Bench) -> None:
+def test_an_irremovable_file_keeps_its_room(bench: Bench) -> None:
     calls = bench.device.calls
     bench.device.faults = [
         Fault(calls.count("writev"), "writev", error=errno.EIO),
@@ -255,7 +253,7 @@ def test_failed_footer_keeps_the_region_in_service(bench: Bench) -> None:
     reopened.engine.close()
 
 
-def test_a_barrier_stays_refused_while_pages_are_held_that_a_failed_sync_covered(
+def test_barriers_stay_refused_while_unsynced_pages_remain(
     bench: Bench,
 ) -> None:
     """Linux reports a failed write-back once; the next fsync succeeds without the lost pages."""
@@ -267,16 +265,14 @@ def test_a_barrier_stays_refused_while_pages_are_held_that_a_failed_sync_covered
     assert not bench.engine.flush(TIMEOUT_S), "a lost sync was forgotten"
     assert bench.engine.lookup(run.keys).num_hits == 2
     assert bench.store(2) == [Reason.OK]
-    assert len(bench.files()) == 2, "the doubtful region is still appended to"
+    assert len(bench.files()) == 2, "the suspect region is still appended to"
     for seed in range(3, 9):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     assert bench.engine.lookup(run.keys).num_hits == 0
-    assert bench.engine.flush(TIMEOUT_S), "nothing in doubt is held any more"
+    assert bench.engine.flush(TIMEOUT_S), "no suspect page is held"
 
 
-def test_a_victim_that_cannot_be_removed_stays_in_service(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_an_irremovable_victim_stays_in_service(tmp_path: Path, make_run: MakeRun) -> None:
     bench = Bench(tmp_path, make_run, num_regions=1)
     assert bench.store(1, 12) == [Reason.OK] * 12
     bench.fail("unlink", error=errno.EROFS)
@@ -304,7 +300,7 @@ class StickyDevice(FaultyDevice):
         super().unlink(name)
 
 
-def test_one_region_that_cannot_be_removed_does_not_wedge_reclaim(
+def test_an_irremovable_region_does_not_wedge_reclaim(
     tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = region_name(0)
@@ -327,9 +323,7 @@ def test_one_region_that_cannot_be_removed_does_not_wedge_reclaim(
     bench.engine.close()
 
 
-def test_a_region_that_cannot_be_removed_is_tried_with_pauses(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_an_irremovable_region_is_tried_with_pauses(tmp_path: Path, make_run: MakeRun) -> None:
     bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
     for seed in range(4):
         assert bench.store(seed, 12) == [Reason.OK] * 12
@@ -344,7 +338,7 @@ def test_a_region_that_cannot_be_removed_is_tried_with_pauses(
     bench.engine.close()
 
 
-def test_a_purge_gives_back_what_can_go_beside_what_cannot(
+def test_a_purge_removes_regions_beside_an_irremovable_one(
     tmp_path: Path, make_run: MakeRun
 ) -> None:
     bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))

@@ -46,7 +46,7 @@ def test_a_chain_is_queued_once_at_its_longest() -> None:
     assert queue.take() is None
 
 
-def test_what_does_not_fit_is_refused_and_remembered_as_refused() -> None:
+def test_what_does_not_fit_is_refused_and_noted() -> None:
     queue = make_queue(max_keys=6)
     assert queue.add(keys(0, 4), TENANT)
     assert not queue.add(keys(10, 4), TENANT)
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_and_remembered_as_refused() -> None:
     assert taken(queue) == [keys(0, 4)]
 
 
-def test_a_failed_chain_pauses_longer_each_time_and_ends() -> None:
+def test_a_failed_chain_pauses_longer_then_ends() -> None:
     now = [0.0]
     queue = make_queue(now=now)
     queue.add(keys(0, 4), TENANT)

@@ -30,7 +30,7 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
     made: list[TierStack] = []
 
     def open_engine(name: str) -> TierStack:
-        upper = RegionEngine(
+        nvme = RegionEngine(
             tmp_path / name,
             namespace=NAMESPACE,
             capacity_bytes=1 << 22,
@@ -44,7 +44,7 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
             linger_s=0.01,
             num_connections=2,
         )
-        engine = TierStack(upper, [ObjectEngine(settings, namespace=NAMESPACE)])
+        engine = TierStack(nvme, [ObjectEngine(settings, namespace=NAMESPACE)])
         made.append(engine)
         return engine
 
@@ -78,7 +78,7 @@ def test_what_one_server_flushed_another_serves_and_keeps(
     assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
 
-def test_a_purge_reaches_both_tiers_and_outlives_the_server(
+def test_a_purge_of_both_tiers_outlives_the_server(
     open_engine: Callable[[str], TierStack], make_run: MakeRun
 ) -> None:
     first = open_engine("first")

@@ -96,7 +96,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def test_a_prefix_over_three_tiers_is_one_hit_and_one_load(
+def test_a_prefix_over_three_tiers_is_one_load(
     world: World, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = world.open()
@@ -118,9 +118,7 @@ def test_a_prefix_over_three_tiers_is_one_hit_and_one_load(
     assert world.bucket.asked == [run.keys[3:5]]
 
 
-def test_the_caller_says_which_remote_tier_is_asked_first(
-    world: World, make_run: MakeRun, blank: Blank
-) -> None:
+def test_the_caller_orders_the_remote_tiers(world: World, make_run: MakeRun, blank: Blank) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
     finished(world.peers.submit_store(part(run, 0, 1, 2)))
@@ -166,9 +164,7 @@ def test_what_one_remote_tier_fails_the_other_serves(
     assert [engine.remote_stats(tier).num_promoted for tier in order] == [1, 2]
 
 
-def test_a_page_that_every_tier_fails_is_asked_for_once_at_each(
-    world: World, make_run: MakeRun, blank: Blank
-) -> None:
+def test_each_tier_is_asked_for_a_page_once(world: World, make_run: MakeRun, blank: Blank) -> None:
     engine = world.open()
     run = make_run(1, PAGES)
     for tier in (world.peers, world.bucket):
@@ -178,7 +174,7 @@ def test_a_page_that_every_tier_fails_is_asked_for_once_at_each(
     assert world.peers.asked == world.bucket.asked == [run.keys]
 
 
-def test_nothing_else_is_tried_once_the_deadline_has_passed(
+def test_no_other_tier_is_tried_after_the_deadline(
     world: World, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = world.open()
@@ -190,7 +186,7 @@ def test_nothing_else_is_tried_once_the_deadline_has_passed(
     assert world.bucket.asked == []
 
 
-def test_what_came_from_a_peer_is_kept_under_its_tenant_but_not_after_a_purge(
+def test_pages_from_peers_are_kept_until_a_purge(
     world: World, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = world.open(bucket=False)
@@ -205,7 +201,7 @@ def test_what_came_from_a_peer_is_kept_under_its_tenant_but_not_after_a_purge(
     assert page_data(again) == page_data(run)
     world.peers.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(other), tenant=TENANT)
-    engine.begin_purge(TENANT, was_told=True)
+    engine.begin_purge(TENANT, is_remote=True)
     world.peers.release()
     assert finished(job) == [Reason.OK] * 4
     assert drained(engine, TIMEOUT_S)
@@ -213,7 +209,7 @@ def test_what_came_from_a_peer_is_kept_under_its_tenant_but_not_after_a_purge(
     assert engine.nvme.view.contains([*run.keys, *other.keys]) == [False] * 8
 
 
-def test_without_a_bucket_nothing_goes_down_and_all_else_works(
+def test_without_a_bucket_only_demotion_is_missing(
     world: World, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = world.open(bucket=False)
@@ -239,25 +235,25 @@ def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Bla
     assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
 
 
-def test_a_purge_is_told_unless_it_was_told(world: World, make_run: MakeRun) -> None:
+def test_a_purge_is_propagated_unless_it_is_remote(world: World, make_run: MakeRun) -> None:
     """And what another server purged is hidden in the bucket, not purged again: it may have been
     long ago."""
     engine = world.open()
     run = make_run(1, PAGES)
     for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
-    assert is_true(engine.begin_purge(TENANT, was_told=True), TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT, is_remote=True), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4, "it told the others again"
     assert world.bucket.hidden == set(run.keys)
     assert world.bucket.stats().num_pages == 4, "it purged the bucket again"
-    assert is_true(engine.begin_purge(TENANT, tells_peers=False), TIMEOUT_S)
+    assert is_true(engine.begin_purge(TENANT, propagate=False), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4
     assert world.bucket.stats().num_pages == 0
     assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
     assert world.peers.stats().num_pages == 0
 
 
-def test_sick_peers_leave_the_bucket_serving_and_the_reverse(
+def test_sick_peers_and_bucket_leave_each_other_serving(
     world: World, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = world.open()
@@ -275,7 +271,7 @@ def test_sick_peers_leave_the_bucket_serving_and_the_reverse(
     assert engine.stats().health is Health.RUNNING, "NVMe still serves"
 
 
-def test_a_long_lookup_takes_the_scheduler_a_moment_only(world: World, make_run: MakeRun) -> None:
+def test_a_long_lookup_holds_the_scheduler_briefly(world: World, make_run: MakeRun) -> None:
     """Held together by a bound far above what is measured, as machines differ."""
     engine = world.open()
     run = make_run(1, [512] * 1600)
@@ -286,6 +282,6 @@ def test_a_long_lookup_takes_the_scheduler_a_moment_only(world: World, make_run:
     engine.lookup_spans(keys)
     begun, computed = time.monotonic(), time.thread_time()
     spans = engine.lookup_spans(keys)
-    assert time.thread_time() - computed < 0.2, "whoever else has the core meanwhile"
+    assert time.thread_time() - computed < 0.2, "whatever else has the core meanwhile"
     assert time.monotonic() - begun < 5, "it waited"
     assert sum(span.num_pages for span in spans) == 1600

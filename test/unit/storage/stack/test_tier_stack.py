@@ -83,7 +83,7 @@ def of(tenant: bytes, run: Run) -> Run:
     return Run(run.keys, run.pages, tenant)
 
 
-def test_a_prefix_over_both_tiers_is_one_hit_in_spans(
+def test_a_prefix_over_both_tiers_is_one_hit(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.known = False  # nothing is demoted
@@ -103,7 +103,7 @@ def test_a_prefix_over_both_tiers_is_one_hit_in_spans(
     assert page_data(target)[6:] == [b"\xa5" * 8192] * 2
 
 
-def test_a_load_is_done_only_when_both_tiers_are(
+def test_a_load_ends_only_when_both_tiers_have(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     tiers.bucket.known = False
@@ -120,7 +120,7 @@ def test_a_load_is_done_only_when_both_tiers_are(
     assert finished(job) == [Reason.OK] * 4
 
 
-def test_a_page_that_the_disk_lost_comes_from_below(
+def test_a_page_the_disk_lost_comes_from_below(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.known = False
@@ -148,7 +148,7 @@ def damage(directory: Path, data: bytes) -> None:
                 stream.write(bytes([data[0] ^ 1]))
 
 
-def test_deadlines_reach_the_bucket_and_a_late_load_is_no_hit(
+def test_a_late_bucket_load_is_no_hit(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = tiers.open()
@@ -166,7 +166,7 @@ def test_deadlines_reach_the_bucket_and_a_late_load_is_no_hit(
 # ---- Promotion ----
 
 
-def test_pages_found_below_are_kept_above_under_their_tenant(
+def test_promoted_pages_are_kept_under_their_tenant(
     engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
@@ -182,7 +182,7 @@ def test_pages_found_below_are_kept_above_under_their_tenant(
     assert page_data(again) == page_data(run)
 
 
-def test_pages_whose_tenant_nobody_knows_are_not_promoted(
+def test_pages_of_an_unknown_tenant_are_not_promoted(
     engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
@@ -191,7 +191,7 @@ def test_pages_whose_tenant_nobody_knows_are_not_promoted(
     assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
-def test_of_a_load_beyond_the_bound_of_promotions_the_leading_pages_are_kept(
+def test_leading_pages_within_the_promotion_bound_are_kept(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
@@ -238,7 +238,7 @@ def test_a_purge_between_load_and_promotion_wins(
     assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
-def test_what_is_read_while_a_purge_begins_is_not_promoted(
+def test_pages_read_while_a_purge_begins_stay_down(
     engine: TierStack,
     tiers: Tiers,
     make_run: MakeRun,
@@ -264,7 +264,7 @@ def test_what_is_read_while_a_purge_begins_is_not_promoted(
 # ---- Demotion ----
 
 
-def test_what_is_stored_goes_down_in_order_and_under_its_tenant(
+def test_stores_go_down_in_order_under_their_tenant(
     engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
@@ -283,9 +283,7 @@ def test_what_is_stored_goes_down_in_order_and_under_its_tenant(
         assert page_data(target) == page_data(run)
 
 
-def test_reclaim_does_not_take_a_copy_to_the_bucket_for_a_use(
-    engine: TierStack, make_run: MakeRun, blank: Blank
-) -> None:
+def test_a_copy_to_the_bucket_is_no_use(engine: TierStack, make_run: MakeRun, blank: Blank) -> None:
     copied, wanted = (of(TENANT, make_run(seed, PAGES)) for seed in range(2))
     for run in (copied, wanted):
         finished(engine.submit_store(run))
@@ -313,9 +311,7 @@ def test_a_restart_finds_what_was_never_copied(tiers: Tiers, make_run: MakeRun) 
     assert order.index(runs[1].keys[0]) == 1, "the oldest is the next to be reclaimed"
 
 
-def test_nothing_is_copied_while_a_load_is_under_way(
-    tiers: Tiers, make_run: MakeRun, blank: Blank
-) -> None:
+def test_nothing_is_copied_while_a_load_runs(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
     wanted = make_run(1, PAGES)
@@ -333,7 +329,7 @@ def test_nothing_is_copied_while_a_load_is_under_way(
     until(lambda: engine.stack_stats().num_demoted == 4, "it never went on")
 
 
-def test_a_tier_out_of_reach_is_waited_for_and_then_filled(
+def test_an_unreachable_bucket_is_filled_when_it_returns(
     tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.sick = True
@@ -349,7 +345,7 @@ def test_a_tier_out_of_reach_is_waited_for_and_then_filled(
     until(lambda: engine.stack_stats().num_demoted == 4, "it was not filled")
 
 
-def test_failures_are_tried_again_and_given_up_at_last(
+def test_failed_copies_are_retried_then_dropped(
     engine: TierStack, tiers: Tiers, make_run: MakeRun
 ) -> None:
     tiers.bucket.refuse = Reason.IO_ERROR
@@ -360,11 +356,11 @@ def test_failures_are_tried_again_and_given_up_at_last(
     until(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
     tiers.bucket.refuse = Reason.NO_SPACE
     finished(engine.submit_store(make_run(2, PAGES)))
-    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not given up")
+    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
     assert engine.stack_stats().demote_backlog == 0
 
 
-def test_a_full_queue_refuses_and_a_scan_finds_the_rest(tiers: Tiers, make_run: MakeRun) -> None:
+def test_a_scan_finds_what_a_full_queue_refused(tiers: Tiers, make_run: MakeRun) -> None:
     tiers.bucket.sick = True
     engine = tiers.open(StackSettings(max_queued_keys=8, retry_s=0.01))
     runs = [make_run(seed, PAGES) for seed in range(10)]
@@ -375,7 +371,7 @@ def test_a_full_queue_refuses_and_a_scan_finds_the_rest(tiers: Tiers, make_run: 
     until(lambda: engine.stack_stats().num_demoted == 40, "what was refused was lost")
 
 
-def test_a_purge_while_pages_are_copied_leaves_none_below(
+def test_a_purge_during_a_copy_leaves_no_pages(
     engine: TierStack, tiers: Tiers, make_run: MakeRun
 ) -> None:
     for turn in range(8):
@@ -391,7 +387,7 @@ def test_a_purge_while_pages_are_copied_leaves_none_below(
         assert not any(tiers.bucket.contains([key for run in runs for key in run.keys]))
 
 
-def test_what_is_read_while_a_purge_begins_is_not_copied_down(
+def test_no_copy_of_pages_read_before_a_purge(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.bucket.known = False  # nothing is copied yet
@@ -422,7 +418,7 @@ def test_a_new_namespace_is_not_copied_down(
     assert engine.lookup(run.keys).num_hits == 4
 
 
-def test_what_the_bucket_holds_is_seen_again_if_the_namespace_changes_behind_the_look(
+def test_a_namespace_change_makes_the_bucket_relisted(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer was of the old namespace: all of the new one would be copied again."""
@@ -449,7 +445,7 @@ def test_what_the_bucket_holds_is_seen_again_if_the_namespace_changes_behind_the
     assert engine.stack_stats().num_demoted == 0
 
 
-def test_what_is_read_while_the_namespace_changes_is_not_copied_into_the_new_one(
+def test_no_copy_into_a_namespace_changed_while_reading(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.bucket.known = False  # nothing is copied but by ``flush``
@@ -472,7 +468,7 @@ def test_what_is_read_while_the_namespace_changes_is_not_copied_into_the_new_one
     assert engine.lookup(run.keys).num_hits == 0
 
 
-def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
+def test_staging_is_bounded_and_awaited_without_a_lock(
     tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches land under the lock of the bucket, so it must not be called under the demoter's."""
@@ -502,7 +498,7 @@ def test_memory_between_the_tiers_is_bounded_and_waited_for_without_a_lock(
 # ---- Flush ----
 
 
-def test_flush_goes_ahead_of_everything_and_says_what_is_durable(
+def test_flush_goes_first_and_says_what_is_durable(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     tiers.bucket.known = False  # nothing is copied unless asked for
@@ -514,7 +510,7 @@ def test_flush_goes_ahead_of_everything_and_says_what_is_durable(
     assert tiers.bucket.contains(other.keys) == [False] * 4
 
 
-def test_flush_to_a_tier_out_of_reach_ends_in_time(tiers: Tiers, make_run: MakeRun) -> None:
+def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Tiers, make_run: MakeRun) -> None:
     tiers.bucket.sick = True
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -526,7 +522,7 @@ def test_flush_to_a_tier_out_of_reach_ends_in_time(tiers: Tiers, make_run: MakeR
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
-def test_jobs_end_when_the_engine_is_closed_under_them(
+def test_jobs_end_when_their_engine_is_closed(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
     engine = tiers.open()

@@ -190,7 +190,7 @@ class RegionEngine(WriteTier):
             free = self._capacity_bytes  # it was only for the advice
         if free < self._capacity_bytes:
             logger.warning(
-                "%s may take %d bytes but its filesystem has room for %d, so it will stay smaller",
+                "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
                 self._directory,
                 self._capacity_bytes,
                 free,
@@ -203,7 +203,7 @@ class RegionEngine(WriteTier):
 
     @property
     def namespace(self) -> bytes:
-        """The one that pages are found and stored under."""
+        """Return the namespace that pages are found and stored under."""
         return self._state.namespace
 
     @property
@@ -267,7 +267,7 @@ class RegionEngine(WriteTier):
         return job
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None, is_use: bool = True) -> Job:
-        """Reclaim keeps pages that were of use; ``is_use``: that these are."""
+        """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them."""
         health = self._check_health()
         state = self._state
         with state.lock:
@@ -321,9 +321,9 @@ class RegionEngine(WriteTier):
         return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 
     def flush(self, timeout_s: float) -> bool:
-        """A barrier: true once every page stored before the call survives loss of power, as far
-        as the device keeps what it has flushed. As a failed flush may have lost what the next one
-        does not mention, false also for as long as pages are held that one failed on."""
+        """Wait for durability: true once every page stored before the call survives loss of power,
+        as far as the device keeps what it has flushed. As a failed flush may have lost what the
+        next one does not mention, false also for as long as pages are held that one failed on."""
         state = self._state
         order = self._promises.make()
         with state.lock:
@@ -334,8 +334,9 @@ class RegionEngine(WriteTier):
         return is_true(order, timeout_s)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
-        """As the contract says. The bytes of the old namespace stay on disk until reclaimed, which
-        takes them first unless ``keep`` says that some later process may open it again."""
+        """Change the namespace as the contract says. The bytes of the old namespace stay on disk
+        until reclaimed, which takes them first unless ``keep`` says that some later process may
+        open it again."""
         check_namespace(namespace)
         state = self._state
         with state.lock:
@@ -360,8 +361,8 @@ class RegionEngine(WriteTier):
         return self._promises.watch(all_true([order.durable], jobs))
 
     def close(self) -> None:
-        """As the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to its
-        thread: its files and the directory lock are then held until the process ends."""
+        """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to
+        its thread: its files and the directory lock are then held until the process ends."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -375,7 +376,7 @@ class RegionEngine(WriteTier):
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._promises.close()
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("%s: the device hangs, so its files stay open", self._directory)
+            logger.warning("%s: the device hangs; its files stay open", self._directory)
             return
         for region in state.regions:
             with contextlib.suppress(OSError):
@@ -383,7 +384,7 @@ class RegionEngine(WriteTier):
         self._directory_lock.release()
 
     def check_integrity(self) -> None:
-        """As the contract says; also lists the directory. Call it while nothing is submitted."""
+        """Check as the contract says, with the directory's files. Call it while idle."""
         state = self._state
         with state.lock:
             state.check_integrity()
@@ -396,8 +397,8 @@ class RegionEngine(WriteTier):
         assert ours <= known, f"files not in the books: {sorted(ours - known)}"
 
     def _check_health(self) -> Health:
-        """The health of now. When the device just went bad, what is queued is shed: nothing may
-        wait behind an I/O that hangs."""
+        """Return the health of now. When the device just went bad, what is queued is shed: nothing
+        may wait behind an I/O that hangs."""
         state = self._state
         if state.closed:
             return Health.FAILED

@@ -100,7 +100,7 @@ def test_queue_is_bounded_by_bytes(gated: RegionEngine, gate: Gate, make_run: Ma
     assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.OK]
 
 
-def test_a_store_larger_than_the_queue_is_taken_whole_where_nothing_waits(
+def test_an_empty_queue_takes_a_larger_store_whole(
     gated: RegionEngine, gate: Gate, make_run: MakeRun
 ) -> None:
     large = gated.submit_store(make_run(1, [4096] * 10))
@@ -112,7 +112,7 @@ def test_a_store_larger_than_the_queue_is_taken_whole_where_nothing_waits(
     assert done(large) == [Reason.OK] * 10
 
 
-def test_of_a_store_behind_others_the_leading_pages_that_fit_are_taken(
+def test_a_queue_takes_the_leading_pages_that_fit(
     gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank
 ) -> None:
     first = gated.submit_store(make_run(1, [12_000]))
@@ -129,7 +129,7 @@ def test_of_a_store_behind_others_the_leading_pages_that_fit_are_taken(
     assert done(gated.submit_load(blank(run))) == [Reason.OK] * 4
 
 
-def test_a_store_larger_than_the_queue_does_not_wait_for_a_device_that_hangs(
+def test_a_large_store_does_not_await_hanging_devices(
     tmp_path: Path, gate: Gate, make_run: MakeRun
 ) -> None:
     engine = RegionEngine(
@@ -189,7 +189,7 @@ def test_cancelled_before_it_began(gated: RegionEngine, gate: Gate, make_run: Ma
     assert done(gated.submit_store(second_run)) == [Reason.OK]
 
 
-def test_store_under_the_old_namespace_stays_invisible_under_the_new(
+def test_a_store_of_the_old_namespace_stays_invisible(
     gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank, tmp_path: Path
 ) -> None:
     run = make_run(1, [4096])
@@ -215,7 +215,7 @@ def test_store_under_the_old_namespace_stays_invisible_under_the_new(
     reopened.close()
 
 
-def test_clear_waits_for_the_store_before_it_and_keeps_the_one_after(
+def test_clear_spares_the_store_that_comes_after(
     gated: RegionEngine, gate: Gate, make_run: MakeRun
 ) -> None:
     before, after = make_run(1, [4096]), make_run(2, [4096])

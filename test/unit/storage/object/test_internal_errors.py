@@ -1,4 +1,4 @@
-"""An exception that nobody foresaw costs one job and a while of health, and no thread."""
+"""An unforeseen exception costs one job and a while of health, but no thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fail_once(
 def check_that_it_serves_again(engine: ObjectEngine, clock: Clock, run: Run, target: Run) -> None:
     health = engine.stats()
     assert health.health is Health.MISS_ONLY
-    assert "own fault" in health.health_reason
+    assert "internal error" in health.health_reason
     clock.now += 100.0
     assert engine.refresh(TIMEOUT_S), "the bucket answers"
     assert engine.stats().health is Health.RUNNING
@@ -60,7 +60,7 @@ def check_that_it_serves_again(engine: ObjectEngine, clock: Clock, run: Run, tar
     ],
     ids=["packer", "uploader", "library"],
 )
-def test_a_store_that_meets_our_own_fault_ends_and_the_next_is_stored(
+def test_an_internal_error_ends_only_one_store(
     make_engine: MakeEngine,
     make_run: MakeRun,
     blank: Blank,
@@ -79,7 +79,7 @@ def test_a_store_that_meets_our_own_fault_ends_and_the_next_is_stored(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
-def test_a_load_that_meets_our_own_fault_ends_and_the_next_is_served(
+def test_an_internal_error_ends_only_one_load(
     make_engine: MakeEngine,
     make_run: MakeRun,
     blank: Blank,
@@ -96,7 +96,7 @@ def test_a_load_that_meets_our_own_fault_ends_and_the_next_is_served(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
-def test_a_manifest_that_meets_our_own_fault_fails_its_pass_and_is_read_by_the_next(
+def test_the_next_pass_reads_manifests_after_internal_errors(
     make_engine: MakeEngine,
     make_run: MakeRun,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +114,7 @@ def test_a_manifest_that_meets_our_own_fault_fails_its_pass_and_is_read_by_the_n
     assert all(thread.is_alive() for thread in other._threads)
 
 
-def test_a_purge_that_meets_our_own_fault_says_so_and_goes_with_the_next_pass(
+def test_the_next_pass_finishes_purges_after_internal_errors(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()

@@ -43,7 +43,7 @@ _memory_lock = threading.Lock()
 
 
 class FoundStore(NamedTuple):
-    """What a URL leads to. ``make_store`` takes the number of retries of the library's own."""
+    """What a URL leads to. ``make_store`` takes the number of the library's own retries."""
 
     make_store: Callable[[int], Any]
     is_remote: bool
@@ -51,8 +51,8 @@ class FoundStore(NamedTuple):
 
 
 def find_store(settings: ObjectSettings) -> FoundStore:
-    """Touches nothing. Raises ``ConfigError`` for a URL that cannot be one of ours, or without
-    obstore."""
+    """Find a URL's store, touching nothing. Raises ``ConfigError`` if it is invalid or obstore
+    missing."""
     require("the object tier", "obstore")
     if obstore is None:
         raise ConfigError("obstore is installed but cannot be imported; install it anew.")
@@ -88,7 +88,7 @@ def find_store(settings: ObjectSettings) -> FoundStore:
 
 
 def _directory_store(directory: Path) -> Any:
-    """Raises ``OSError`` for a directory that cannot be made."""
+    """Open a directory. Raises ``OSError`` for one that cannot be made."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return obstore_stores.LocalStore(directory)
 
