@@ -96,9 +96,12 @@ class Tiering:
             store_ended=self._store_ended,
             clock=clock,
         )
-        self.warm: WarmHost | ColdStart = ColdStart(storage.notes)
-        if warms:
-            self.warm = WarmHost(cache, self.loads, storage.notes, budget.warm_tokens)
+        # One of them only: a cold start removes the list that the other one reads.
+        self.warm: WarmHost | ColdStart = (
+            WarmHost(cache, self.loads, storage.notes, budget.warm_tokens)
+            if warms
+            else ColdStart(storage.notes)
+        )
         self._purges: PurgeExchange | None = (
             None  # of the storage that is attached, if it hears any
         )
