@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import setproctitle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,6 +182,7 @@ def _become_server(request: dict[str, Any], set_by_imports: dict[str, str]) -> i
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    setproctitle.setproctitle(shlex.join(["sglang_tiered.launch_server", *request["arguments"]]))
     os.environ.clear()
     os.environ.update({**request["environment"], **set_by_imports})
     if "seams" in sys.modules:
@@ -198,6 +202,9 @@ def main() -> int:
     """Fork a server per request until the input ends. Returns in the children too."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
+    # SGLang's shutdown finds the processes it waits for by their titles, and a title needs the place
+    # of the environment that a process starts with.
+    setproctitle.setproctitle("zygote")
     before = dict(os.environ)
     _import_sglang()
     set_by_imports = dict(os.environ.items() - before.items())
