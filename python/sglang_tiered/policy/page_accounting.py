@@ -97,17 +97,17 @@ class PageAccounting:
 
     # ---- Scheduler thread ----
 
-    def written(self, host_indices: ArrayLike) -> None:
+    def note_written(self, host_indices: ArrayLike) -> None:
         """Device memory is copied to these slots; their store has not begun."""
         pages = self._pages(host_indices)
         self._states[pages] = EvictionOutcome.LOST_WAITING.code
         self._num_dirtied += len(pages)
 
-    def loaded(self, host_indices: ArrayLike) -> None:
+    def note_loaded(self, host_indices: ArrayLike) -> None:
         """These slots were filled from NVMe and belong to the tree now."""
         self._states[self._pages(host_indices)] = EvictionOutcome.CLEAN.code
 
-    def freed(self, host_indices: ArrayLike) -> None:
+    def note_freed(self, host_indices: ArrayLike) -> None:
         """The tree evicted what was in these slots."""
         pages = self._pages(host_indices)
         states = self._states[pages]
@@ -119,11 +119,11 @@ class PageAccounting:
         )
         self._states[pages] = _FREE
 
-    def never_written(self, num_tokens: int) -> None:
+    def note_never_written(self, num_tokens: int) -> None:
         """Device memory evicted KV that has no host copy."""
         self._left[EvictionOutcome.LOST_HOST_SHORT.code] += num_tokens // self._page_size
 
-    def flushed(self) -> None:
+    def note_flushed(self) -> None:
         """The tree was emptied; no store is under way."""
         num_held = int(np.count_nonzero(self._states != _FREE))
         num_clean = int(np.count_nonzero(self._states == EvictionOutcome.CLEAN.code))
@@ -134,7 +134,7 @@ class PageAccounting:
 
     # ---- Storage thread ----
 
-    def stored(self, host_indices: ArrayLike, outcomes: Sequence[EvictionOutcome]) -> None:
+    def note_stored(self, host_indices: ArrayLike, outcomes: Sequence[EvictionOutcome]) -> None:
         """What a store made of its pages. CLEAN only if NVMe holds the page now."""
         pages = self._pages(host_indices)
         codes = np.array([outcome.code for outcome in outcomes], dtype=np.uint8)

@@ -60,7 +60,7 @@ class PendingStores:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def announce(
+    def announce_store(
         self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int, tenant: bytes
     ) -> None:
         """The pages of ``hashes`` are about to be queued; they end a chain of that length."""
@@ -74,7 +74,7 @@ class PendingStores:
             self._waiting[hashes[0]] = entry
             self._num_tokens += num_tokens
 
-    def lengthen(self, first: str, prefix_tokens: int) -> bool:
+    def lengthen_chain(self, first: str, prefix_tokens: int) -> bool:
         """The chain of the operation that begins with a page grew; False if it is not waiting."""
         with self._lock:
             entry = self._waiting.get(first)
@@ -83,7 +83,7 @@ class PendingStores:
             entry.prefix_tokens = max(entry.prefix_tokens, prefix_tokens)
             return True
 
-    def take(self, hashes: Sequence[str]) -> PendingStore | None:
+    def take_store(self, hashes: Sequence[str]) -> PendingStore | None:
         """The operation these pages begin or end, with every older one forgotten.
 
         The pages of another pool than KV come first and may be the last ones of the chain only.
@@ -105,7 +105,7 @@ class PendingStores:
                 entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens, entry.tenant
             )
 
-    def purge(self, tenant: bytes | None) -> None:
+    def purge_tenant(self, tenant: bytes | None) -> None:
         """What waits of a tenant (None: of all) must not be stored when it arrives."""
         with self._lock:
             for entry in self._waiting.values():

@@ -71,7 +71,7 @@ class ResidentSet(Generic[Chain]):
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def offer(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
+    def offer_chain(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
         """A chain was used and is in the host tier now; decide whether it stays.
 
         ``cost`` is what a token of it costs to bring back once it is evicted, in any unit. Also
@@ -95,7 +95,7 @@ class ResidentSet(Generic[Chain]):
             self._num_tokens += num_tokens
         return Offer(accepted, dismissed)
 
-    def price(self, chain: Chain, cost: float) -> None:
+    def price_chain(self, chain: Chain, cost: float) -> None:
         """What a token of a chain costs to bring back from now on, if it is a resident."""
         resident = self._residents.get(chain)
         if resident is not None:
@@ -132,11 +132,11 @@ class ResidentSet(Generic[Chain]):
     def _idle(self, chain: Chain) -> int:
         return self._evicted - self._residents[chain].last_used
 
-    def evicted(self, num_tokens: int) -> None:
+    def note_eviction(self, num_tokens: int) -> None:
         """The tier evicted others: time passed."""
         self._evicted += num_tokens
 
-    def evict(self) -> Chain | None:
+    def evict_chain(self) -> Chain | None:
         """Dismiss the least valuable resident: the tier needs its space (unpin it)."""
         if not self._residents:
             return None

@@ -20,8 +20,8 @@ eviction takes clean pages first. What is worth least loses its pin first: the o
 came back. A node without a pin may be evicted while it waits; that is a loss, and a bounded one.
 
 Pure bookkeeping for one scheduler: no I/O, not thread-safe, the clock is passed in. Sizes are
-tokens. Every node that was added leaves exactly once: taken (``take``), evicted (returned by
-``add``), discarded or cleared by the caller.
+tokens. Every node that was added leaves exactly once: taken (``take_next_node``), evicted
+(returned by ``add_node``), discarded or cleared by the caller.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SpillQueue(Generic[Node]):
     def waiting_tokens(self) -> int:
         return self._waiting_tokens
 
-    def add(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
+    def add_node(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
         """A node waits from now on; returns one that is evicted for it, if any.
 
         ``returned`` says that its content was used again, or computed again after it was lost. A
@@ -129,17 +129,17 @@ class SpillQueue(Generic[Node]):
             self._waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
             waiting[node].store = store
             if returned:
-                self.promote(node)
+                self.promote_node(node)
             return None
         evicted = None
         if len(self) >= MAX_WAITING:
             evicted = next(iter(self._waiting[0] or self._waiting[1]))
-            self.discard(evicted)
+            self.discard_node(evicted)
         self._waiting[returned][node] = _Waiting(store, self._clock())
         self._waiting_tokens += store.num_tokens
         return evicted
 
-    def promote(self, node: Node) -> None:
+    def promote_node(self, node: Node) -> None:
         """A node was used again. Nodes that do not wait are fine."""
         entry = self._waiting[0].pop(node, None)
         if entry is None:
@@ -149,7 +149,7 @@ class SpillQueue(Generic[Node]):
         if num_pinned is not None:
             self._pinned[1][node] = num_pinned
 
-    def discard(self, node: Node) -> bool:
+    def discard_node(self, node: Node) -> bool:
         """A node shall not be stored any more; whether it waited. Its pin is forgotten with it."""
         entry = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
         if entry is None:
@@ -169,7 +169,7 @@ class SpillQueue(Generic[Node]):
 
     # ---- Whose turn it is ----
 
-    def take(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
+    def take_next_node(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
         """The node whose store shall begin now, no longer waiting; None when none shall."""
         source = self._waiting[1] or self._waiting[0]
         if not source:
@@ -177,7 +177,7 @@ class SpillQueue(Generic[Node]):
         node, entry = next(iter(source.items()))
         if not self._may_begin(entry.store.num_tokens, loads_wait=loads_wait):
             return None
-        self.discard(node)
+        self.discard_node(node)
         return node, entry.store
 
     def _may_begin(self, num_tokens: int, *, loads_wait: bool) -> bool:
@@ -209,7 +209,7 @@ class SpillQueue(Generic[Node]):
     def has_flights(self) -> bool:
         return bool(self._flights)
 
-    def began(self, operation: int, node: Node, store: NodeStore) -> None:
+    def note_flight(self, operation: int, node: Node, store: NodeStore) -> None:
         """A store was handed over."""
         self._flights[operation] = Flight(node, store)
         self._num_flights_of[node] += 1
@@ -227,7 +227,7 @@ class SpillQueue(Generic[Node]):
                 del self._num_flights_of[flight.node]
         return flights
 
-    def adapt(self, waited_s: float) -> None:
+    def adapt_limit(self, waited_s: float) -> None:
         """Operations ended since the last call; the last one had waited that long to begin."""
         if waited_s > TARGET_WAIT_S:
             now = self._clock()
@@ -243,7 +243,7 @@ class SpillQueue(Generic[Node]):
     def pinned_tokens(self) -> int:
         return self._pinned_tokens
 
-    def pin(self, node: Node, num_tokens: int) -> None:
+    def note_pin(self, node: Node, num_tokens: int) -> None:
         """The caller pinned a waiting node."""
         for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
             if node in waiting and node not in pinned:

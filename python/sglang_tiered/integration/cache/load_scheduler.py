@@ -177,7 +177,7 @@ class LoadScheduler:
         """
         cache, request, tokens = self._cache, call.request, call.new_input_tokens
         is_new = not self.planner.knows(request)
-        self._window.withdraw(request.rid)
+        self._window.withdraw_load(request.rid)
         hashes, spans = self._held_pages(call, storage)
         ends = self._restorable_ends(call.last_host_node_id, hashes, storage)
         if ends is not None:
@@ -196,14 +196,14 @@ class LoadScheduler:
         storage.transfers.expect_load(hashes, tenant)
         num_held = self._agree(request, num_planned, call.num_before, len(tokens))
         if num_held is None:
-            self._window.put_off(request.rid, 0)
+            self._window.put_off_load(request.rid, 0)
             return None
         if num_held < cache.prefetch_threshold:
             self._forget_questions(request)
             return None
         has_room = self._window.has_room(num_held, self.num_tokens())
         if not has_room or self._stores_in_the_way(request, num_held, storage):
-            self._window.put_off(request.rid, num_held)
+            self._window.put_off_load(request.rid, num_held)
             return None
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
@@ -242,7 +242,7 @@ class LoadScheduler:
 
         They agree on where the load ends, for the match may have moved when the answer is there.
         """
-        end = self.agreement.ask(request, num_before + num_planned)
+        end = self.agreement.ask_ranks(request, num_before + num_planned)
         if end is None:
             return None
         page_size = self._cache.page_size
@@ -251,8 +251,8 @@ class LoadScheduler:
         return int(num_agreed)
 
     def _forget_questions(self, request: CacheRequestHandle) -> None:
-        self.agreement.forget(request)
-        self.agreement.forget(_gain_of(request))
+        self.agreement.forget_question(request)
+        self.agreement.forget_question(_gain_of(request))
 
     def _held_pages(self, call: Prefetch, storage: TieredStorage) -> tuple[list[str], list[Span]]:
         """The leading pages that the tiers could load now, and from where. Memory only."""
@@ -306,7 +306,7 @@ class LoadScheduler:
             start, end = end, end + span.num_pages
             if end > num_planned:
                 if self.planner.wants_probe(span.tier):
-                    storage.transfers.probe(hashes[max(start, num_planned) : end], span.tier)
+                    storage.transfers.probe_tier(hashes[max(start, num_planned) : end], span.tier)
                 return
 
     # ---- While it runs ----
@@ -354,12 +354,12 @@ class LoadScheduler:
         num_tokens = self._window.num_tokens(request.rid)
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
         if num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way, storage):
-            self._window.withdraw(request.rid)
+            self._window.withdraw_load(request.rid)
             self._forget_questions(request)
             return False
         if in_the_way or not self._window.has_turn(request.rid, self.num_tokens()):
             return True
-        if not self._window.ask(request.rid):
+        if not self._window.ask_for_attempt(request.rid):
             self._forget_questions(request)
             return False
         # The scheduler repeats the load's request with a fresh match in its next pass.
@@ -377,9 +377,9 @@ class LoadScheduler:
             request, num_ahead=num_ahead
         )
         question = _gain_of(request)
-        answer = self.agreement.ask(question, int(gains))
+        answer = self.agreement.ask_ranks(question, int(gains))
         if answer is not None:
-            self.agreement.forget(question)
+            self.agreement.forget_question(question)
         return answer != 0
 
     def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
@@ -445,7 +445,7 @@ class LoadScheduler:
         """A request was aborted, or none waits for the load that was begun."""
         self.leaves(request)
         self._forget_questions(request)
-        self._window.withdraw(request.rid)
+        self._window.withdraw_load(request.rid)
         self.unlock_loaded(request)
 
     def is_loading_or_waiting(self) -> bool:

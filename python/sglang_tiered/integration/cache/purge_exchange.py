@@ -46,7 +46,7 @@ class PurgeExchange:
         if not self._is_shared:
             for tenant in self.purges.waiting():
                 self._is_shared = True
-                agreement.share((agreement.agreed[0] + 1, *_as_floats(tenant)))
+                agreement.share_values((agreement.agreed[0] + 1, *_as_floats(tenant)))
         number, *parts = agreement.agreed
         if int(number) == self._num_applied:
             return []

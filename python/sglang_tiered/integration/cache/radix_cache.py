@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
 
 __all__ = ["TieredRadixCache", "register"]
 
@@ -134,7 +134,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     _observer: TierObserver | None = None
     _is_quiescing = False
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
-    purge_as_told: Callable[[bytes | None], object] | None = None  # once there is a scheduler
+    apply_remote_purge: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
     def __init__(self, params: CacheInitParams) -> None:
         self.purged_tenants = PurgedTenants()
@@ -290,7 +290,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.tiering is not None:
             self.tiering.loads.ended(request, num_loaded)
         if self.storage is not None and num_loaded > 0:
-            self.storage.accounting.loaded(host_indices[end - num_loaded : end])
+            self.storage.accounting.note_loaded(host_indices[end - num_loaded : end])
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         if self.tiering is not None:
@@ -319,7 +319,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._observer is not None:
-            self._observer.note(params.best_match_node)
+            self._observer.announce_node(params.best_match_node)
         if self.tiering is not None:
             self.tiering.loaded_back(params)
         return result
@@ -337,7 +337,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.tiering is not None:
             self.tiering.copies.copied()
         if host_indices is not None and self.storage is not None:
-            self.storage.accounting.written(host_indices)
+            self.storage.accounting.note_written(host_indices)
         return host_indices
 
     def _finish_write_through_ack(self, ack_id: int) -> None:
@@ -345,7 +345,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super()._finish_write_through_ack(ack_id)
         if self.tiering is not None and pending is not None:
             for node_id in pending.publish_node_ids:
-                self.tiering.residents.offer(node_id)
+                self.tiering.residents.offer_node(node_id)
 
     def write_backup_storage(self, node_id: int) -> None:
         """SGLang asks for the store of a node; the spiller decides when it is queued."""
@@ -369,7 +369,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.tiering.stores_ended()
         if self._observer is not None:
             for node_id in ended:
-                self._observer.note(node_id)
+                self._observer.announce_node(node_id)
 
     # ---- What leaves memory ----
 
@@ -383,7 +383,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return freed
         is_base = component_type is BASE_COMPONENT_TYPE
         if is_base:
-            self.tiering.residents.evicted(freed)
+            self.tiering.residents.note_eviction(freed)
         while freed < num_tokens and self.tiering.unlock_one(is_base=is_base):
             freed += super().evict_host(num_tokens - freed, component_type)
         return freed
@@ -391,13 +391,13 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _drain_host_frees(self, host_frees: dict[ComponentType, list[torch.Tensor]]) -> None:
         if self.storage is not None:
             for host_indices in host_frees.get(BASE_COMPONENT_TYPE, ()):
-                self.storage.accounting.freed(host_indices)
+                self.storage.accounting.note_freed(host_indices)
         super()._drain_host_frees(host_frees)
 
     def _record_dropped_tokens(self, dropped_tokens: int, reason: str) -> None:
         super()._record_dropped_tokens(dropped_tokens, reason)
         if self.storage is not None and dropped_tokens > 0:
-            self.storage.accounting.never_written(dropped_tokens)
+            self.storage.accounting.note_never_written(dropped_tokens)
 
     # ---- What requests left in the tree, and what is told of it ----
 
@@ -410,13 +410,13 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)
-            self.recent_requests.note(str(req.rid), selector)
+            self.recent_requests.note_request(str(req.rid), selector)
 
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()
         return events if self._observer is None else events + self._observer.take_events()
 
-    def tier_stats(self) -> TierStats:
+    def process_stats(self) -> ProcessStats:
         """A snapshot, for a cache that has a storage."""
         assert self.storage is not None
         return stats_of(self.storage, self.tiering)
@@ -545,7 +545,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._observer is not None:
             self._observer.tree_was_reset()
         if self.storage is not None:
-            self.storage.accounting.flushed()
+            self.storage.accounting.note_flushed()
             self.storage.tree_was_reset()
 
     @property

@@ -95,7 +95,7 @@ class RankAgreement:
         """The standing values as of the last exchange: the same on every rank."""
         return self._agreed
 
-    def share(self, values: Sequence[float]) -> tuple[float, ...]:
+    def share_values(self, values: Sequence[float]) -> tuple[float, ...]:
         """Say what this rank measures now; return what all ranks agreed on last.
 
         NaN is nothing to say: while every rank that counts says so, the agreed value stays.
@@ -110,7 +110,7 @@ class RankAgreement:
             )
         return self._agreed
 
-    def ask(self, question: Hashable, value: int) -> int | None:
+    def ask_ranks(self, question: Hashable, value: int) -> int | None:
         """The smallest value that any rank gave for a question; None until the next exchange.
 
         Ask again after a None; ``value`` counts only when the question is new, and the answer
@@ -123,7 +123,7 @@ class RankAgreement:
             self._questions.setdefault(question, value)
         return answer
 
-    def forget(self, question: Hashable) -> None:
+    def forget_question(self, question: Hashable) -> None:
         """The answer was used, or nobody will come back for it. Unknown questions are fine."""
         self._questions.pop(question, None)
         self._answers.pop(question, None)
@@ -152,20 +152,20 @@ class RankAgreement:
         self._is_boarding = False
         # Minima of other integers than these could not be added to.
         assert data.dtype == torch.int64 and operator == torch.distributed.ReduceOp.MIN
-        together = torch.cat([data, self.offer()])
+        together = torch.cat([data, self.values_to_send()])
         exchange(together, operator)
         data.copy_(together[: len(data)])
-        self.accept(together[len(data) :])
+        self.accept_values(together[len(data) :])
         assert_same("agreed on %s", self._agreed)
 
-    def offer(self) -> torch.Tensor:
+    def values_to_send(self) -> torch.Tensor:
         """What this rank sends. [values + questions] int64, to be reduced by minimum."""
         sent = [
             self._encode(value, rule) for value, rule in zip(self._own, self._rules, strict=True)
         ]
         return torch.tensor([*sent, *self._questions.values()], dtype=torch.int64)
 
-    def accept(self, reduced: torch.Tensor) -> None:
+    def accept_values(self, reduced: torch.Tensor) -> None:
         """What all ranks sent, reduced. [values + questions] int64."""
         received = reduced.tolist()
         num_values = len(self._rules)

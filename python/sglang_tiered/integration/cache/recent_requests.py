@@ -28,7 +28,7 @@ class RecentRequests:
         self._selectors: OrderedDict[str, Selector] = OrderedDict()
         self._num_tokens = 0
 
-    def note(self, rid: str, selector: Selector) -> None:
+    def note_request(self, rid: str, selector: Selector) -> None:
         self._drop(rid)
         self._selectors[rid] = selector
         self._num_tokens += len(selector.tokens)

@@ -127,7 +127,7 @@ class Spiller:
 
     # ---- What SGLang asks for ----
 
-    def offer(self, node_id: int, storage: TieredStorage) -> None:
+    def offer_node(self, node_id: int, storage: TieredStorage) -> None:
         """A node's host copy is complete: store it in its turn."""
         core = self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
@@ -138,7 +138,7 @@ class Spiller:
             self._queue_store(node_id)
             return
         for ancestor in path[:-1]:
-            self._queue.promote(ancestor.node_id)
+            self._queue.promote_node(ancestor.node_id)
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
@@ -148,12 +148,12 @@ class Spiller:
         self._wait(node_id, store, returned=returned)
 
     def _wait(self, node_id: int, store: NodeStore, *, returned: bool) -> None:
-        evicted = self._queue.add(node_id, store, returned=returned)
+        evicted = self._queue.add_node(node_id, store, returned=returned)
         if evicted is not None:
             self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
             self._locks.lock(node_id, node_id)
-            self._queue.pin(node_id, store.num_tokens)
+            self._queue.note_pin(node_id, store.num_tokens)
             self._limit_pins()
 
     def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
@@ -172,9 +172,9 @@ class Spiller:
             elif self._copies.is_being_copied(node_id):
                 continue
             elif self._queue.is_under_way(node_id):
-                self._queue.promote(node_id)
+                self._queue.promote_node(node_id)
             else:
-                self.offer(node_id, storage)
+                self.offer_node(node_id, storage)
 
     # ---- Every step ----
 
@@ -197,7 +197,7 @@ class Spiller:
             if not is_held:
                 self._remember(node_id, store)
         if ended:
-            self._queue.adapt(storage.gate.waited_s)
+            self._queue.adapt_limit(storage.gate.waited_s)
 
     def unlock_device(self) -> None:
         """SGLang has taken results of stores: what these kept on the device may go."""
@@ -211,7 +211,7 @@ class Spiller:
         loads_wait = bool(self._cache.ongoing_prefetch)
         num_stores = 0
         for _ in range(MAX_LOOKS_PER_STEP):
-            taken = self._queue.take(loads_wait=loads_wait)
+            taken = self._queue.take_next_node(loads_wait=loads_wait)
             if taken is None:
                 break
             num_stores += self._store(*taken, storage)
@@ -269,7 +269,7 @@ class Spiller:
         operation = self._queue_store(node_id)
         if operation is not None:
             store = NodeStore(hashes[-1], node.path_start, node.path_end, num_retries)
-            self._queue.began(operation, node_id, store)
+            self._queue.note_flight(operation, node_id, store)
 
     def _queue_store(self, node_id: int) -> int | None:
         """Queue a store now; the operation, or None if there is none: SGLang declined it, or the
@@ -302,7 +302,7 @@ class Spiller:
     def _announce(
         self, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
     ) -> None:
-        storage.gate.announce(
+        storage.gate.announce_store(
             hashes,
             num_tokens=node.path_end - node.path_start,
             prefix_tokens=chain_tokens,

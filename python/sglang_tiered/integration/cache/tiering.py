@@ -25,7 +25,7 @@ from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
 from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import SpillStats, tier_stats
+from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.rank_consensus import RankAgreement
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
 
@@ -48,7 +48,7 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
 
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
-    purge_as_told: Callable[[bytes | None], object] | None
+    apply_remote_purge: Callable[[bytes | None], object] | None
 
     @property
     def storage(self) -> TieredStorage | None:
@@ -130,7 +130,7 @@ class Tiering:
 
     def plan_load(self, call: Prefetch) -> Planned | None:
         """What SGLang shall load of a prefix; None for nothing, or not yet."""
-        self.warm.named(call.extra_key, call.cache_salt)
+        self.warm.name_keys(call.extra_key, call.cache_salt)
         storage = self._cache.storage
         return Planned(call, False) if storage is None else self.loads.plan(call, storage)
 
@@ -152,7 +152,7 @@ class Tiering:
         storage = self._cache.storage
         if storage is None or not self._cache.tree_core.is_backuped(node_id):
             return False
-        self.stores.offer(node_id, storage)
+        self.stores.offer_node(node_id, storage)
         return True
 
     def store_soon(self, path: Any) -> None:
@@ -186,8 +186,8 @@ class Tiering:
         # Between a purge and the next reset, keys carry marks that mean nothing later.
         if params.req is not None and path and not self._cache.purged_tenants:
             hashes = [core.get_last_hash_value(node.node_id) for node in path]
-            self.warm.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
-        self.residents.used(node_id)
+            self.warm.note_loaded_back(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
+        self.residents.note_use(node_id)
 
     def cost_to_bring_back(self, node_id: int, chain: str, num_tokens: int) -> float:
         """Seconds per token to have a chain again once it left host memory: a load if NVMe holds
@@ -205,7 +205,7 @@ class Tiering:
         return max(seconds, MIN_COST_S) / num_tokens
 
     def _store_ended(self, chain: str, num_tokens: int, is_held: bool) -> None:
-        self.residents.price(chain, self._cost(num_tokens, is_held=is_held))
+        self.residents.price_chain(chain, self._cost(num_tokens, is_held=is_held))
 
     def _waiting_stores(self) -> list[int]:
         return self.stores.queue.waiting()
@@ -233,7 +233,7 @@ class Tiering:
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
         """Put out of reach what other servers purged: with several ranks, on all in one step."""
-        purges, apply = storage.remote_purges, self._cache.purge_as_told
+        purges, apply = storage.remote_purges, self._cache.apply_remote_purge
         if purges is None or apply is None:
             return
         if self._purges is None or self._purges.purges is not purges:
@@ -263,23 +263,23 @@ class TierObserver:
     ) -> None:
         self._cache = cache
         self.events = TierEvents.of_cache(cache.tree_core, storage, params)
-        self.exporter = MetricsExporter(cache.tier_stats) if exports else None
+        self.exporter = MetricsExporter(cache.process_stats) if exports else None
 
     def attached(self, storage: TieredStorage) -> None:
         """An operator attached the tiers again: what counts from zero begins anew."""
         if self.exporter is not None:
-            self.exporter.read_from(self._cache.tier_stats)
+            self.exporter.read_from(self._cache.process_stats)
         if self.events is not None:
             self.events.use_tiers(tiers_of(storage))
 
-    def note(self, node_id: int) -> None:
+    def announce_node(self, node_id: int) -> None:
         """A node was stored, or matched and loaded."""
         if self.events is not None:
-            self.events.note(node_id)
+            self.events.announce_node(node_id)
 
     def take_events(self) -> list[Any]:
         """KV events since the last call."""
-        return [] if self.events is None else self.events.take()
+        return [] if self.events is None else self.events.take_events()
 
     def step(self) -> None:
         """A step of the scheduler. While the tiers are detached there is nothing to tell."""
@@ -295,12 +295,12 @@ class TierObserver:
             self.events.close()
 
 
-def stats_of(storage: TieredStorage, tiering: Tiering | None) -> TierStats:
+def stats_of(storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
     """A snapshot of a cache's tiers; without ``Tiering`` on a stage of a pipeline."""
     if tiering is None:
-        return tier_stats(storage)
+        return process_stats(storage)
     queue, copies = tiering.stores.queue, tiering.copies
     spill = SpillStats(
         queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
     )
-    return tier_stats(storage, tiering.planner.stats(), spill)
+    return process_stats(storage, tiering.planner.stats(), spill)

@@ -85,13 +85,15 @@ class ColdStart:
     def __init__(self, notes: Notes) -> None:
         remove_list(notes)
 
-    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None: ...
-    def named(self, extra_key: str | None, cache_salt: str | None) -> None: ...
+    def note_loaded_back(
+        self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]
+    ) -> None: ...
+    def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None: ...
     def tick(self) -> None: ...
     def tree_was_reset(self) -> None: ...
     def close(self) -> None: ...
 
-    def purge(self, tenant: bytes | None) -> None:
+    def purge_tenant(self, tenant: bytes | None) -> None:
         """There is nothing to wait for."""
 
 
@@ -110,7 +112,7 @@ class WarmHost:
             remove_list(notes)  # damaged, or of another format
         for chain in chains:
             self._unnamed.setdefault(chain.keys, []).append(chain)
-        self.named(None, None)
+        self.name_keys(None, None)
         self._loading: CacheRequestHandle | None = None
         self._num_begun = 0
         self.num_tokens_loaded = 0
@@ -119,7 +121,9 @@ class WarmHost:
 
     # ---- Noting ----
 
-    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None:
+    def note_loaded_back(
+        self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]
+    ) -> None:
         """``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were loaded
         back; ``prefixes`` are the last pages of the nodes before."""
         tokens = req.full_untruncated_fill_ids[:num_tokens]
@@ -128,16 +132,16 @@ class WarmHost:
             self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
             tenant_digest(req.extra_key, req.cache_salt),
         )
-        self._list.used(chain, content, prefixes=prefixes)
+        self._list.note_chain(chain, content, prefixes=prefixes)
 
-    def purge(self, tenant: bytes | None) -> Future[bool]:
+    def purge_tenant(self, tenant: bytes | None) -> Future[bool]:
         """A tenant, or None for all: neither loaded nor kept from now on. True once the file says
         nothing of it."""
 
         def belongs(chain: WarmChain) -> bool:
             return tenant in (None, chain.tenant)
 
-        self._list.forget(belongs)
+        self._list.forget_chains(belongs)
         self._waiting = deque(named for named in self._waiting if not belongs(named.chain))
         self._unnamed = {
             keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
@@ -148,7 +152,7 @@ class WarmHost:
 
     # ---- Loading ----
 
-    def named(self, extra_key: str | None, cache_salt: str | None) -> None:
+    def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None:
         """A request goes by these keys, so the chains that are kept under them can be loaded."""
         if self._unnamed:
             chains = self._unnamed.pop(tenant_digest(extra_key, cache_salt), ())

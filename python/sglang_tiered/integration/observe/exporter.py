@@ -15,7 +15,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.observe.transfer_stats import TransferStats
 
 __all__ = ["MetricsExporter", "samples"]
@@ -28,7 +28,7 @@ class MetricsExporter:
 
     def __init__(
         self,
-        read: Callable[[], TierStats | TransferStats],
+        read: Callable[[], ProcessStats | TransferStats],
         clock: Callable[[], float] = time.monotonic,
         metrics: Sequence[Metric] = METRICS,
     ) -> None:
@@ -51,7 +51,7 @@ class MetricsExporter:
             for metric in metrics
         }
 
-    def read_from(self, read: Callable[[], TierStats | TransferStats]) -> None:
+    def read_from(self, read: Callable[[], ProcessStats | TransferStats]) -> None:
         """From now on the statistics are those of tiers that were opened again."""
         self._read = read
         self._due = self._clock()  # before what begins at zero has grown past what was exported
@@ -76,7 +76,7 @@ class MetricsExporter:
 
 
 def samples(
-    metric: Metric, stats: TierStats | TransferStats
+    metric: Metric, stats: ProcessStats | TransferStats
 ) -> Iterator[tuple[tuple[str, ...], float]]:
     """Label values and value of each sample of one metric; none where there is no value."""
     value: Any = stats

@@ -1,4 +1,4 @@
-"""``TierStats``: everything the metric table reads, as one snapshot of one scheduler process."""
+"""``ProcessStats``: everything the metric table reads, as one snapshot of one scheduler process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
     "PlannerStats",
     "SpillStats",
     "TierReads",
-    "TierStats",
-    "tier_stats",
+    "ProcessStats",
+    "process_stats",
 ]
 
 
@@ -84,7 +84,7 @@ class PeerTierStats:
 
 
 @dataclass(frozen=True, slots=True)
-class TierStats:
+class ProcessStats:
     """The statistics of every part, and what admission made of the pages that were offered."""
 
     nvme: EngineStats
@@ -120,9 +120,9 @@ class SpillStats:
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
-def tier_stats(
+def process_stats(
     storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
-) -> TierStats:
+) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
     reads = {tier: planner.reads.get(tier, TierReads()) for tier in Tier}
@@ -134,7 +134,7 @@ def tier_stats(
         moved_here = stack.remote_stats(Tier.PEER)
         peers = cast("PeerStats", stack.remote[Tier.PEER].stats())
         beside = PeerTierStats(peers, moved_here, reads[Tier.PEER])
-    return TierStats(
+    return ProcessStats(
         nvme=stack.nvme.stats(),
         host=storage.accounting,
         spill=spill or SpillStats(),

@@ -79,7 +79,7 @@ class StoreGate:
         """What the write budget leaves for now; None without one."""
         return self._admission.budget_bytes
 
-    def announce(
+    def announce_store(
         self,
         hashes: Sequence[str],
         *,
@@ -88,14 +88,14 @@ class StoreGate:
         tenant: bytes = UNKNOWN_TENANT,
     ) -> None:
         """The store of a node's KV pages is about to be queued (scheduler thread)."""
-        self._pending.announce(
+        self._pending.announce_store(
             hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
         )
 
-    def purge(self, tenant: bytes | None) -> None:
+    def purge_tenant(self, tenant: bytes | None) -> None:
         """What a tenant (None: every one) has queued, or has not stored yet of the operation under
         way, is dropped. The caller holds ``lock``."""
-        self._pending.purge(tenant)
+        self._pending.purge_tenant(tenant)
         if tenant is None or tenant == self.tenant:
             self._num_admitted = 0
 
@@ -120,7 +120,7 @@ class StoreGate:
 
         Pages that still wait are not queued twice: from now on they count as part of it.
         """
-        if not hashes or self._pending.lengthen(hashes[0], prefix_tokens):
+        if not hashes or self._pending.lengthen_chain(hashes[0], prefix_tokens):
             return False
         return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
 
@@ -133,7 +133,7 @@ class StoreGate:
         if not hashes:
             return 0
         if not self._continues(hashes, is_kv=is_kv):
-            store = self._pending.take(hashes)
+            store = self._pending.take_store(hashes)
             self.tenant = UNKNOWN_TENANT if store is None else store.tenant or UNKNOWN_TENANT
             if store is not None and store.tenant is None:
                 self._begin(store.hashes, 0)

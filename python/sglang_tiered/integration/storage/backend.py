@@ -360,7 +360,7 @@ class TieredStorage(ZeroCopyStorage):
         """Hide the pages of a tenant, or all, and let none on its way land; ``was_told``: another
         server did so first. Memory only, any thread."""
         with self.gate.lock:
-            self.gate.purge(tenant)
+            self.gate.purge_tenant(tenant)
             if self._search is None or not self.stack.remote:
                 return self.stack.begin_purge(tenant, was_told=was_told, tells_peers=tells_peers)
             # In the bucket and the index a purge is of a namespace.
@@ -546,7 +546,7 @@ class TieredStorage(ZeroCopyStorage):
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self.transfers.load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
+        return self.transfers.load_pages(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
@@ -567,12 +567,12 @@ class TieredStorage(ZeroCopyStorage):
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
                 self._storing = job = self.stack.submit_store(run)
         if job is not None:
-            stored = self.transfers.finish(job)
+            stored = self.transfers.wait_for(job)
             self._storing = None
         stored += [False] * (len(hashes) - admitted)
         if is_kv and not dropping:  # or the flush counts them
             why = None if suspended else self.gate.dropped_as
-            self.accounting.stored(host_indices, store_outcomes(stored, admitted, why))
+            self.accounting.note_stored(host_indices, store_outcomes(stored, admitted, why))
         return stored
 
     def _pool(self, name: PoolName) -> Any:

@@ -55,7 +55,7 @@ class TierTransfers:
         """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
         self._planner = planner
         self._stack.observe(planner)
-        self.probe([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
+        self.probe_tier([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
 
     def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
         """Loads of these pages come next, and they are a tenant's: what a remote tier serves of
@@ -67,14 +67,14 @@ class TierTransfers:
             while len(self._tenants) > MAX_EXPECTED_PAGES:
                 self._tenants.popitem(last=False)
 
-    def finish(self, job: Job) -> list[bool]:
+    def wait_for(self, job: Job) -> list[bool]:
         """Wait; which pages succeeded."""
         job.wait()
         return job.ok
 
-    def load(self, run: Run, first_hash: str) -> list[bool]:
+    def load_pages(self, run: Run, first_hash: str) -> list[bool]:
         """Read pages for a request; the planner learns from it."""
-        return self.finish(self._begin(run, first_hash))
+        return self.wait_for(self._begin(run, first_hash))
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares ours. Any thread."""
@@ -96,13 +96,13 @@ class TierTransfers:
         """Read from one tier; the planner learns from it if it takes so long or longer."""
         begun = time.monotonic()
         read = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
-        served = self.finish(submit(run))
+        served = self.wait_for(submit(run))
         if self._planner is not None and read is not None:
             is_informative = time.monotonic() - begun >= min_informative_s
             self._planner.end_read(read, is_complete=all(served) and is_informative)
         return served
 
-    def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
+    def probe_tier(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
         """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
         max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_FAR_PROBE_BYTES
         hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]

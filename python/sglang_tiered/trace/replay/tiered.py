@@ -189,7 +189,7 @@ class TieredStack(RadixStack):
             if not self._window.is_put_off(job):
                 totals.loads_put_off += 1
                 self.num_put_off += 1
-            self._window.put_off(job, num_tokens)
+            self._window.put_off_load(job, num_tokens)
             job.load_start, job.load_stop = start, start  # nothing yet
             job.ready_s = float("inf")
             return
@@ -247,7 +247,7 @@ class TieredStack(RadixStack):
 
     def _withdraw(self, job: Job) -> None:
         if self._window.is_put_off(job):
-            self._window.withdraw(job)
+            self._window.withdraw_load(job)
             self.num_put_off -= 1
 
     def retry(self, jobs: Sequence[Job], now_s: float) -> None:
@@ -268,14 +268,14 @@ class TieredStack(RadixStack):
     # ---- Host tier ----
 
     def _make_more_room(self) -> bool:
-        chain = self._residents.evict()
+        chain = self._residents.evict_chain()
         if chain is None:
             return False
         self._unpin(self._resident_chains.pop(chain))
         return True
 
     def _note_host_evicted(self, num_tokens: int) -> None:
-        self._residents.evicted(num_tokens)
+        self._residents.note_eviction(num_tokens)
 
     def _note_stored_chain(self, units: Sequence[int], num_tokens: int) -> None:
         if units:
@@ -292,7 +292,7 @@ class TieredStack(RadixStack):
 
     def _offer(self, units: Sequence[int], num_tokens: int) -> None:
         chain = units[-1]
-        offer = self._residents.offer(chain, num_tokens)
+        offer = self._residents.offer_chain(chain, num_tokens)
         for dismissed in offer.dismissed:
             self._unpin(self._resident_chains.pop(dismissed))
         if offer.accepted:

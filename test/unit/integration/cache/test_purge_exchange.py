@@ -47,7 +47,7 @@ class Rank:
 
     def stores(self, tenant: bytes) -> bool:
         """Whether a page of the tenant is let through."""
-        self.gate.announce([PAGE], num_tokens=64, prefix_tokens=64, tenant=tenant)
+        self.gate.announce_store([PAGE], num_tokens=64, prefix_tokens=64, tenant=tenant)
         return self.gate.num_admitted([PAGE], is_kv=True) == 1
 
 
@@ -58,9 +58,11 @@ def make_ranks(number: int) -> list[Rank]:
 def step(ranks: list[Rank]) -> None:
     """What every rank does in a scheduler step."""
     if len(ranks) > 1:
-        reduced = functools.reduce(torch.minimum, [rank.agreement.offer() for rank in ranks])
+        reduced = functools.reduce(
+            torch.minimum, [rank.agreement.values_to_send() for rank in ranks]
+        )
         for rank in ranks:
-            rank.agreement.accept(reduced.clone())
+            rank.agreement.accept_values(reduced.clone())
     for rank in ranks:
         rank.act()
 
@@ -98,7 +100,7 @@ def test_an_operation_that_was_admitted_before_goes_no_further() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     pages = [f"{number:064x}" for number in range(4)]
-    rank.gate.announce(pages, num_tokens=256, prefix_tokens=256, tenant=A)
+    rank.gate.announce_store(pages, num_tokens=256, prefix_tokens=256, tenant=A)
     assert rank.gate.num_admitted(pages[:2], is_kv=True) == 2
     rank.told(A)
     assert rank.gate.num_admitted(pages[2:], is_kv=True) == 0

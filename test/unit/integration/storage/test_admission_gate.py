@@ -47,7 +47,7 @@ class Tier:
         self, pages: Sequence[str], prefix_tokens: int = 64, *, waits_s: float = 0.0
     ) -> None:
         """Queue an operation, and let it wait before the storage thread comes to it."""
-        self.gate.announce(pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens)
+        self.gate.announce_store(pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens)
         self.clock.now += waits_s
 
     def wait(self, seconds: float) -> None:
@@ -249,7 +249,7 @@ def test_level_is_logged_when_it_changes_and_at_most_once_a_minute(
 def test_an_operation_carries_its_tenant_and_one_nobody_announced_none() -> None:
     tier = Tier()
     pages = hashes(*"abc")
-    tier.gate.announce(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
     assert tier.store(pages) == 3 and tier.gate.tenant == b"a" * 16
     assert tier.store(hashes(*"xy")) == 2 and tier.gate.tenant == UNKNOWN_TENANT
 
@@ -258,21 +258,21 @@ def test_an_operation_carries_its_tenant_and_one_nobody_announced_none() -> None
 def test_what_a_purged_tenant_has_queued_is_not_stored(tenant: bytes | None) -> None:
     tier = Tier()
     mine, other = hashes(*"abc"), hashes(*"xyz")
-    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
-    tier.gate.announce(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
-    tier.gate.purge(tenant)
+    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
+    tier.gate.purge_tenant(tenant)
     assert tier.store(mine, is_kv=False) == tier.store(mine) == 0
     assert tier.store(other) == (0 if tenant is None else 3)
-    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
     assert tier.store(mine) == 3, "what comes after the purge is stored"
 
 
 def test_an_operation_under_way_ends_with_the_purge_of_its_tenant() -> None:
     tier = Tier()
     pages = hashes(*range(300))
-    tier.gate.announce(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
+    tier.gate.announce_store(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
     assert tier.store(pages[:128]) == 128
-    tier.gate.purge(b"b" * 16)
+    tier.gate.purge_tenant(b"b" * 16)
     assert tier.store(pages[128:256]) == 128
-    tier.gate.purge(b"a" * 16)
+    tier.gate.purge_tenant(b"a" * 16)
     assert tier.store(pages[256:]) == 0

@@ -23,7 +23,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 from sglang_tiered.integration.identity.tenants import PurgedTenants, key_of_request, tenant_digest
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.admission import Outcome
@@ -194,7 +194,7 @@ def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> N
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)
         tenant = purged.tenant_of(key, "salt")
-        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
+        storage.gate.announce_store(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
     assert is_true(storage.begin_purge(tenant_digest("acme", "salt")), 20.0)
     assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
@@ -220,10 +220,10 @@ def test_dropped_pages_are_answered_false_and_never_touched(
     pool = make_pool(0)
     storage = make.open(pool)
     gate_that_admits(monkeypatch, storage, 0, 2)
-    before = tier_stats(storage)
+    before = process_stats(storage)
     keys = hashes("a", "b", "c")
     assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
-    assert tier_stats(storage) == before
+    assert process_stats(storage) == before
     assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
     expected = pool.buffer.clone()
     assert storage.batch_exists(keys) == 2
@@ -247,9 +247,9 @@ def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) ->
     storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
     for first in range(0, 24, 8):
         keys = hashes(*(str(number) for number in range(first, first + 8)))
-        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
+        storage.gate.announce_store(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
         storage.batch_set_v1(keys, slots(*range(8)))
-    stats = tier_stats(storage)
+    stats = process_stats(storage)
     num_pages = stats.nvme.num_pages
     assert 8 <= num_pages < 12
     assert stats.nvme.bytes_written <= 4 * MiB
@@ -261,7 +261,7 @@ def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) ->
 
 def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
     storage = make.open(make_pool(0))
-    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    storage.gate.announce_store(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
     storage.tree_was_reset()
     assert len(storage.gate._pending) == 0
 

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.promises import is_true
@@ -93,7 +93,9 @@ def open_side(
 
 def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENANT) -> None:
     storage = side.storage
-    storage.gate.announce(keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant)
+    storage.gate.announce_store(
+        keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant
+    )
     transfer = PoolTransfer(PoolName.SWA, host_indices=pages, keys=keys)
     assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True] * len(keys)}
     assert storage.batch_set_v1(keys, pages) == [True] * len(keys)
@@ -118,10 +120,10 @@ def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
             found, expected = b.pools[name].buffer, a.pools[name].buffer
             assert torch.equal(found[:, target], expected[:, source])
     until(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
-    stats = tier_stats(b.storage).peer
+    stats = process_stats(b.storage).peer
     assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
     assert stats.tier.num_peers == 1
-    assert tier_stats(a.storage).peer.tier.num_served == 6
+    assert process_stats(a.storage).peer.tier.num_served == 6
 
 
 def test_what_the_other_holds_is_not_kept_here(
@@ -154,7 +156,7 @@ def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
     until(lambda: b.storage.num_kept(keys) == 0, "still there")
     until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
     assert b.storage.num_kept(other) == 1
-    b.storage.gate.announce(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
+    b.storage.gate.announce_store(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
     assert b.storage.batch_set_v1(keys, slots(0, 1)) == [False] * 2, "memory may still hold it"
     store(b, hashes("new"), slots(3), tenant=b"b" * 16)
 

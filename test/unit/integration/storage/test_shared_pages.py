@@ -21,7 +21,7 @@ from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, ObjectConfig, Tie
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import Tier
@@ -201,7 +201,7 @@ def test_pages_are_stored_once_and_loaded_by_every_rank(ranks: Ranks) -> None:
 def test_a_server_with_another_number_of_ranks_finds_the_pages(ranks: Ranks) -> None:
     for number in (1, 3, 2, 1):
         storages = ranks.open(*(latent_pool(1) for _ in range(number)))
-        if number == 1 and not tier_stats(storages[0]).nvme.num_pages:
+        if number == 1 and not process_stats(storages[0]).nvme.num_pages:
             store(storages)
         assert [load(storage) for storage in storages] == [[True] * 3] * number
         ranks.close()
@@ -303,13 +303,13 @@ def test_of_ranks_that_share_pages_one_is_a_peer_of_other_servers(
         pools = [latent_pool(), latent_pool()]
         first, second = ranks.open(*pools, index=index)
         deadline = time.monotonic() + TIMEOUT_S
-        while first.batch_exists(KEYS) < 3 or not tier_stats(other).peer.tier.num_peers:
+        while first.batch_exists(KEYS) < 3 or not process_stats(other).peer.tier.num_peers:
             assert time.monotonic() < deadline
         assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
         assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
         assert load(second) == [True] * 3
         assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
-        assert tier_stats(other).peer.tier.num_peers == 1
+        assert process_stats(other).peer.tier.num_peers == 1
         assert second.remote_purges is not None, "the first rank's news reach it"
         ranks.close()
 
