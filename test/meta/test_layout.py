@@ -16,17 +16,24 @@ SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 MAX_WORDS = 8
 # Of test/: those whose tests have names of so few words. The rest has yet to be renamed.
 SHORT_NAMED = (
+    "async_platform",
     "fault",
+    "gpu",
+    "integration",
     "kernels",
     "meta",
     "property",
     "soak",
     "unit/benchmark",
     "unit/codecs",
+    "unit/integration",
     "unit/kernels",
     "unit/kit",
+    "unit/policy",
+    "unit/sharing",
     "unit/tools",
     "unit/trace",
+    "unit/transfer",
     "unit/wire",
 )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_recent_requests_are_bounded_by_number_and_by_tokens(
+def test_recent_requests_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recent_requests, "_MAX_REQUESTS", 3)

@@ -104,7 +104,7 @@ def test_purge_is_durable_once_the_list_forgot(
     assert not tier.tenants()
 
 
-def test_a_full_disk_leaves_no_list_rather_than_one_that_names_a_purged_tenant(
+def test_a_full_disk_removes_a_purged_tenants_list(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(name: str, data: bytes) -> None:
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_no_list_rather_than_one_that_names_a_purged_tenant(
     assert finished(tier.host.purge_tenant(None))
 
 
-def test_a_list_that_cannot_be_changed_keeps_the_purge_from_being_durable_until_it_can(
+def test_an_unwritable_list_fails_the_purge_and_retries(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -140,7 +140,7 @@ def test_the_list_holds_no_key_and_no_salt(tier: Tier) -> None:
     assert b"acme" not in data and b"s3cret" not in data and b"other" not in data
 
 
-def test_a_tenants_prompts_are_loaded_once_a_request_has_named_its_keys(tier: Tier) -> None:
+def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
     again = Tier(tier.directory)
     assert again.load_all() == [(None, None)]
     again.host.name_keys("acme", "wrong")
@@ -154,7 +154,7 @@ def test_a_tenants_prompts_are_loaded_once_a_request_has_named_its_keys(tier: Ti
     again.host.close()
 
 
-def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_a_list_with_keys_is_removed_at_start(tmp_path: Path) -> None:
     first = {"version": 1, "chains": [{"tokens": bytes(512), "extra_key": "acme"}]}
     (tmp_path / WARM_NAME).write_bytes(seal(first))
     (tmp_path / (WARM_NAME + TEMPORARY_SUFFIX)).write_bytes(b"acme")
@@ -164,9 +164,7 @@ def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> 
     tier.host.close()
 
 
-def test_without_the_flag_the_list_of_an_earlier_run_goes(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_an_earlier_list_goes(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_list(tier.notes)
     assert not tier.path.exists()
     remove_list(tier.notes)

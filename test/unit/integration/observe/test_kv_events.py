@@ -220,7 +220,7 @@ def test_a_sick_tier_withdraws_what_it_announced(made: Made) -> None:
     assert stored(made.events.take_events()) == blocks
 
 
-def test_flush_leaves_the_router_without_what_the_disk_kept(made: Made) -> None:
+def test_flush_announces_again_what_the_disk_kept(made: Made) -> None:
     """SGLang's event for a flush clears all media."""
     node = made.core.add(0, range(8))
     made.disk.keys.update(made.core.keys(node))
@@ -344,7 +344,7 @@ def test_sick_engine_in_the_middle_of_a_lookup() -> None:
     assert engine_holds(engine)([b"a", b"b", b"c"]) is None
 
 
-def test_a_sick_bucket_is_no_bucket_that_lost_its_pages() -> None:
+def test_a_sick_bucket_has_not_lost_its_pages() -> None:
     """Its pages are told to be gone, and told of again when it is well."""
     core, bucket = Core(), SharedTier()
     stack = SimpleNamespace(nvme=MemoryEngine(1 << 20), bucket=bucket)

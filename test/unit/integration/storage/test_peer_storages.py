@@ -101,7 +101,7 @@ def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENA
     assert storage.batch_set_v1(keys, pages) == [True] * len(keys)
 
 
-def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
+def test_every_pool_comes_from_peers_bit_for_bit(
     open_side: Callable[[str, int | None], Side],
 ) -> None:
     a, b = open_side("a", 7), open_side("b", None)
@@ -143,7 +143,7 @@ def test_what_the_other_holds_is_not_kept_here(
     assert b.storage.num_kept(keys) == 2
 
 
-def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
+def test_a_purge_reaches_peers_and_blocks_their_stores(
     open_side: Callable[[str, int | None], Side],
 ) -> None:
     a, b = open_side("a", 7), open_side("b", 7)
@@ -177,7 +177,7 @@ def test_after_a_weight_update_nothing_is_shared(
     assert b.storage.lookup_leading(keys) == 0
 
 
-def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
+def test_purge_before_weights_are_read_reaches_peers_later(
     open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the index and the bucket a purge is of a namespace, which nobody knows yet."""
