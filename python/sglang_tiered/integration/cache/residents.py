@@ -14,7 +14,7 @@ __all__ = ["Residents"]
 
 
 class ResidentCache(LockingCache, Protocol):
-    """What this asks of SGLang's cache."""
+    """The part of SGLang's cache that this uses."""
 
     tree_core: Any
 
@@ -40,8 +40,8 @@ class Residents:
         return self._set.num_tokens
 
     def offer_node(self, node_id: int) -> None:
-        """A node was copied to host memory or loaded back: pin the chain that ends in it, if it is
-        to stay."""
+        """Pin the chain that ends in a node, if it is to stay: the node was copied to host memory
+        or loaded back."""
         if not self._core.is_backuped(node_id):
             return
         chain = self._core.get_last_hash_value(node_id)
@@ -56,14 +56,15 @@ class Residents:
             self._pins.lock(chain, node_id)
 
     def note_use(self, node_id: int) -> None:
-        """A chain was loaded back. A longer prompt uses the resident that its prefix is."""
+        """Note that a chain was loaded back. A longer prompt uses the residents among its
+        prefixes."""
         for node in self._core.collect_path_info([node_id])[0]:
             if self._core.get_last_hash_value(node.node_id) in self._set:
                 self.offer_node(node.node_id)
         self.offer_node(node_id)
 
     def price_chain(self, chain: str, cost: float) -> None:
-        """What a token of a chain costs to bring back from now on, if it is a resident."""
+        """Set what a token of a chain costs to bring back, if it is a resident."""
         self._set.price_chain(chain, cost)
 
     def note_eviction(self, num_tokens: int) -> None:
@@ -79,6 +80,6 @@ class Residents:
         return True
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Forget all residents: the tree was emptied."""
         self._set.clear()
         self._pins.clear()
