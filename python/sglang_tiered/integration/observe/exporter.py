@@ -24,7 +24,7 @@ INTERVAL_S = 1.0
 
 
 class MetricsExporter:
-    """One per table and scheduler process; used on one thread. ``read`` must not block."""
+    """Exports one table of one scheduler process, on one thread. ``read`` must not block."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class MetricsExporter:
         }
 
     def read_from(self, read: Callable[[], ProcessStats | TransferStats]) -> None:
-        """From now on the statistics are those of tiers that were opened again."""
+        """Read from now on the statistics of tiers that were opened again."""
         self._read = read
         self._due = self._clock()  # before what begins at zero has grown past what was exported
 
@@ -78,7 +78,7 @@ class MetricsExporter:
 def samples(
     metric: Metric, stats: ProcessStats | TransferStats
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Label values and value of each sample of one metric; none where there is no value."""
+    """Yield label values and value of each sample of one metric; nothing without a value."""
     value: Any = stats
     for name in metric.field.split("."):
         value = None if value is None else getattr(value, name)

@@ -1,6 +1,6 @@
-"""``TierTransfers``: jobs of the tiers as SGLang's storage threads want them, begun and waited for.
+"""``TierTransfers``: begins jobs of the tiers for SGLang's storage threads, and waits for them.
 
-Tells the planner of every read, and measures a tier on order.
+Tells the planner of every read, and measures a tier when asked.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ReadPlanner(ReadObserver, Protocol):
     far_deadline_s: float
 
     def far_order(self) -> Sequence[Tier]:
-        """The tiers beyond NVMe, the one first that takes less for a typical load."""
+        """Return the tiers beyond NVMe, the fastest for a typical load first."""
         ...
 
 
 class TierTransfers:
-    """One per storage."""
+    """Carries out the transfers of one storage."""
 
     def __init__(self, stack: TierStack, page_bytes: int) -> None:
         self._stack = stack
@@ -58,8 +58,8 @@ class TierTransfers:
         self.probe_tier([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
 
     def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
-        """Loads of these pages come next, and they are a tenant's: what a remote tier serves of
-        them is kept on NVMe under its name. Scheduler thread."""
+        """Name the tenant of pages that are loaded next, so that what a remote tier serves of them
+        is kept on NVMe under its name. Scheduler thread."""
         if not self._stack.remote:
             return
         with self._lock:
@@ -68,7 +68,7 @@ class TierTransfers:
                 self._tenants.popitem(last=False)
 
     def wait_for(self, job: Job) -> list[bool]:
-        """Wait; which pages succeeded."""
+        """Wait for a job; return which pages succeeded."""
         job.wait()
         return job.ok
 
@@ -77,13 +77,13 @@ class TierTransfers:
         return self.wait_for(self._begin(run, first_hash))
 
     def begin_for_others(self, run: Run) -> Job:
-        """Begin to read pages for a rank that shares ours. Any thread."""
+        """Begin to read pages for a rank that shares those of this one. Any thread."""
         if not self._stack.remote:
             return self._stack.nvme.submit_load(run)
         return self._begin(run, run.keys[0].hex())
 
     def _begin(self, run: Run, first_hash: str) -> Job:
-        """Which tells the planner of each tier."""
+        """Begin a load; the stack tells the planner of each tier's reads."""
         planner = self._planner
         deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
@@ -125,7 +125,7 @@ class TierTransfers:
         if tier is Tier.NVME:
             read_in_steps(read, len(hashes))
         else:
-            read(len(hashes), 0.0)  # once: somebody pays for it
+            read(len(hashes), 0.0)  # once: such reads cost money, or time of another server
 
 
 def read_in_steps(
