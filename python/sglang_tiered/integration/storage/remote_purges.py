@@ -3,7 +3,8 @@
 Another server's purge arrives on a thread of the peer tier, and counts as applied once that thread
 is done with it: from then on others take pages of this server again. So that thread hides the
 tenant in the tiers. Device and host memory belong to the scheduler: until it has put their pages of
-the tenant out of reach, the gate stores none of them. """
+the tenant out of reach, the gate stores none of them.
+"""
 
 from __future__ import annotations
 
