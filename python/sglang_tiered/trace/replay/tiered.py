@@ -196,12 +196,12 @@ class TieredStack(RadixStack):
         self._load(job, start, stop, now_s)
 
     def _num_ahead(self, now_s: float) -> int:
-        """Tokens of loads that are not done."""
+        """Return the tokens of loads that are not done."""
         rate = self._hardware.nvme_read_bytes_per_s
         return int(self._disk.wait_s(now_s) * rate / self._bytes_per_token)
 
     def _probe(self, now_s: float) -> None:
-        """A tier that nothing has measured for long is measured before it is declined for ever."""
+        """Measure a tier that was not measured for long, before it is declined for ever."""
         if now_s - self._measured_at_s >= STALE_AFTER_S:
             num_bytes = self._unit_tokens * self._bytes_per_token
             begin_s, end_s = self._disk.load(now_s, num_bytes)
