@@ -1,7 +1,7 @@
 """``gc``: what a store could give back. Plans only, unless told to delete.
 
 Deletes under the locks a server would take, after planning under them, and nothing but files of
-ours: region files, and what processes leave behind when they die.
+the store: region files, and what processes leave behind when they die.
 """
 
 from __future__ import annotations
