@@ -68,7 +68,7 @@ class Residents:
         self._set.price_chain(chain, cost)
 
     def note_eviction(self, num_tokens: int) -> None:
-        """The tier evicted others."""
+        """Note that the tier evicted so many tokens of others."""
         self._set.note_eviction(num_tokens)
 
     def dismiss_one(self) -> bool:

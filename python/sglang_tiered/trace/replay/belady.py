@@ -34,7 +34,7 @@ __all__ = ["BeladyStack", "MinCache", "RunCursor"]
 
 
 class RunCursor:
-    """The next uses of the requests, in their order, for all servers of a replay."""
+    """Holds the next uses of the requests, in their order, for all servers of a replay."""
 
     def __init__(self, runs: Iterator[list[tuple[int, int]]]) -> None:
         self._runs = runs
@@ -88,7 +88,7 @@ class MinCache:
 
 
 class BeladyStack:
-    """The caches of one server. Requests are taken in the order of their arrival."""
+    """Models the caches of one server. Requests are taken in the order of their arrival."""
 
     num_put_off = 0
 

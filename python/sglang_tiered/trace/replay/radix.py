@@ -79,7 +79,7 @@ class RadixStack(ABC):
 
     @abstractmethod
     def _admitted(self, store: Store, now_s: float) -> int:
-        """Leading units of a store that NVMe takes, as it comes to it."""
+        """Count the leading units of a store that NVMe takes when its turn comes."""
 
     @abstractmethod
     def _write(self, units: Sequence[int], lengths: Sequence[int]) -> None:

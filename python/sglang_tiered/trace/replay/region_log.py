@@ -180,7 +180,8 @@ class RegionLog:
 
     @staticmethod
     def _largest(most: int, fits: Callable[[int], bool]) -> int:
-        """The largest number from 0 to ``most`` that fits; every smaller one then does too."""
+        """Return the largest number from 0 to ``most`` that fits; every smaller one then does
+        too."""
         if most <= 0 or fits(most):
             return max(0, most)
         return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

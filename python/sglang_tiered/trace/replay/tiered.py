@@ -47,7 +47,7 @@ OBSERVED_OF = 16
 
 
 def page_keys(units: Sequence[int]) -> list[bytes]:
-    """Keys of 16 bytes for ``TouchMemory``, which wants them mixed well."""
+    """Return keys of 16 bytes for ``TouchMemory``, which wants them mixed well."""
     numbers = np.array(units, np.uint64)
     mixed = np.empty((len(units), 2), np.uint64)
     for column, multiplier in enumerate((0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)):
