@@ -141,7 +141,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
     tier = Tier(num_dirty + (num_steps + 1) * num_offers)
     tier.takes_stores = False
     for _ in range(num_dirty):
-        tier.spiller.offer(tier.new_node(), tier)  # type: ignore[arg-type]
+        tier.spiller.offer_node(tier.new_node(), tier)  # type: ignore[arg-type]
     tier.takes_stores = True
     if state == "loads waiting":
         tier.ongoing_prefetch = dict.fromkeys(range(1000), 64)
@@ -152,7 +152,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
         nodes = [tier.new_node() for _ in range(num_offers)]
         begun = time.thread_time()
         for node in nodes:
-            tier.spiller.offer(node, tier)  # type: ignore[arg-type]
+            tier.spiller.offer_node(node, tier)  # type: ignore[arg-type]
         offered = time.thread_time()
         tier.spiller.step(tier)  # type: ignore[arg-type]
         ended = time.thread_time()

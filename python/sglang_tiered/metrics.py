@@ -24,7 +24,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One exported series. ``field`` is a dotted path to an attribute of ``TierStats``, or of
+    """One exported series. ``field`` is a dotted path to an attribute of ``ProcessStats``, or of
     ``TransferStats`` in the second table. A part of it that is None gives no sample."""
 
     name: str

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_NEW = 24
 
 
-def test_a_server_with_graphs_sends_its_mixed_batches_through_the_kernels(tmp_path: Path) -> None:
+def test_mixed_batches_with_graphs_run_through_the_kernels(tmp_path: Path) -> None:
     """In bfloat16 a batch's shape may flip a token, so tokens are not compared here: the kernels'
     parity has tests of its own, and greedy equality is proven on the CPU platform in float32."""
     make_model = ROOT / "scripts" / "make_demo_model.py"

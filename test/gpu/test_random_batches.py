@@ -70,7 +70,7 @@ def test_a_random_batch_matches_under_every_schedule(dtypes: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=["bf16", "fp16", "e4m3"]
 )
-def test_random_pages_come_back_and_no_other_is_touched(
+def test_random_pages_return_without_touching_others(
     dtype: torch.dtype, layout: SlabLayout
 ) -> None:
     source = random.Random(0)

@@ -14,22 +14,17 @@ MAX_LINES = 600
 # A name that says nothing gathers everything.
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 MAX_WORDS = 8
-# Of test/: those whose tests have names of so few words. The rest has yet to be renamed.
 SHORT_NAMED = (
+    "async_platform",
     "contract",
     "fault",
+    "gpu",
+    "integration",
     "kernels",
     "meta",
     "property",
     "soak",
-    "unit/benchmark",
-    "unit/codecs",
-    "unit/kernels",
-    "unit/kit",
-    "unit/storage",
-    "unit/tools",
-    "unit/trace",
-    "unit/wire",
+    "unit",
 )
 
 

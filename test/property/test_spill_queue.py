@@ -50,31 +50,31 @@ class SpillMachine(RuleBasedStateMachine):
     def add(self, size: int, returned: bool, pin: bool) -> None:
         self.number += 1
         self.sizes[self.number] = size
-        evicted = self.queue.add(self.number, store(size), returned=returned)
+        evicted = self.queue.add_node(self.number, store(size), returned=returned)
         if evicted is not None:
             self.leave(evicted, "evicted")
         if pin:
-            self.queue.pin(self.number, size)
+            self.queue.note_pin(self.number, size)
             self.pinned.add(self.number)
 
     @rule(which=st.integers(0, 30), returned=st.booleans())
     def use_again(self, which: int, returned: bool) -> None:
         for node in sorted(self.waiting())[which : which + 1]:
             if returned:
-                assert self.queue.add(node, store(self.sizes[node]), returned=True) is None
+                assert self.queue.add_node(node, store(self.sizes[node]), returned=True) is None
             else:
-                self.queue.promote(node)
+                self.queue.promote_node(node)
 
     @rule(which=st.integers(0, 30))
     def discard(self, which: int) -> None:
         for node in sorted(self.waiting())[which : which + 1]:
-            assert self.queue.discard(node)
+            assert self.queue.discard_node(node)
             self.leave(node, "discarded")
 
     @rule(loads_wait=st.booleans())
     def take(self, loads_wait: bool) -> None:
         before = self.queue.flight_tokens
-        taken = self.queue.take(loads_wait=loads_wait)
+        taken = self.queue.take_next_node(loads_wait=loads_wait)
         if taken is None:
             # Nobody starves: with nothing in flight and no loads, whoever waits is taken.
             assert self.flights or loads_wait or not self.waiting()
@@ -85,7 +85,7 @@ class SpillMachine(RuleBasedStateMachine):
         num_flights = len(self.flights)
         assert num_flights < spill.MIN_FLIGHTS or before + size <= self.queue.limit_tokens
         self.flights.append((node, size))
-        self.queue.began(node, node, store(size))
+        self.queue.note_flight(node, node, store(size))
 
     @precondition(lambda self: self.flights)
     @rule(waited_s=st.floats(0, 3))
@@ -93,7 +93,7 @@ class SpillMachine(RuleBasedStateMachine):
         node, _ = self.flights.popleft()
         ended = self.queue.pop_ended([each for each, _ in self.flights])
         assert [flight.node for flight in ended] == [node]
-        self.queue.adapt(waited_s)
+        self.queue.adapt_limit(waited_s)
 
     @rule()
     def unpin(self) -> None:

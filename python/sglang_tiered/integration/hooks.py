@@ -348,7 +348,7 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         return result
     state: dict[str, Any] = {"host_tokens": cache.cache_controller.mem_pool_host.logical_size}
     if cache.storage is not None:
-        stats = cache.tier_stats()
+        stats = cache.process_stats()
         for metric in METRICS:
             for labels, value in samples(metric, stats):
                 state[":".join((metric.name, *labels))] = value

@@ -16,15 +16,15 @@ RESIDENT_SHARE = 1 / 3
 PIN_SHARE = 1 / 6
 
 WARM_SHARE = 1 / 2
-"""What is loaded after a restart before any request asks for it."""
+"""The share that is loaded after a restart before any request asks for it."""
 
 MIN_OWN_SHARE = 1 / 4
-"""Of the whole host tier, where device memory leaves less."""
+"""The least that is shared out, of the whole host tier, where device memory leaves less."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """The shares of one scheduler's host tier, in tokens.
+    """Shares out one scheduler's host tier, in tokens.
 
     ``is_small``: copies of what the device holds give way, so all of the tier is shared out, and no
     copy is kept as a resident.
@@ -36,7 +36,7 @@ class HostBudget:
 
     @property
     def own_tokens(self) -> int:
-        """What the host tier holds beyond device memory."""
+        """Return what the host tier holds beyond device memory."""
         if self.is_small:
             return self.host_tokens
         least = int(self.host_tokens * MIN_OWN_SHARE)
@@ -44,24 +44,24 @@ class HostBudget:
 
     @property
     def loading_tokens(self) -> int:
-        """What loads may fill before their requests are admitted."""
+        """Return what loads may fill before their requests are admitted."""
         return max(1, int(self.own_tokens * LOADING_SHARE))
 
     @property
     def resident_tokens(self) -> int:
-        """What residents may keep."""
+        """Return what residents may keep."""
         return 0 if self.is_small else max(1, int(self.own_tokens * RESIDENT_SHARE))
 
     @property
     def pinned_tokens(self) -> float:
-        """What nodes that wait for their store may pin, whatever loads take."""
+        """Return what nodes that wait for their store may pin, whatever loads take."""
         return self.own_tokens * PIN_SHARE
 
     def unused_by_loads(self, num_loading: int) -> float:
-        """What such nodes may pin besides, while loads take ``num_loading`` tokens."""
+        """Return what such nodes may pin besides, while loads take ``num_loading`` tokens."""
         return max(0.0, self.own_tokens * LOADING_SHARE - num_loading)
 
     @property
     def warm_tokens(self) -> int:
-        """What may be loaded after a restart before any request asks for it."""
+        """Return what may be loaded after a restart before any request asks for it."""
         return int(self.own_tokens * WARM_SHARE)

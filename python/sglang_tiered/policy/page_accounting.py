@@ -1,4 +1,4 @@
-"""What is known of every host page: whether NVMe holds it, and if not, why not.
+"""``PageAccounting``: for every host page, whether NVMe holds it, and if not, why not.
 
 Every page of a radix node's host copy is in one state, and when the tree evicts it the state
 says in which counter it ends: clean, or lost for one reason. A page that is lost is not wrong and
@@ -28,11 +28,11 @@ __all__ = ["EvictionOutcome", "PageAccounting", "store_outcomes"]
 
 
 class EvictionOutcome(enum.Enum):
-    """What became of a page that left host memory, or of KV that never got a host page."""
+    """Says what became of a page that left host memory, or of KV that never got a host page."""
 
     CLEAN = "clean"  # NVMe holds it
     LOST_WAITING = "lost_waiting"  # evicted before its store began: the disk is too slow for now
-    LOST_FIRST_TOUCH = "lost_first_touch"  # admission: nothing spoke for it under pressure
+    LOST_FIRST_TOUCH = "lost_first_touch"  # admission: seen only once, under pressure
     LOST_BUDGET = "lost_budget"  # admission: the write budget was used up
     LOST_BACKLOG = "lost_backlog"  # admission: stores waited too long
     LOST_FAILED = "lost_failed"  # the disk was full or failed
@@ -61,8 +61,8 @@ _DROPPED_AS = {
 def store_outcomes(
     ok: Sequence[bool], num_admitted: int, why: Outcome | None
 ) -> list[EvictionOutcome]:
-    """What a store made of its pages, of which admission let the leading ones in; ``why`` is None
-    where stores were refused, since the pages are of weights that were replaced."""
+    """Return what a store made of its pages, of which admission let the leading ones in; ``why`` is
+    None where stores were refused, since the pages are of weights that were replaced."""
     clean, failed = EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED
     outcomes = [clean if is_ok else failed for is_ok in ok[:num_admitted]]
     dropped = EvictionOutcome.LOST_WEIGHTS if why is None else _DROPPED_AS.get(why, failed)
@@ -70,8 +70,8 @@ def store_outcomes(
 
 
 class PageAccounting:
-    """The pages of one host pool of ``num_tokens`` slots. ``host_indices`` are slots of whole
-    pages."""
+    """Keeps the states of the pages of one host pool of ``num_tokens`` slots. ``host_indices`` are
+    slots of whole pages."""
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self._page_size = page_size
@@ -82,12 +82,12 @@ class PageAccounting:
 
     @property
     def num_dirty(self) -> int:
-        """Pages in host memory that NVMe does not hold."""
+        """Return the number of pages in host memory that NVMe does not hold."""
         return self._num_dirtied - self._num_cleaned
 
     @property
     def left(self) -> dict[EvictionOutcome, int]:
-        """Pages that left so far."""
+        """Return the pages that left so far, by outcome."""
         counts = zip(_OUTCOMES, self._left, strict=True)
         return {outcome: int(count) for outcome, count in counts}
 
@@ -97,18 +97,18 @@ class PageAccounting:
 
     # ---- Scheduler thread ----
 
-    def written(self, host_indices: ArrayLike) -> None:
-        """Device memory is copied to these slots; their store has not begun."""
+    def note_written(self, host_indices: ArrayLike) -> None:
+        """Note that device memory is copied to these slots; their store has not begun."""
         pages = self._pages(host_indices)
         self._states[pages] = EvictionOutcome.LOST_WAITING.code
         self._num_dirtied += len(pages)
 
-    def loaded(self, host_indices: ArrayLike) -> None:
-        """These slots were filled from NVMe and belong to the tree now."""
+    def note_loaded(self, host_indices: ArrayLike) -> None:
+        """Note that these slots were filled from NVMe and belong to the tree now."""
         self._states[self._pages(host_indices)] = EvictionOutcome.CLEAN.code
 
-    def freed(self, host_indices: ArrayLike) -> None:
-        """The tree evicted what was in these slots."""
+    def note_freed(self, host_indices: ArrayLike) -> None:
+        """Note that the tree evicted what was in these slots."""
         pages = self._pages(host_indices)
         states = self._states[pages]
         counts = np.bincount(states, minlength=_FREE + 1)
@@ -119,12 +119,12 @@ class PageAccounting:
         )
         self._states[pages] = _FREE
 
-    def never_written(self, num_tokens: int) -> None:
-        """Device memory evicted KV that has no host copy."""
+    def note_never_written(self, num_tokens: int) -> None:
+        """Count KV without a host copy that device memory evicted."""
         self._left[EvictionOutcome.LOST_HOST_SHORT.code] += num_tokens // self._page_size
 
-    def flushed(self) -> None:
-        """The tree was emptied; no store is under way."""
+    def note_flushed(self) -> None:
+        """Count all pages as gone: the tree was emptied. No store may be under way."""
         num_held = int(np.count_nonzero(self._states != _FREE))
         num_clean = int(np.count_nonzero(self._states == EvictionOutcome.CLEAN.code))
         self._left[EvictionOutcome.CLEAN.code] += num_clean
@@ -134,8 +134,8 @@ class PageAccounting:
 
     # ---- Storage thread ----
 
-    def stored(self, host_indices: ArrayLike, outcomes: Sequence[EvictionOutcome]) -> None:
-        """What a store made of its pages. CLEAN only if NVMe holds the page now."""
+    def note_stored(self, host_indices: ArrayLike, outcomes: Sequence[EvictionOutcome]) -> None:
+        """Note what a store made of its pages. CLEAN only if NVMe holds the page now."""
         pages = self._pages(host_indices)
         codes = np.array([outcome.code for outcome in outcomes], dtype=np.uint8)
         clean = EvictionOutcome.CLEAN.code

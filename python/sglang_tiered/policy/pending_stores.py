@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["PendingStore", "PendingStores"]
 
 MAX_WAITING = 4096
-"""Beyond it the oldest is forgotten, and counts as short when it arrives."""
+"""Beyond this number the oldest is forgotten, and counts as short when it arrives."""
 
 
 class PendingStore(NamedTuple):
-    """An operation that arrived at the storage thread."""
+    """Describes an operation that arrived at the storage thread."""
 
     hashes: tuple[str, ...]
     prefix_tokens: int
@@ -45,7 +45,8 @@ class _Waiting:
 
 
 class PendingStores:
-    """The announced operations of one scheduler, oldest first."""
+    """Owns what one scheduler has announced and the storage thread has not taken, oldest first. A
+    courier, not a second queue: ``SpillQueue`` owns whether a store is under way."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -60,10 +61,10 @@ class PendingStores:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def announce(
+    def announce_store(
         self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int, tenant: bytes
     ) -> None:
-        """The pages of ``hashes`` are about to be queued; they end a chain of that length."""
+        """Announce that ``hashes`` are about to be queued; they end a chain of that length."""
         if not hashes:
             return
         with self._lock:
@@ -74,8 +75,9 @@ class PendingStores:
             self._waiting[hashes[0]] = entry
             self._num_tokens += num_tokens
 
-    def lengthen(self, first: str, prefix_tokens: int) -> bool:
-        """The chain of the operation that begins with a page grew; False if it is not waiting."""
+    def lengthen_chain(self, first: str, prefix_tokens: int) -> bool:
+        """Note that the chain of the operation that begins with a page grew; return False if the
+        operation is not waiting."""
         with self._lock:
             entry = self._waiting.get(first)
             if entry is None:
@@ -83,8 +85,8 @@ class PendingStores:
             entry.prefix_tokens = max(entry.prefix_tokens, prefix_tokens)
             return True
 
-    def take(self, hashes: Sequence[str]) -> PendingStore | None:
-        """The operation these pages begin or end, with every older one forgotten.
+    def take_store(self, hashes: Sequence[str]) -> PendingStore | None:
+        """Take the operation that these pages begin or end, and forget every older one.
 
         The pages of another pool than KV come first and may be the last ones of the chain only.
         """
@@ -105,15 +107,15 @@ class PendingStores:
                 entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens, entry.tenant
             )
 
-    def purge(self, tenant: bytes | None) -> None:
-        """What waits of a tenant (None: of all) must not be stored when it arrives."""
+    def purge_tenant(self, tenant: bytes | None) -> None:
+        """Have waiting operations of a tenant (None: of all) refused when they arrive."""
         with self._lock:
             for entry in self._waiting.values():
                 if tenant is None or entry.tenant == tenant:
                     entry.tenant = None
 
     def clear(self) -> None:
-        """The queue was emptied."""
+        """Forget all operations: the queue was emptied."""
         with self._lock:
             self._waiting.clear()
             self._num_tokens = 0

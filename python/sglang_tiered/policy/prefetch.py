@@ -42,7 +42,7 @@ class PrefetchWindow(Generic[Request]):
         """
         return num_tokens == 0 or num_taken == 0 or num_taken + num_tokens <= self._limit
 
-    def put_off(self, request: Request, num_tokens: int) -> None:
+    def put_off_load(self, request: Request, num_tokens: int) -> None:
         """Postpone a load of ``num_tokens`` that found no room, until it is attempted again."""
         self._put_off[request] = _PutOff(num_tokens)
 
@@ -57,7 +57,7 @@ class PrefetchWindow(Generic[Request]):
         """Return how many tokens a postponed request is going to load."""
         return self._put_off[request].num_tokens
 
-    def ask(self, request: Request) -> bool:
+    def ask_for_attempt(self, request: Request) -> bool:
         """Return whether a postponed request should go on waiting for another attempt.
 
         False, and the request is withdrawn, after many questions in a row without an attempt: the
@@ -67,10 +67,10 @@ class PrefetchWindow(Generic[Request]):
         put_off.num_asks += 1
         if put_off.num_asks <= MAX_IGNORED_ASKS:
             return True
-        self.withdraw(request)
+        self.withdraw_load(request)
         return False
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw_load(self, request: Request) -> None:
         """Forget a request whose load begins or that was aborted. Unknown ones are ignored."""
         self._put_off.pop(request, None)
 

@@ -1,4 +1,4 @@
-"""Which host copies stay when more comes back from storage than the host tier holds.
+"""``ResidentSet``: which host copies stay when more comes back than the host tier holds.
 
 Least-recently-used order serves nothing once the conversations that return in turn exceed the
 tier: each is evicted just before it is wanted (thrashing). The classic remedy keeps a part of the
@@ -29,7 +29,7 @@ __all__ = ["Offer", "ResidentSet"]
 Chain = TypeVar("Chain")
 
 MAX_REMEMBERED = 8192
-"""Chains whose last use is remembered after they left the tier; about 200 bytes each."""
+"""The last use of so many chains is remembered after they left; about 200 bytes each."""
 
 NEW_CHAINS_PER_TRIAL = 8
 
@@ -45,14 +45,14 @@ class _Resident:
 
 
 class Offer(NamedTuple, Generic[Chain]):
-    """What came of a chain that was offered."""
+    """Says what came of a chain that was offered."""
 
     accepted: bool  # pin it
     dismissed: list[Chain]  # unpin these
 
 
 class ResidentSet(Generic[Chain]):
-    """Chains that stay in the host tier, at most ``capacity`` tokens of them, which may be none."""
+    """Keeps chains in the host tier, at most ``capacity`` tokens of them; 0 keeps no chain."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
@@ -71,8 +71,8 @@ class ResidentSet(Generic[Chain]):
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def offer(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
-        """A chain was used and is in the host tier now; decide whether it stays.
+    def offer_chain(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
+        """Decide whether a chain stays that was used and is in the host tier now.
 
         ``cost`` is what a token of it costs to bring back once it is evicted, in any unit. Also
         counts as a use of a chain that is a resident already, at that cost from now on.
@@ -95,8 +95,8 @@ class ResidentSet(Generic[Chain]):
             self._num_tokens += num_tokens
         return Offer(accepted, dismissed)
 
-    def price(self, chain: Chain, cost: float) -> None:
-        """What a token of a chain costs to bring back from now on, if it is a resident."""
+    def price_chain(self, chain: Chain, cost: float) -> None:
+        """Set what a token of a chain costs to bring back, if it is a resident."""
         resident = self._residents.get(chain)
         if resident is not None:
             resident.cost = cost
@@ -123,7 +123,7 @@ class ResidentSet(Generic[Chain]):
         return dismissed
 
     def _least_valuable(self) -> Chain:
-        """Of the least recently used ones; the earliest among equals."""
+        """Return the least valuable of the least recently used ones; the earliest among equals."""
         return max(
             itertools.islice(self._residents, NUM_CANDIDATES),
             key=lambda chain: self._idle(chain) / self._residents[chain].cost,
@@ -132,11 +132,11 @@ class ResidentSet(Generic[Chain]):
     def _idle(self, chain: Chain) -> int:
         return self._evicted - self._residents[chain].last_used
 
-    def evicted(self, num_tokens: int) -> None:
-        """The tier evicted others: time passed."""
+    def note_eviction(self, num_tokens: int) -> None:
+        """Let time pass: the tier evicted so many tokens of other chains."""
         self._evicted += num_tokens
 
-    def evict(self) -> Chain | None:
+    def evict_chain(self) -> Chain | None:
         """Dismiss the least valuable resident: the tier needs its space (unpin it)."""
         if not self._residents:
             return None
@@ -145,7 +145,7 @@ class ResidentSet(Generic[Chain]):
         return chain
 
     def clear(self) -> None:
-        """The tier was emptied; nothing is pinned any more."""
+        """Forget all residents: the tier was emptied, and its pins with it."""
         self._residents.clear()
         self._num_tokens = 0
 

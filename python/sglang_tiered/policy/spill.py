@@ -1,27 +1,28 @@
-"""In which order, and how fast, host pages that are not on NVMe yet are written there.
+"""``SpillQueue``: in which order, and how fast, host pages are written to NVMe.
 
 Nodes of the radix tree wait here from the moment their host copy is complete until their store
 begins. While the disk is idle that is the same moment. Under load three rules apply:
 
-- **In flight little.** A store that was handed over pins its host pages and cannot be reordered
-  any more, so only as much is handed over as the disk takes in about ``TARGET_WAIT_S``. The limit
+- **Little in flight.** A store that was handed over pins its host pages and can no longer be
+  reordered, so only as much is handed over as the disk takes in about ``TARGET_WAIT_S``. The limit
   doubles whenever the disk ran dry and halves when a store waited longer, like the congestion
   window of TCP, within ``MIN_SHARE`` and ``MAX_SHARE`` of the host tier.
 - **Loads first.** While loads are under way, stores hold until the waiting tokens pass the low
   watermark or the oldest has waited ``MAX_HOLD_S``, then go one at a time, and above the high
   watermark as fast as without loads.
-- **What came back first**, then what waited longest. On the Mooncake conversation trace, with a
-  host tier of 1% of its blocks and a disk that can take 0.3 of the writes, 22.5% of the blocks are
-  hits with this order, 17.9% in order of arrival, 18.9% newest first and 21.8% longest first; with
-  0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than 0.3.
+- **What came back goes first**, then what waited longest. On the Mooncake conversation trace, with
+  a host tier of 1% of its blocks and a disk that can take 0.3 of the writes, 22.5% of the blocks
+  are hits with this order, 17.9% in order of arrival, 18.9% newest first and 21.8% longest first;
+  with 0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than
+  0.3.
 
 Preferred survivors: waiting nodes are pinned up to a limit that the caller gives, so that host
 eviction takes clean pages first. What is worth least loses its pin first: the oldest that never
 came back. A node without a pin may be evicted while it waits; that is a loss, and a bounded one.
 
 Pure bookkeeping for one scheduler: no I/O, not thread-safe, the clock is passed in. Sizes are
-tokens. Every node that was added leaves exactly once: taken (``take``), evicted (returned by
-``add``), discarded or cleared by the caller.
+tokens. Every node that was added leaves exactly once: taken (``take_next_node``), evicted
+(returned by ``add_node``), discarded or cleared by the caller.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Node = TypeVar("Node")
 
 TARGET_WAIT_S = 0.5
 MIN_FLIGHTS = 2
-"""One that is written and one that follows, or the disk idles until the scheduler's next step."""
+"""One is written and one follows, or the disk would idle until the scheduler's next step."""
 
 MIN_SHARE, MAX_SHARE = 1 / 64, 1 / 8
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 8
@@ -52,7 +53,7 @@ MAX_WAITING = 16_384
 
 @dataclass(slots=True)
 class NodeStore:
-    """The store of a node, as the node was when it was offered."""
+    """Describes the store of a node, as the node was when it was offered."""
 
     chain: str  # hash of its last page, which names everything up to it
     path_start: int
@@ -72,15 +73,16 @@ class _Waiting:
 
 
 class Flight(NamedTuple, Generic[Node]):
-    """A store that was handed over."""
+    """Describes a store that was handed over."""
 
     node: Node
     store: NodeStore
 
 
 class SpillQueue(Generic[Node]):
-    """Every store of one scheduler that is not done: of the dirty nodes that wait, and of those
-    that were handed over, by operation."""
+    """Owns "under way" for the stores of one scheduler: the dirty nodes that wait, and the stores
+    that were handed over, by operation. Whether a node's store is under way is asked here;
+    ``PendingStores`` only carries facts of it to the storage thread."""
 
     def __init__(self, host_tokens: int, clock: Callable[[], float]) -> None:
         if host_tokens <= 0:
@@ -107,7 +109,7 @@ class SpillQueue(Generic[Node]):
         return node in self._waiting[0] or node in self._waiting[1]
 
     def waiting(self) -> list[Node]:
-        """The nodes that wait."""
+        """Return the nodes that wait."""
         return [node for waiting in self._waiting for node in waiting]
 
     def is_under_way(self, node: Node) -> bool:
@@ -118,8 +120,8 @@ class SpillQueue(Generic[Node]):
     def waiting_tokens(self) -> int:
         return self._waiting_tokens
 
-    def add(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
-        """A node waits from now on; returns one that is evicted for it, if any.
+    def add_node(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
+        """Let a node wait; return the node that is evicted for it, if one is.
 
         ``returned`` says that its content was used again, or computed again after it was lost. A
         node that waits already keeps its place, or gets a better one, and its store is this one.
@@ -129,18 +131,19 @@ class SpillQueue(Generic[Node]):
             self._waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
             waiting[node].store = store
             if returned:
-                self.promote(node)
+                self.promote_node(node)
             return None
         evicted = None
         if len(self) >= MAX_WAITING:
             evicted = next(iter(self._waiting[0] or self._waiting[1]))
-            self.discard(evicted)
+            self.discard_node(evicted)
         self._waiting[returned][node] = _Waiting(store, self._clock())
         self._waiting_tokens += store.num_tokens
         return evicted
 
-    def promote(self, node: Node) -> None:
-        """A node was used again. Nodes that do not wait are fine."""
+    def promote_node(self, node: Node) -> None:
+        """Put a node that was used again among those that go first. Ignores nodes that do not
+        wait."""
         entry = self._waiting[0].pop(node, None)
         if entry is None:
             return
@@ -149,8 +152,8 @@ class SpillQueue(Generic[Node]):
         if num_pinned is not None:
             self._pinned[1][node] = num_pinned
 
-    def discard(self, node: Node) -> bool:
-        """A node shall not be stored any more; whether it waited. Its pin is forgotten with it."""
+    def discard_node(self, node: Node) -> bool:
+        """Drop a node and its pin from the queue; return whether it waited."""
         entry = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
         if entry is None:
             return False
@@ -159,7 +162,7 @@ class SpillQueue(Generic[Node]):
         return True
 
     def clear(self) -> None:
-        """The tier was emptied, and with it what was in flight."""
+        """Forget all nodes and flights: the tier was emptied."""
         for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
             waiting.clear()
             pinned.clear()
@@ -169,15 +172,15 @@ class SpillQueue(Generic[Node]):
 
     # ---- Whose turn it is ----
 
-    def take(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
-        """The node whose store shall begin now, no longer waiting; None when none shall."""
+    def take_next_node(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
+        """Take the node whose store shall begin now out of the queue; None when no store shall."""
         source = self._waiting[1] or self._waiting[0]
         if not source:
             return None
         node, entry = next(iter(source.items()))
         if not self._may_begin(entry.store.num_tokens, loads_wait=loads_wait):
             return None
-        self.discard(node)
+        self.discard_node(node)
         return node, entry.store
 
     def _may_begin(self, num_tokens: int, *, loads_wait: bool) -> bool:
@@ -202,21 +205,21 @@ class SpillQueue(Generic[Node]):
 
     @property
     def limit_tokens(self) -> float:
-        """What may be in flight; ``MIN_FLIGHTS`` stores larger than it may be, too."""
+        """Return how much may be in flight; ``MIN_FLIGHTS`` larger stores always may."""
         return self._limit
 
     @property
     def has_flights(self) -> bool:
         return bool(self._flights)
 
-    def began(self, operation: int, node: Node, store: NodeStore) -> None:
-        """A store was handed over."""
+    def note_flight(self, operation: int, node: Node, store: NodeStore) -> None:
+        """Note that a store was handed over."""
         self._flights[operation] = Flight(node, store)
         self._num_flights_of[node] += 1
         self._flight_tokens += store.num_tokens
 
     def pop_ended(self, ongoing: Container[int]) -> list[Flight[Node]]:
-        """The stores that are done: all before the first that is among the ongoing operations, as
+        """Take out and return the stores that are done: all before the first ongoing operation, as
         they end in the order they began."""
         ended = list(itertools.takewhile(lambda each: each not in ongoing, self._flights))
         flights = [self._flights.pop(operation) for operation in ended]
@@ -227,8 +230,9 @@ class SpillQueue(Generic[Node]):
                 del self._num_flights_of[flight.node]
         return flights
 
-    def adapt(self, waited_s: float) -> None:
-        """Operations ended since the last call; the last one had waited that long to begin."""
+    def adapt_limit(self, waited_s: float) -> None:
+        """Adapt the limit after operations ended, the last of which had waited that long to
+        begin."""
         if waited_s > TARGET_WAIT_S:
             now = self._clock()
             if now - self._shrunk_at >= TARGET_WAIT_S:
@@ -243,15 +247,16 @@ class SpillQueue(Generic[Node]):
     def pinned_tokens(self) -> int:
         return self._pinned_tokens
 
-    def pin(self, node: Node, num_tokens: int) -> None:
-        """The caller pinned a waiting node."""
+    def note_pin(self, node: Node, num_tokens: int) -> None:
+        """Note that the caller pinned a waiting node."""
         for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
             if node in waiting and node not in pinned:
                 pinned[node] = num_tokens
                 self._pinned_tokens += num_tokens
 
     def unpin_one(self) -> Node | None:
-        """The least valuable pinned node; it waits on without (the caller unpins it)."""
+        """Return the least valuable pinned node, which the caller unpins; it waits on without a
+        pin."""
         for pinned in self._pinned:
             if pinned:
                 node = next(iter(pinned))

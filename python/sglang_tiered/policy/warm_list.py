@@ -61,7 +61,7 @@ class WarmList:
     def __len__(self) -> int:
         return len(self._chains)
 
-    def used(self, chain: str, content: WarmChain, *, prefixes: Iterable[str] = ()) -> None:
+    def note_chain(self, chain: str, content: WarmChain, *, prefixes: Iterable[str] = ()) -> None:
         """Note the use of a chain. It replaces the chains in ``prefixes``, its own beginnings."""
         for shorter in (*prefixes, chain):
             gone = self._chains.pop(shorter, None)
@@ -76,7 +76,7 @@ class WarmList:
             _, oldest = self._chains.popitem(last=False)
             self.num_tokens -= oldest.num_tokens
 
-    def forget(self, belongs: Callable[[WarmChain], bool]) -> None:
+    def forget_chains(self, belongs: Callable[[WarmChain], bool]) -> None:
         """Remove the chains of a purged tenant, so that they are never written again."""
         for chain, content in list(self._chains.items()):
             if belongs(content):

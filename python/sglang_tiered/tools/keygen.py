@@ -22,10 +22,10 @@ their pages (--tier-index).
 
 Writes a key pair for each role: prefill.key and decode.key (public), and
 prefill.key_secret and decode.key_secret (mode 0600). Prints which host needs which.
-Keys that are there already are never replaced.
+Existing keys are never replaced.
 
 A server started with --transfer-keys DIR has its own role's secret key in DIR, and
-admits whoever has the secret key to any *.key file in it.
+admits every peer that has the secret key to a *.key file in it.
 
 With --role peer it writes one pair, peer.key and peer.key_secret, for all servers
 that share their pages: --tier-peer-keys DIR.

@@ -1,5 +1,5 @@
-"""How the command line tools speak: tables for people, JSON for programs, notes on stderr; and how
-they end, whatever happens."""
+"""Output and exit codes of the command line tools: tables for people, JSON for programs, notes on
+stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STOPPED = 130  # as a shell reports Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a command line it cannot take with one sentence."""
+    """Answers a command line that it cannot accept with one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help tells what there is.")
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_program(program: Callable[[], int]) -> int:
     """Run a command line program to its exit code: one sentence on stderr and 2 for what it cannot
-    use, 130 for Ctrl-C, and silence when nobody reads its output any more."""
+    use, 130 for Ctrl-C, and silence when its output is no longer read."""
     code = _run(program)
     try:
         if sys.stdout is not None:
@@ -80,7 +80,7 @@ def _say(sentence: str) -> None:
 
 
 def _discard_output() -> None:
-    """What is still buffered must not fail again when Python ends."""
+    """Keep buffered output from failing again when Python ends."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -88,7 +88,7 @@ def _discard_output() -> None:
 
 
 def printable(text: str) -> str:
-    """Names on disk may hold anything; a terminal must not obey them."""
+    """Escape control characters: names on disk may hold any, and a terminal must not obey them."""
     return text if text.isprintable() else ascii(text)
 
 
@@ -106,7 +106,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """The first ``left`` columns are names, the others figures."""
+    """Print a table whose first ``left`` columns are names, the others figures."""
     # Imported late: a list of commands is instant.
     from rich.console import Console
     from rich.table import Table

@@ -57,7 +57,7 @@ DONE, REFUSED = SimpleNamespace(success=True), SimpleNamespace(success=False)
 @pytest.mark.parametrize(
     ("is_idle", "is_empty"), [(True, True), (True, False), (False, True), (False, False)]
 )
-def test_weight_update_is_reported_with_what_memory_still_holds(
+def test_weight_update_reports_what_memory_holds(
     monkeypatch: pytest.MonkeyPatch, result: Any, is_idle: bool, is_empty: bool
 ) -> None:
     updater = Updater(monkeypatch, is_idle=is_idle, is_empty=is_empty)
@@ -65,7 +65,7 @@ def test_weight_update_is_reported_with_what_memory_still_holds(
     assert updater.told == [is_idle and is_empty]
 
 
-def test_session_ends_with_stores_though_its_last_call_flushes_nothing(
+def test_session_that_flushes_nothing_ends_with_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While it is open nothing is stored, whoever writes the weights."""
@@ -78,7 +78,7 @@ def test_session_ends_with_stores_though_its_last_call_flushes_nothing(
     assert updater.told == [False, True, True]
 
 
-def test_call_that_was_refused_for_want_of_a_session_costs_nothing_that_is_stored(
+def test_refused_update_call_costs_nothing_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     updater = Updater(monkeypatch)
@@ -98,7 +98,7 @@ def test_call_that_was_refused_for_want_of_a_session_costs_nothing_that_is_store
         (["weights"], False, False, []),
     ],
 )
-def test_kv_of_weights_that_were_released_and_not_kept_is_not_stored(
+def test_kv_of_released_weights_is_not_stored(
     monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, kept: bool, told: list[bool]
 ) -> None:
     updater = Updater(monkeypatch)
@@ -110,12 +110,12 @@ def test_kv_of_weights_that_were_released_and_not_kept_is_not_stored(
     assert updater.told == told
 
 
-def test_weight_update_of_an_untiered_server_is_left_alone() -> None:
+def test_untiered_weight_update_is_left_alone() -> None:
     updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=object()))
     hooks._after_weight_update(SimpleNamespace(success=True), updater, SimpleNamespace())
 
 
-def test_server_info_shows_what_the_pod_backend_served_only_where_it_serves(
+def test_server_info_shows_pod_only_where_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = SimpleNamespace(tree_cache=object())

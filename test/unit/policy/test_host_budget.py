@@ -26,7 +26,7 @@ def test_pins_take_what_loads_leave_of_theirs() -> None:
     assert [budget.unused_by_loads(loading) for loading in (0, 100, 500)] == [300.0, 200.0, 0.0]
 
 
-def test_device_memory_larger_than_the_host_tier_leaves_shares() -> None:
+def test_device_larger_than_host_leaves_shares() -> None:
     assert HostBudget(host_tokens=1000, device_tokens=5000).own_tokens == 250
 
 

@@ -20,11 +20,11 @@ def left(accounting: PageAccounting) -> dict[EvictionOutcome, int]:
 
 def test_page_is_dirty_until_it_is_stored() -> None:
     accounting = PageAccounting(8, 1)
-    accounting.written(pages(1, 2, 3))
+    accounting.note_written(pages(1, 2, 3))
     assert accounting.num_dirty == 3
-    accounting.stored(pages(1, 2), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_BUDGET])
+    accounting.note_stored(pages(1, 2), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_BUDGET])
     assert accounting.num_dirty == 2
-    accounting.freed(pages(3, 1, 2))
+    accounting.note_freed(pages(3, 1, 2))
     assert left(accounting) == {
         EvictionOutcome.CLEAN: 1,
         EvictionOutcome.LOST_WAITING: 1,
@@ -35,46 +35,46 @@ def test_page_is_dirty_until_it_is_stored() -> None:
 
 def test_dropped_page_that_is_stored_later_leaves_clean() -> None:
     accounting = PageAccounting(8, 1)
-    accounting.written(pages(0))
-    accounting.stored(pages(0), [EvictionOutcome.LOST_FIRST_TOUCH])
-    accounting.stored(pages(0), [EvictionOutcome.CLEAN])
-    accounting.freed(pages(0))
+    accounting.note_written(pages(0))
+    accounting.note_stored(pages(0), [EvictionOutcome.LOST_FIRST_TOUCH])
+    accounting.note_stored(pages(0), [EvictionOutcome.CLEAN])
+    accounting.note_freed(pages(0))
     assert left(accounting) == {EvictionOutcome.CLEAN: 1}
 
 
 def test_loaded_page_leaves_clean_and_frees_its_slot() -> None:
     accounting = PageAccounting(8, 1)
-    accounting.loaded(pages(5))
+    accounting.note_loaded(pages(5))
     assert accounting.num_dirty == 0
-    accounting.freed(pages(5))
-    accounting.freed(pages(5))  # a page nobody told of
+    accounting.note_freed(pages(5))
+    accounting.note_freed(pages(5))  # a page nobody told of
     assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_UNOFFERED: 1}
     accounting.check_integrity()
 
 
 def test_store_of_an_unreported_page_keeps_the_count() -> None:
     accounting = PageAccounting(8, 1)
-    accounting.stored(pages(1, 2), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED])
+    accounting.note_stored(pages(1, 2), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED])
     assert accounting.num_dirty == 0
-    accounting.freed(pages(1, 2))
+    accounting.note_freed(pages(1, 2))
     assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_UNOFFERED: 1}
 
 
 def test_flush_takes_everything_and_says_what_was_dirty() -> None:
     accounting = PageAccounting(8, 1)
-    accounting.written(pages(0, 1, 2))
-    accounting.stored(pages(1), [EvictionOutcome.CLEAN])
-    accounting.flushed()
-    accounting.flushed()
+    accounting.note_written(pages(0, 1, 2))
+    accounting.note_stored(pages(1), [EvictionOutcome.CLEAN])
+    accounting.note_flushed()
+    accounting.note_flushed()
     assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_FLUSHED: 2}
     assert accounting.num_dirty == 0
-    accounting.written(pages(0))
+    accounting.note_written(pages(0))
     assert accounting.num_dirty == 1
 
 
 def test_kv_without_a_host_page_is_counted() -> None:
     accounting = PageAccounting(1, 1)
-    accounting.never_written(7)
+    accounting.note_never_written(7)
     assert left(accounting) == {EvictionOutcome.LOST_HOST_SHORT: 7} and accounting.num_dirty == 0
 
 
@@ -83,9 +83,9 @@ def test_kv_without_a_host_page_is_counted() -> None:
 )
 def test_every_reason_is_told_apart(outcome: EvictionOutcome) -> None:
     accounting = PageAccounting(4, 1)
-    accounting.written(pages(2))
-    accounting.stored(pages(2), [outcome])
-    accounting.freed(pages(2))
+    accounting.note_written(pages(2))
+    accounting.note_stored(pages(2), [outcome])
+    accounting.note_freed(pages(2))
     assert left(accounting) == {outcome: 1}
 
 
@@ -108,20 +108,20 @@ def test_what_entered_left_or_is_still_there(
     for operation, numbers, outcome in operations:
         if operation in ("write", "load"):
             fresh = numbers - held
-            enter = accounting.written if operation == "write" else accounting.loaded
+            enter = accounting.note_written if operation == "write" else accounting.note_loaded
             enter(pages(*fresh))
             held |= fresh
             num_entered += len(fresh)
         elif operation == "flush":
-            accounting.flushed()
+            accounting.note_flushed()
             held.clear()
         else:
             chosen = numbers & held
             if operation == "free":
-                accounting.freed(pages(*chosen))
+                accounting.note_freed(pages(*chosen))
                 held -= chosen
             else:
-                accounting.stored(pages(*chosen), [outcome] * len(chosen))
+                accounting.note_stored(pages(*chosen), [outcome] * len(chosen))
         accounting.check_integrity()
         assert sum(accounting.left.values()) + len(held) == num_entered
         assert 0 <= accounting.num_dirty <= len(held)

@@ -11,12 +11,12 @@ def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(600, num_taken=400)
     assert not window.has_room(601, num_taken=400)
-    window.put_off("a", 600)
+    window.put_off_load("a", 600)
     assert window.is_put_off("a")
     assert not window.has_turn("a", num_taken=401)
     assert window.has_turn("a", num_taken=400)
-    window.withdraw("a")
-    window.withdraw("a")
+    window.withdraw_load("a")
+    window.withdraw_load("a")
     assert not window.is_put_off("a")
 
 
@@ -33,23 +33,23 @@ def test_empty_window_is_refused() -> None:
 
 def test_flush_forgets_waiting_requests() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off("a", 600)
+    window.put_off_load("a", 600)
     window.clear()
     assert window.num_put_off == 0
 
 
 def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off("a", 600)
-    assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
-    window.put_off("a", 600)  # attempted again, still no room
-    assert all(window.ask("a") for _ in range(MAX_IGNORED_ASKS))
-    assert not window.ask("a")
+    window.put_off_load("a", 600)
+    assert all(window.ask_for_attempt("a") for _ in range(MAX_IGNORED_ASKS))
+    window.put_off_load("a", 600)  # attempted again, still no room
+    assert all(window.ask_for_attempt("a") for _ in range(MAX_IGNORED_ASKS))
+    assert not window.ask_for_attempt("a")
     assert not window.is_put_off("a")
 
 
 def test_request_without_a_load_waits_for_none() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(0, num_taken=5000)
-    window.put_off("cold", 0)
+    window.put_off_load("cold", 0)
     assert window.has_turn("cold", num_taken=5000)

@@ -14,117 +14,117 @@ from sglang_tiered.policy.residents import NEW_CHAINS_PER_TRIAL, Offer, Resident
 
 def test_set_fills_in_order_and_then_refuses() -> None:
     residents = ResidentSet[int](300)
-    assert residents.offer(1, 200) == Offer(True, [])
-    assert residents.offer(2, 200) == Offer(False, [])
-    assert residents.offer(3, 100) == Offer(True, [])
-    assert residents.offer(4, 301) == Offer(False, [])
+    assert residents.offer_chain(1, 200) == Offer(True, [])
+    assert residents.offer_chain(2, 200) == Offer(False, [])
+    assert residents.offer_chain(3, 100) == Offer(True, [])
+    assert residents.offer_chain(4, 301) == Offer(False, [])
     assert 1 in residents and 2 not in residents
     assert residents.num_tokens == 300
 
 
 def test_returning_chain_replaces_one_that_idled_longer() -> None:
     residents = ResidentSet[str](100)
-    residents.offer("dead", 100)
-    residents.evicted(50)
-    residents.offer("returning", 100)
-    residents.evicted(500)
-    assert residents.offer("returning", 100) == Offer(True, ["dead"])
+    residents.offer_chain("dead", 100)
+    residents.note_eviction(50)
+    residents.offer_chain("returning", 100)
+    residents.note_eviction(500)
+    assert residents.offer_chain("returning", 100) == Offer(True, ["dead"])
 
 
 def test_resident_before_its_turn_stays() -> None:
     residents = ResidentSet[str](100)
-    residents.offer("early", 200)
-    residents.evicted(50)
-    residents.offer("resident", 100)
-    residents.evicted(500)
-    assert residents.offer("early", 90) == Offer(False, [])
+    residents.offer_chain("early", 200)
+    residents.note_eviction(50)
+    residents.offer_chain("resident", 100)
+    residents.note_eviction(500)
+    assert residents.offer_chain("early", 90) == Offer(False, [])
     assert "resident" in residents
 
 
 def test_stream_of_new_chains_replaces_unused_ones() -> None:
     residents = ResidentSet[int](100)
-    residents.offer(0, 100)
-    offers = [residents.offer(chain, 100) for chain in range(1, NEW_CHAINS_PER_TRIAL + 1)]
+    residents.offer_chain(0, 100)
+    offers = [residents.offer_chain(chain, 100) for chain in range(1, NEW_CHAINS_PER_TRIAL + 1)]
     assert [offer.accepted for offer in offers] == [False] * (NEW_CHAINS_PER_TRIAL - 1) + [True]
     assert offers[-1].dismissed == [0]
 
 
 def test_stream_of_new_chains_replaces_nothing_used() -> None:
     residents = ResidentSet[int](100)
-    residents.offer(0, 100)
-    residents.offer(0, 100)
-    assert not any(residents.offer(chain, 100).accepted for chain in range(1, 100))
+    residents.offer_chain(0, 100)
+    residents.offer_chain(0, 100)
+    assert not any(residents.offer_chain(chain, 100).accepted for chain in range(1, 100))
 
 
 def test_pressure_dismisses_the_least_recently_used() -> None:
     residents = ResidentSet[int](300)
     for chain in (1, 2, 3, 1):
-        residents.offer(chain, 100)
-    assert [residents.evict() for _ in range(4)] == [2, 3, 1, None]
+        residents.offer_chain(chain, 100)
+    assert [residents.evict_chain() for _ in range(4)] == [2, 3, 1, None]
     residents.check_integrity()
 
 
 def test_chain_to_compute_outlives_one_to_load() -> None:
     residents = ResidentSet[str](200)
-    residents.offer("computed", 100, cost=9.0)
-    residents.evicted(100)
-    residents.offer("loaded", 100, cost=1.0)
-    residents.evicted(100)
-    assert [residents.evict(), residents.evict()] == ["loaded", "computed"]
+    residents.offer_chain("computed", 100, cost=9.0)
+    residents.note_eviction(100)
+    residents.offer_chain("loaded", 100, cost=1.0)
+    residents.note_eviction(100)
+    assert [residents.evict_chain(), residents.evict_chain()] == ["loaded", "computed"]
 
 
 def test_costly_resident_goes_after_long_idleness() -> None:
     residents = ResidentSet[str](200)
-    residents.offer("computed", 100, cost=3.0)
-    residents.evicted(300)
-    residents.offer("loaded", 100, cost=1.0)
-    residents.evicted(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
-    assert residents.evict() == "computed"
+    residents.offer_chain("computed", 100, cost=3.0)
+    residents.note_eviction(300)
+    residents.offer_chain("loaded", 100, cost=1.0)
+    residents.note_eviction(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
+    assert residents.evict_chain() == "computed"
 
 
 @pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
 def test_costly_chain_replaces_a_cheaper_later_one(cost: float, accepted: bool) -> None:
     residents = ResidentSet[str](100)
-    residents.offer("returning", 200)  # too large for now; its last use is remembered
-    residents.evicted(30)
-    residents.offer("cheap", 100, cost=1.0)
-    residents.evicted(60)  # away for 90, idle for 60
-    assert residents.offer("returning", 100, cost=cost).accepted is accepted
+    residents.offer_chain("returning", 200)  # too large for now; its last use is remembered
+    residents.note_eviction(30)
+    residents.offer_chain("cheap", 100, cost=1.0)
+    residents.note_eviction(60)  # away for 90, idle for 60
+    assert residents.offer_chain("returning", 100, cost=cost).accepted is accepted
 
 
 @pytest.mark.parametrize("by_use", [False, True])
 def test_resident_that_reached_the_disk_is_cheap(by_use: bool) -> None:
     residents = ResidentSet[str](200)
-    residents.offer("a", 100, cost=9.0)
-    residents.offer("b", 100, cost=2.0)
+    residents.offer_chain("a", 100, cost=9.0)
+    residents.offer_chain("b", 100, cost=2.0)
     if by_use:
-        residents.offer("a", 100, cost=1.0)
+        residents.offer_chain("a", 100, cost=1.0)
     else:
-        residents.price("a", 1.0)
-        residents.price("unknown", 1.0)
-    residents.evicted(100)
-    assert residents.evict() == "a"
+        residents.price_chain("a", 1.0)
+        residents.price_chain("unknown", 1.0)
+    residents.note_eviction(100)
+    assert residents.evict_chain() == "a"
 
 
 def test_clear_makes_room_again() -> None:
     residents = ResidentSet[int](300)
-    residents.offer(1, 300)
+    residents.offer_chain(1, 300)
     residents.clear()
-    assert residents.offer(2, 300).accepted
+    assert residents.offer_chain(2, 300).accepted
 
 
 def test_memory_of_past_chains_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "MAX_REMEMBERED", 10)
     residents = ResidentSet[int](1)
     for chain in range(1000):
-        residents.offer(chain, 5)
+        residents.offer_chain(chain, 5)
     assert len(residents._last_used) == 10
 
 
 def test_set_without_capacity_keeps_nothing() -> None:
     residents: ResidentSet[str] = ResidentSet(0)
-    assert residents.offer("a", 1) == (False, [])
-    assert residents.evict() is None
+    assert residents.offer_chain("a", 1) == (False, [])
+    assert residents.evict_chain() is None
     with pytest.raises(ValueError, match="cannot keep"):
         ResidentSet(-1)
 
@@ -145,10 +145,10 @@ def simulate(rounds: list[range], tier_chains: int, *, with_residents: bool) -> 
             else:
                 while len(tier) >= tier_chains:
                     del tier[next(c for c in tier if c not in pinned)]
-                    residents.evicted(size)
+                    residents.note_eviction(size)
                 tier[chain] = None
             if with_residents:
-                offer = residents.offer(chain, size)
+                offer = residents.offer_chain(chain, size)
                 pinned -= set(offer.dismissed)
                 if offer.accepted:
                     pinned.add(chain)
@@ -184,14 +184,14 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
     pinned: set[int] = set()
     for operation, number in operations:
         if operation == "offer":
-            offer = residents.offer(number, number * 10 + 1, cost=1.0 + number % 3)
+            offer = residents.offer_chain(number, number * 10 + 1, cost=1.0 + number % 3)
             pinned -= set(offer.dismissed)
             if offer.accepted:
                 pinned.add(number)
         elif operation == "evict":
-            residents.evicted(number * 1000)
+            residents.note_eviction(number * 1000)
         else:
-            pinned.discard(residents.evict() or -1)
+            pinned.discard(residents.evict_chain() or -1)
             pinned -= {chain for chain in pinned if chain not in residents}
         residents.check_integrity()
         assert pinned == {chain for chain in range(21) if chain in residents}

@@ -36,7 +36,7 @@ def store(num_tokens: int) -> NodeStore:
 
 
 def take(queue: SpillQueue[str], *, loads_wait: bool = False) -> str | None:
-    taken = queue.take(loads_wait=loads_wait)
+    taken = queue.take_next_node(loads_wait=loads_wait)
     return None if taken is None else taken[0]
 
 
@@ -49,35 +49,35 @@ def take_all(queue: SpillQueue[str]) -> list[str]:
 
 
 def test_idle_disk_takes_the_largest_node_at_once(queue: SpillQueue[str]) -> None:
-    queue.add("huge", store(HOST), returned=False)
+    queue.add_node("huge", store(HOST), returned=False)
     assert take(queue) == "huge"
-    assert len(queue) == 0 and queue.take(loads_wait=False) is None
+    assert len(queue) == 0 and queue.take_next_node(loads_wait=False) is None
 
 
 def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
-        queue.add(node, store(10), returned=node == "c")
-    queue.promote("b")
-    queue.promote("unknown")
+        queue.add_node(node, store(10), returned=node == "c")
+    queue.promote_node("b")
+    queue.promote_node("unknown")
     assert take_all(queue) == ["c", "b", "a", "d"]
     queue.check_integrity()
 
 
 def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
-        queue.add(node, store(10), returned=False)
+        queue.add_node(node, store(10), returned=False)
     assert queue.waiting_tokens == 20
-    queue.add("b", store(10), returned=True)
+    queue.add_node("b", store(10), returned=True)
     assert take_all(queue) == ["b", "a"]
 
 
 def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
     for node in "abcd":
-        queue.add(node, store(FLOOR // 3), returned=False)
+        queue.add_node(node, store(FLOOR // 3), returned=False)
     for number, node in enumerate("abc"):
         assert take(queue) == node
-        queue.began(number, node, store(FLOOR // 3))
-    assert queue.take(loads_wait=False) is None
+        queue.note_flight(number, node, store(FLOOR // 3))
+    assert queue.take_next_node(loads_wait=False) is None
     assert queue.pop_ended(range(5)) == []
     assert queue.pop_ended({1, 2}) == [("a", store(FLOOR // 3))]
     assert take(queue) == "d"
@@ -86,44 +86,44 @@ def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
 
 def test_slow_disk_has_a_store_to_follow(queue: SpillQueue[str]) -> None:
     for node in "abc":
-        queue.add(node, store(HOST // 2), returned=False)
+        queue.add_node(node, store(HOST // 2), returned=False)
     for number, node in enumerate("ab"):
         assert take(queue) == node
-        queue.began(number, node, store(HOST // 2))
-    assert queue.take(loads_wait=False) is None
+        queue.note_flight(number, node, store(HOST // 2))
+    assert queue.take_next_node(loads_wait=False) is None
 
 
 def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add("waits", store(10), returned=False)
+    queue.add_node("waits", store(10), returned=False)
     for _ in range(20):
-        queue.adapt(0.0)
+        queue.adapt_limit(0.0)
     assert queue.limit_tokens == HOST * MAX_SHARE
-    queue.adapt(TARGET_WAIT_S * 1.01)
-    queue.adapt(TARGET_WAIT_S * 1.01)  # still about the same stores
+    queue.adapt_limit(TARGET_WAIT_S * 1.01)
+    queue.adapt_limit(TARGET_WAIT_S * 1.01)  # still about the same stores
     assert queue.limit_tokens == HOST * MAX_SHARE / 2
     for _ in range(20):
         clock.now += TARGET_WAIT_S
-        queue.adapt(TARGET_WAIT_S * 1.01)
+        queue.adapt_limit(TARGET_WAIT_S * 1.01)
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
 def test_unused_limit_does_not_change(queue: SpillQueue[str]) -> None:
-    queue.adapt(0.0)  # nothing waits
-    queue.add("waits", store(10), returned=False)
-    queue.began(1, "begun", store(10))
-    queue.adapt(0.0)  # something is still in flight
+    queue.adapt_limit(0.0)  # nothing waits
+    queue.add_node("waits", store(10), returned=False)
+    queue.note_flight(1, "begun", store(10))
+    queue.adapt_limit(0.0)  # something is still in flight
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
 def test_stores_hold_for_loads_but_not_for_ever(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add("a", store(10), returned=False)
-    queue.add("b", store(10), returned=True)
+    queue.add_node("a", store(10), returned=False)
+    queue.add_node("b", store(10), returned=True)
     clock.now = MAX_HOLD_S * 0.99
-    assert queue.take(loads_wait=True) is None
+    assert queue.take_next_node(loads_wait=True) is None
     clock.now = MAX_HOLD_S
     assert take(queue, loads_wait=True) == "b"
-    queue.began(1, "begun", store(10))
-    assert queue.take(loads_wait=True) is None  # one at a time
+    queue.note_flight(1, "begun", store(10))
+    assert queue.take_next_node(loads_wait=True) is None  # one at a time
     queue.pop_ended(())
     assert take(queue, loads_wait=True) == "a"
 
@@ -134,10 +134,10 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
 ) -> None:
     size = FLOOR // 3
     for number in range(int(HOST * share) // size):
-        queue.add(f"{number}", store(size), returned=False)
+        queue.add_node(f"{number}", store(size), returned=False)
     taken = 0
-    while queue.take(loads_wait=True) is not None:
-        queue.began(taken, f"{taken}", store(size))
+    while queue.take_next_node(loads_wait=True) is not None:
+        queue.note_flight(taken, f"{taken}", store(size))
         taken += 1
     assert taken == num_taken
 
@@ -146,20 +146,20 @@ def test_crowd_evicts_the_oldest_that_never_returned(
     queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill, "MAX_WAITING", 2)
-    assert queue.add("old", store(10), returned=True) is None
-    assert queue.add("new", store(10), returned=False) is None
-    assert queue.add("newer", store(10), returned=False) == "new"
-    assert queue.add("newest", store(10), returned=True) == "newer"
-    assert queue.add("last", store(10), returned=False) == "old"
+    assert queue.add_node("old", store(10), returned=True) is None
+    assert queue.add_node("new", store(10), returned=False) is None
+    assert queue.add_node("newer", store(10), returned=False) == "new"
+    assert queue.add_node("newest", store(10), returned=True) == "newer"
+    assert queue.add_node("last", store(10), returned=False) == "old"
     queue.check_integrity()
 
 
 def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
     for node in "abcd":
-        queue.add(node, store(10), returned=node == "a")
-        queue.pin(node, 10)
-    queue.promote("b")
-    queue.discard("c")
+        queue.add_node(node, store(10), returned=node == "a")
+        queue.note_pin(node, 10)
+    queue.promote_node("b")
+    queue.discard_node("c")
     assert queue.pinned_tokens == 30
     assert [queue.unpin_one() for _ in range(4)] == ["d", "a", "b", None]
     assert queue.pinned_tokens == 0 and len(queue) == 3
@@ -167,14 +167,14 @@ def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
 
 
 def test_node_that_does_not_wait_is_not_pinned(queue: SpillQueue[str]) -> None:
-    queue.pin("gone", 10)
-    assert queue.pinned_tokens == 0 and not queue.discard("gone")
+    queue.note_pin("gone", 10)
+    assert queue.pinned_tokens == 0 and not queue.discard_node("gone")
 
 
 def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
-    queue.add("a", store(10), returned=False)
-    queue.pin("a", 10)
-    queue.began(1, "begun", store(20))
+    queue.add_node("a", store(10), returned=False)
+    queue.note_pin("a", 10)
+    queue.note_flight(1, "begun", store(20))
     queue.clear()
     assert (len(queue), queue.pinned_tokens, queue.flight_tokens, queue.waiting_tokens) == (0,) * 4
     assert not queue.has_flights and "a" not in queue
@@ -186,11 +186,11 @@ def test_host_tier_without_tokens_is_refused(clock: Clock) -> None:
 
 
 def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
-    queue.add("a", store(10), returned=False)
+    queue.add_node("a", store(10), returned=False)
     assert queue.is_under_way("a")
     assert take(queue) == "a" and not queue.is_under_way("a")
-    queue.began(1, "a", store(6))
-    queue.began(2, "a", store(10))
+    queue.note_flight(1, "a", store(6))
+    queue.note_flight(2, "a", store(10))
     queue.pop_ended({2})
     assert queue.is_under_way("a") and queue.flight_tokens == 10
     queue.pop_ended(())
@@ -199,8 +199,8 @@ def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None
 
 
 def test_store_offered_again_counts_its_new_length(queue: SpillQueue[str]) -> None:
-    queue.add("a", store(10), returned=False)
-    queue.add("a", store(4), returned=False)
+    queue.add_node("a", store(10), returned=False)
+    queue.add_node("a", store(4), returned=False)
     assert queue.waiting_tokens == 4 and queue.waiting() == ["a"]
-    assert queue.take(loads_wait=False) == ("a", store(4))
+    assert queue.take_next_node(loads_wait=False) == ("a", store(4))
     queue.check_integrity()

@@ -18,33 +18,33 @@ def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k")
 
 def test_longer_turn_replaces_the_conversations_earlier_ones() -> None:
     warm = WarmList(1000)
-    warm.used("turn 1", chain(100))
-    warm.used("turn 2", chain(200), prefixes=["turn 1"])
+    warm.note_chain("turn 1", chain(100))
+    warm.note_chain("turn 2", chain(200), prefixes=["turn 1"])
     assert warm.snapshot() == [chain(200)]
     assert warm.num_tokens == 200
 
 
 def test_the_least_recently_used_is_forgotten_first() -> None:
     warm = WarmList(250)
-    warm.used("a", chain(100, 1))
-    warm.used("b", chain(100, 2))
-    warm.used("a", chain(100, 1))
-    warm.used("c", chain(100, 3))
+    warm.note_chain("a", chain(100, 1))
+    warm.note_chain("b", chain(100, 2))
+    warm.note_chain("a", chain(100, 1))
+    warm.note_chain("c", chain(100, 3))
     assert warm.snapshot() == [chain(100, 3), chain(100, 1)]
 
 
 def test_chain_larger_than_the_list_evicts_nothing() -> None:
     warm = WarmList(250)
-    warm.used("a", chain(100))
-    warm.used("b", chain(251))
+    warm.note_chain("a", chain(100))
+    warm.note_chain("b", chain(251))
     assert warm.snapshot() == [chain(100)]
 
 
 def test_a_purged_tenant_is_not_written_again() -> None:
     warm = WarmList(1000)
-    warm.used("a", chain(10, tenant=b"x"))
-    warm.used("b", chain(10, tenant=b"y"))
-    warm.forget(lambda one: one.tenant == b"x")
+    warm.note_chain("a", chain(10, tenant=b"x"))
+    warm.note_chain("b", chain(10, tenant=b"y"))
+    warm.forget_chains(lambda one: one.tenant == b"x")
     assert warm.snapshot() == [chain(10, tenant=b"y")]
     assert warm.num_tokens == 10
 
@@ -55,7 +55,7 @@ def test_a_purged_tenant_is_not_written_again() -> None:
 def test_the_bound_holds_whatever_is_used(events: list[tuple[str, int, str]]) -> None:
     warm = WarmList(200)
     for name, length, prefix in events:
-        warm.used(name, chain(length), prefixes=[prefix])
+        warm.note_chain(name, chain(length), prefixes=[prefix])
         kept = warm.snapshot()
         assert sum(one.num_tokens for one in kept) == warm.num_tokens <= 200
         assert len(kept) == len(warm)

@@ -56,7 +56,7 @@ class Control:
         cache = scheduler.tree_cache
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
-            self._cache.purge_as_told = partial(self._purge, scheduler, cache, is_remote=True)
+            self._cache.apply_remote_purge = partial(self._purge, scheduler, cache, is_remote=True)
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Answer a control message of the tiers; pass on the others."""
@@ -186,7 +186,7 @@ class Control:
 
 def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Future[bool]]:
     """Keep the prompts of a tenant from being loaded after a restart."""
-    forgotten = None if cache.tiering is None else cache.tiering.warm.purge(tenant)
+    forgotten = None if cache.tiering is None else cache.tiering.warm.purge_tenant(tenant)
     return [] if forgotten is None else [forgotten]
 
 

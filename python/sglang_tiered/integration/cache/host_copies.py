@@ -1,7 +1,7 @@
-"""``HostCopies``: copies of nodes in host memory, and who waits for room for one.
+"""``HostCopies``: copies of nodes in host memory, and the loads that wait for room.
 
-SGLang skips a copy without a word while host memory is short; here it is made later. In a small
-host tier a copy of what the device holds may have given way, and is made again before a load is put
+Retries host copies that SGLang silently skips while host memory is short. In a small
+host tier a copy of a device node may have been dropped, and is made again before a load is put
 below it; and there a load may have to wait until stores leave it room.
 
 Retries of skipped copies depend on host memory and on whose store ended, which are the same on all
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["CopyingCache", "HostCopies"]
 
 MAX_COPIES_PER_STEP = 4
-"""Of those that were skipped. Of a host tier that is small, they are all of it."""
+"""Of the copies that were skipped."""
 
 MAX_REMEMBERED = 4096
 MAX_PAUSE_STEPS = 64
 
 
 class CopyingCache(LockingCache, Protocol):
-    """What this asks of its cache. All but the last three are SGLang's."""
+    """The part of the cache that this uses. All but the last three are SGLang's."""
 
     tree_core: Any
     cache_controller: Any
@@ -52,13 +52,13 @@ class CopyingCache(LockingCache, Protocol):
     def decides_alone(self) -> bool: ...
 
     def begin_copy(self, action: BackupKV) -> int:
-        """Have SGLang copy nodes to host memory; how many tokens of the last one."""
+        """Have SGLang copy nodes to host memory; return how many tokens of the last one."""
         ...
 
 
 class HostCopies:
-    """One per cache. ``patience_s``: how long a request's load may be kept waiting and still gain;
-    ``waiting_stores``: nodes that wait for their store."""
+    """Keeps track of one cache's host copies. ``patience_s``: how long a request's load may be kept
+    waiting and still gain; ``waiting_stores``: nodes that wait for their store."""
 
     def __init__(
         self,
@@ -83,20 +83,20 @@ class HostCopies:
     # ---- Copies ----
 
     def attempted(self, node_id: int) -> None:
-        """SGLang was to copy the nodes down to this one."""
+        """Remember a node that SGLang was to copy and did not."""
         if not self._cache.tree_core.is_backuped(node_id):
             self.remember(node_id)
             self.num_skipped += 1
 
     def remember(self, node_id: int) -> None:
-        """Host memory was short: a node stays on the device without a host copy, for now."""
+        """Remember a node to copy later: host memory was too short for its copy."""
         self._skipped[node_id] = None
         if len(self._skipped) > MAX_REMEMBERED:
             self._skipped.popitem(last=False)
 
     def back_up(self, node_id: int) -> bool:
-        """Copy a node to host memory; whether all of it is there now. Raises ``KeyError`` if the
-        node is gone."""
+        """Copy a node to host memory; return whether all of it is there now. Raises ``KeyError`` if
+        the node is gone."""
         cache, core = self._cache, self._cache.tree_core
         if core.is_backuped(node_id):
             return True
@@ -110,7 +110,7 @@ class HostCopies:
 
     def has_host_path(self, node_id: int) -> bool:
         """Whether a load may be put below a node: SGLang drops it where the device alone holds what
-        is above. In a small host tier, copies that gave way are made again if there is room."""
+        is above. In a small host tier, dropped copies are made again if there is room."""
         cache, core = self._cache, self._cache.tree_core
         if not cache.has_small_host or core.has_copied_path(node_id):
             return True
@@ -164,8 +164,8 @@ class HostCopies:
         *,
         num_loading: int,
     ) -> int:
-        """Tokens whose stores a load of ``num_tokens`` waits for, since host memory has no room for
-        it before, beside the ``num_loading`` of others; 0 if it may begin.
+        """Return the tokens whose stores a load of ``num_tokens`` waits for, since host memory has
+        no room for it before, beside the ``num_loading`` of others; 0 if it may begin.
 
         A copy stays until it is stored, and in a small host tier such copies may be most of it.
         A load waits for room only where one rank decides alone, since ranks do not know of each
@@ -186,7 +186,8 @@ class HostCopies:
         return in_the_way if now < until else 0
 
     def _tokens_that_must_stay(self) -> int:
-        """Of copies that are being made, wait to be stored, or are being stored."""
+        """Count the tokens of copies that are being made, wait to be stored, or are being
+        stored."""
         if self._must_stay is None:
             cache = self._cache
             making = [pending.publish_node_ids for pending in cache.ongoing_write_through.values()]
@@ -204,23 +205,23 @@ class HostCopies:
         return any(now < until for until in self._waits_for_room.values())
 
     def stops_waiting(self, request: CacheRequestHandle) -> None:
-        """Unknown requests are fine."""
+        """Let a request wait for room no longer. Unknown requests are ignored."""
         self._waits_for_room.pop(request, None)
 
     def copied(self) -> None:
-        """A copy was begun."""
+        """Note that a copy was begun."""
         self._must_stay = None
 
     def stores_ended(self) -> None:
-        """SGLang has taken the results of stores, on all ranks those of the same: in a small host
-        tier what they read may give way now, to copies that were skipped."""
+        """Retry skipped copies at once in a small host tier: SGLang has taken the results of
+        stores, of the same ones on all ranks, and what they read may be dropped now."""
         self._must_stay = None
         if self._cache.has_small_host:
             self._pause_steps = self._next_pause = 0
 
     def note_room(self) -> None:
-        """A step: loads that have got their host memory, or what there was of it, wait no longer;
-        and what must stay is counted again."""
+        """Once per step: end the wait of loads that got their host memory, or what there was of it,
+        and count anew what must stay."""
         for request in self._waits_for_room:
             info = self._cache.ongoing_prefetch.get(request)
             if info is not None and info.operation.host_indices is not None:
@@ -228,7 +229,7 @@ class HostCopies:
         self._must_stay = None
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Forget all nodes and requests: the tree was emptied."""
         self._skipped.clear()
         self._waits_for_room.clear()
         self._must_stay = None

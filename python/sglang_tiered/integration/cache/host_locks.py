@@ -15,15 +15,15 @@ Reason = TypeVar("Reason")
 
 
 class LockingCache(Protocol):
-    """What this asks of SGLang's cache."""
+    """The part of SGLang's cache that this uses."""
 
     def inc_host_lock_ref(self, node_id: int) -> Any: ...
     def dec_host_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
 
 
 class HostLocks(Generic[Reason]):
-    """At most one lock for each reason; the scheduler thread's. A locked node keeps its ancestors,
-    since only leaves are evicted."""
+    """Holds at most one lock for each reason, on the scheduler thread. A locked node keeps its
+    ancestors, since only leaves are evicted."""
 
     def __init__(self, cache: LockingCache) -> None:
         self._cache = cache
@@ -40,13 +40,13 @@ class HostLocks(Generic[Reason]):
         return iter(list(self._locks))
 
     def lock(self, reason: Reason, node_id: int) -> None:
-        """Keep the host copies up to a node, in the place of what the reason kept before."""
+        """Keep the host copies up to a node, instead of what the reason kept before."""
         lock = node_id, self._cache.inc_host_lock_ref(node_id).to_dec_params()
         self.unlock(reason)
         self._locks[reason] = lock
 
     def unlock(self, reason: Reason) -> None:
-        """Unknown reasons are fine."""
+        """Let go of what a reason kept. Unknown reasons are ignored."""
         if reason in self._locks:
             self._cache.dec_host_lock_ref(*self._locks.pop(reason))
 
@@ -56,5 +56,5 @@ class HostLocks(Generic[Reason]):
                 self.unlock(reason)
 
     def clear(self) -> None:
-        """The tree was emptied, and its locks with it."""
+        """Forget all locks: the tree was emptied."""
         self._locks.clear()

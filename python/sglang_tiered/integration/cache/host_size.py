@@ -36,8 +36,8 @@ MIN_TOKENS = 1024
 
 
 SMALL_RATIO = 5 / 4
-"""Of the device pool: a smaller host tier would hold hardly anything but copies of what the device
-holds."""
+"""A host tier smaller than this multiple of the device pool would hold hardly anything but copies
+of what the device holds."""
 
 
 def is_small(params: Any) -> bool:
@@ -61,7 +61,7 @@ def is_small(params: Any) -> bool:
 def target_host_bytes(
     host_bytes: int, target: Any, drafts: Iterable[Any], *, page_size: int
 ) -> int:
-    """What of ``host_bytes`` the target's host pools may take.
+    """Return how much of ``host_bytes`` the target's host pools may take.
 
     ``target`` and ``drafts`` are device pools of SGLang: what a token takes there, it takes in host
     memory. At least one page, however small the cap.
@@ -76,9 +76,9 @@ def target_host_bytes(
 def around_auto_size(
     original: Callable[..., Any], params: Any, draft_plan: Any, *, enabled: bool
 ) -> Any:
-    """``kv_cache_builder.auto_size_hicache``, which raises or makes a pool of a few tokens where
-    hardly any memory is left, and raises where it cannot see the control group of this process.
-    Raises ``ConfigError``, on all ranks alike, in place of the first."""
+    """Wrap ``kv_cache_builder.auto_size_hicache``, which raises or makes a pool of a few tokens
+    where hardly any memory is left, and raises where it cannot see the control group of this
+    process. In the first case this raises ``ConfigError``, on all ranks alike."""
     from sglang.srt.mem_cache import hicache_auto_size
     from sglang.srt.runtime_context import get_context, get_memory
 
@@ -106,8 +106,8 @@ def around_auto_size(
 
 
 def around_ranks_per_host(original: Callable[[], int]) -> int:
-    """``pool_host.base.ranks_per_host``, which does not count the replicas of ``--dp-size``: each
-    would take the whole machine's memory for its own."""
+    """Wrap ``pool_host.base.ranks_per_host``, which does not count the replicas of ``--dp-size``:
+    each would size its host tier by the whole machine's memory."""
     config = TieredConfig.from_environment()
     return original() if config is None else config.num_ranks
 
@@ -129,7 +129,7 @@ def check_asked_size(target: Any, drafts: Iterable[Any]) -> None:
 
 def check_host_bytes(needed: int, budget: int) -> None:
     """Refuse a host tier of one rank that SGLang's check of the machine's memory would refuse. All
-    ranks ask, and come to the answer of the rank that has the least."""
+    ranks call it, and get the answer of the rank that has the least."""
     needed, budget = -least_of_ranks(-needed), least_of_ranks(budget)
     if needed > budget:
         raise ConfigError(
@@ -142,7 +142,7 @@ def check_host_bytes(needed: int, budget: int) -> None:
 
 
 def least_of_ranks(value: int) -> int:
-    """The smallest of all ranks' values."""
+    """Return the smallest of all ranks' values."""
     import torch
 
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:

@@ -3,8 +3,8 @@
 SGLang asks storage backends how much they hold on a thread of their own, since most must ask a
 disk or a network, and allocates host memory for the answer in the next scheduling step. Under load
 a step lasts as long as a forward pass, so a load begins one pass late and its request misses one
-more. Our index is in memory, and was asked when the load was planned, so a scheduler that decides
-alone answers at once; reads begin while the scheduler still takes requests in.
+more. The tiers' index is in memory, and was asked when the load was planned, so a scheduler that
+decides alone answers at once; reads begin while the scheduler still takes requests in.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["PlannedHits", "around_prefetch"]
 
 _HITS = "_sglang_tiered_hits"
-"""Mark of a controller whose queries are answered here."""
+"""The attribute of a controller whose queries are answered here."""
 
 
 class PlannedHits:
-    """What the tiers hold for the one request whose load begins, so that its chain is hashed and
-    looked up once. Only where no other rank takes part: the ranks' answers are not compared."""
+    """Keeps what the tiers hold for the one request whose load begins, so that its chain is hashed
+    and looked up once. Only for one rank: the answers of several are not compared."""
 
     def __init__(self, controller: Any, decides_alone: Callable[[], bool]) -> None:
         self._controller = controller
@@ -37,7 +37,7 @@ class PlannedHits:
         setattr(controller, _HITS, self)
 
     def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
-        """SGLang is asked next for a load of these pages, which the tiers hold."""
+        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
         self._request, self._hashes = request, hashes
 
     def knows(self) -> bool:
@@ -73,7 +73,7 @@ def around_prefetch(
     extra_pools: list[Any] | None = None,
     assume_stored: bool = False,
 ) -> PrefetchOperation:
-    """``HybridCacheController.prefetch``, which hands the query to a thread."""
+    """Wrap ``HybridCacheController.prefetch``, which hands the query to a thread."""
     hits = getattr(controller, _HITS, None)
     if hits is None or not hits.knows():
         return original(

@@ -1,4 +1,4 @@
-"""``LoadPlanner``: what the cost model needs to know of one scheduler, and its plans' ends.
+"""``LoadPlanner``: feeds the cost model of one scheduler, and follows its plans to their end.
 
 The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
 request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
@@ -34,24 +34,24 @@ __all__ = ["LoadPlanner"]
 Request = TypeVar("Request")
 
 STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
-"""A tier that no load has measured for this long is measured by a probe before it is declined for
-ever: disks recover. A probe of another server takes of its time; one of a bucket is paid for."""
+"""A tier that no load has measured for this long is probed before it is declined for ever: disks
+recover. A probe of another server takes some of its time; one of a bucket costs money."""
 
 MIN_FAR_DEADLINE_S = 0.05
 
 TIERS = tuple(Tier)
-"""By the number that the cost model knows them by."""
+"""The index of a tier is its number in the cost model."""
 
 YIELD_SHARE = 0.05
-"""Of its own prefill, what a request gives up so that a load that is nearly there gets into the
-same batch: without it, one that arrives a moment too late waits for a whole prefill of others."""
+"""Of its own prefill, what a request waits so that a load that is nearly done gets into the same
+batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
 MAX_WAITING = 100_000
 
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way. Times are of the planner's clock."""
+    """Describes a load under way. Times are of the planner's clock."""
 
     plan: LoadPlan
     queued_at: float | None = None
@@ -60,7 +60,8 @@ class _Load:
 
 
 class LoadPlanner(Generic[Request]):
-    """One per scheduler; scheduler thread only, ``begin_read`` and ``end_read`` excepted."""
+    """Plans the loads of one scheduler. Scheduler thread, but for ``begin_read`` and
+    ``end_read``."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class LoadPlanner(Generic[Request]):
         follows: bool = False,
     ) -> None:
         self.costs = costs
-        self._always = always  # load everything, what it costs aside
+        self._always = always  # load everything, whatever it costs
         self.follows = follows  # plan to load everything: another rank knows what there is
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.timings = {
@@ -90,29 +91,30 @@ class LoadPlanner(Generic[Request]):
     # ---- What things take ----
 
     def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> InFlightRead:
-        """A load (or a probe) begins to read. Any thread; give the result to ``end_read``."""
+        """Note that a load (or a probe) begins to read. Any thread; pass the result to
+        ``end_read``."""
         return self.timings[tier].begin(num_bytes)
 
     def end_read(self, read: InFlightRead, *, is_complete: bool) -> None:
-        """Its last byte arrived, or some never will. Any thread."""
+        """Note the end of a read: all bytes arrived, or it failed. Any thread."""
         read.timing.end(read, is_complete=is_complete)
 
     def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
+        """Note how long a prefill batch of ``(new tokens, tokens before them)`` took."""
         self.costs.prefill.observe(spans, seconds)
 
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
-        """Whether nothing has measured the tier for long; asked when a load was declined."""
+        """Whether the tier was not measured for long. Ask only when a load was declined."""
         self._learn()
         return self.timings[tier].wants_probe()
 
     def far_order(self) -> list[Tier]:
-        """The tiers beyond NVMe, the one first that takes less for a typical load. Any thread."""
+        """Return the tiers beyond NVMe, the fastest for a typical load first. Any thread."""
         far = REMOTE_TIERS
         return sorted(far, key=lambda tier: self.timings[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
 
     def stats(self) -> PlannerStats:
-        """A snapshot. Any thread."""
+        """Take a snapshot. Any thread."""
         prefill = self.costs.prefill
         return PlannerStats(
             load_decisions={} if self.follows else dict(self.tokens),
@@ -127,15 +129,15 @@ class LoadPlanner(Generic[Request]):
         for timing in self.timings.values():
             timing.learn()
 
-    # ---- A request's way ----
+    # ---- From arrival to admission ----
 
     def knows(self, request: Request) -> bool:
-        """Whether it has come and has not left."""
+        """Whether a request has arrived and has not left."""
         return request in self._waiting
 
     @property
     def queue_wait_s(self) -> float:
-        """Prefill that the requests waiting now are expected to take."""
+        """Return how long the prefill of the waiting requests is expected to take."""
         return self._waiting_s
 
     def arrives(
@@ -149,10 +151,10 @@ class LoadPlanner(Generic[Request]):
         spans: Sequence[tuple[Tier, int]] = (),
         ends: Sequence[int] | None = None,
     ) -> int:
-        """A request with ``num_new`` tokens behind ``num_before`` cached ones has come (again);
-        the tiers hold the first ``num_held`` of them, in ``spans`` of so many tokens (none: NVMe
-        holds all). A load may end after any page, or where ``ends`` says. Returns how many to
-        load."""
+        """Plan the load of a request that arrived (again), with ``num_new`` tokens behind
+        ``num_before`` cached ones. The tiers hold the first ``num_held`` of them, in ``spans`` of
+        so many tokens (empty: NVMe holds all). A load may end after any page, or where ``ends``
+        says. Returns how many tokens to load."""
         self._learn()
         is_new = not self.knows(request)
         self.leaves(request)
@@ -179,7 +181,7 @@ class LoadPlanner(Generic[Request]):
         return plan.num_tokens
 
     def leaves(self, request: Request) -> None:
-        """The request was admitted or has gone. Unknown ones are fine."""
+        """Forget a request that was admitted or has gone. Unknown ones are ignored."""
         load = self._loads.pop(request, None)
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
@@ -189,7 +191,7 @@ class LoadPlanner(Generic[Request]):
             self._waiting_s = 0.0  # no rounding is left over
 
     def begins(self, request: Request) -> None:
-        """Its load was queued."""
+        """Note that a request's load was queued."""
         load = self._loads.get(request)
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
@@ -199,8 +201,8 @@ class LoadPlanner(Generic[Request]):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        """A read of a far tier, of whichever request, is of no use any more once the longest
-        prefill that a load replaces would have been computed."""
+        """Bound reads of remote tiers: any of them is useless once the longest prefill that a load
+        replaces would have been computed."""
         if not self._always:
             begun = (load for load in self._loads.values() if load.queued_at is not None)
             saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
@@ -212,7 +214,7 @@ class LoadPlanner(Generic[Request]):
             self._loading[tier] += sign * num_tokens
 
     def _loading_but(self, load: _Load | None) -> list[int]:
-        """Tokens of other loads under way, by tier."""
+        """Return the tokens of other loads under way, by tier."""
         others = self._loading[:]
         if load is not None and load.queued_at is not None:
             for tier, num_tokens in enumerate(load.plan.parts):
@@ -220,7 +222,8 @@ class LoadPlanner(Generic[Request]):
         return others
 
     def left_s(self, request: Request) -> float:
-        """Until its load is expected to have arrived; infinite if it is far too late, or none."""
+        """Return the seconds until a load is expected to end; infinite if it is far too late, or if
+        there is no load."""
         load = self._loads.get(request)
         if load is None or load.queued_at is None:
             return math.inf
@@ -248,7 +251,7 @@ class LoadPlanner(Generic[Request]):
         return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
 
     def patience_s(self, request: Request) -> float:
-        """How long its load may be kept waiting for host memory and still gain."""
+        """Return how long a load may wait for host memory and still gain."""
         load = self._loads.get(request)
         if load is None:
             return 0.0
@@ -270,8 +273,8 @@ class LoadPlanner(Generic[Request]):
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
-        disk that hangs is given up after what computing costs. Of ranks that share pages the one
-        that keeps them says so: the speed of the others says nothing of where it finds them.
+        request stops waiting for a hung disk after what computing costs. Of ranks that share pages,
+        the one that keeps them decides: the speed of the others says nothing about its tiers.
         """
         self._learn()
         if self._always or self.follows:
@@ -294,7 +297,7 @@ class LoadPlanner(Generic[Request]):
         return wait
 
     def clear(self) -> None:
-        """No request is left."""
+        """Forget all requests."""
         self._loads.clear()
         self._loading = [0] * len(TIERS)
         self._waiting.clear()

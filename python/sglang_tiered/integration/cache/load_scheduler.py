@@ -52,7 +52,7 @@ the step must not pay for each."""
 
 
 class Prefetch(NamedTuple):
-    """A call of SGLang's ``prefetch_from_storage``."""
+    """Holds the arguments of SGLang's ``prefetch_from_storage``."""
 
     request: CacheRequestHandle
     last_host_node_id: int
@@ -66,19 +66,19 @@ class Prefetch(NamedTuple):
 
     @property
     def num_before(self) -> int:
-        """Tokens in memory, behind which the new ones come."""
+        """Return the tokens in memory, which the new ones follow."""
         return len(self.matched_prefix_tokens or ())
 
 
 class Planned(NamedTuple):
-    """A load that begins now."""
+    """Describes a load that begins now."""
 
     call: Prefetch
     is_new: bool  # the request has just come, so this is between two steps
 
 
 class LoadingCache(LockingCache, Protocol):
-    """What the scheduler of loads asks of its cache. All but the last two are SGLang's."""
+    """The part of the cache that this uses. All but the last two are SGLang's."""
 
     page_size: int
     prefetch_threshold: int
@@ -111,7 +111,7 @@ class LoadingCache(LockingCache, Protocol):
 
 
 def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPlanner[Any]:
-    """The planner of a cache's loads, with what this machine and model make of its first guesses.
+    """Make the planner of a cache's loads, whose first guesses fit this machine and model.
     ``always``: load everything, whatever it costs."""
     page_size = int(cache.page_size)
     bytes_per_token = max(1, storage.page_bytes() // page_size)
@@ -130,7 +130,7 @@ def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPla
 
 
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
-    """What ranks ask each other of a request whose load was put off."""
+    """Name the question that ranks ask about a request whose load was put off."""
     return "gains by its turn", request
 
 
@@ -155,7 +155,7 @@ class LoadScheduler:
         self._window: PrefetchWindow[str] = PrefetchWindow(window_tokens)  # by rid
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
-        self._soonest_load_s: float | None = None  # of the loads under way, once asked for
+        self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         # What was or will be loaded for a request that was not admitted yet: the prefix while it
         # loads, then how many tokens came, whose host copies are locked.
         self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
@@ -166,7 +166,7 @@ class LoadScheduler:
     # ---- A load begins ----
 
     def plan(self, call: Prefetch, storage: TieredStorage) -> Planned | None:
-        """What of a request's prefix to load now; None if nothing, or not yet.
+        """Return what of a request's prefix to load now; None for nothing, or not yet.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
@@ -177,7 +177,7 @@ class LoadScheduler:
         """
         cache, request, tokens = self._cache, call.request, call.new_input_tokens
         is_new = not self.planner.knows(request)
-        self._window.withdraw(request.rid)
+        self._window.withdraw_load(request.rid)
         hashes, spans = self._held_pages(call, storage)
         ends = self._restorable_ends(call.last_host_node_id, hashes, storage)
         if ends is not None:
@@ -196,14 +196,14 @@ class LoadScheduler:
         storage.transfers.expect_load(hashes, tenant)
         num_held = self._agree(request, num_planned, call.num_before, len(tokens))
         if num_held is None:
-            self._window.put_off(request.rid, 0)
+            self._window.put_off_load(request.rid, 0)
             return None
         if num_held < cache.prefetch_threshold:
             self._forget_questions(request)
             return None
         has_room = self._window.has_room(num_held, self.num_tokens())
         if not has_room or self._stores_in_the_way(request, num_held, storage):
-            self._window.put_off(request.rid, num_held)
+            self._window.put_off_load(request.rid, num_held)
             return None
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
@@ -213,7 +213,7 @@ class LoadScheduler:
         return Planned(call._replace(new_input_tokens=tokens), is_new)
 
     def begun(self, planned: Planned) -> None:
-        """SGLang was asked for the load, and has begun it unless it declined."""
+        """Note a load that SGLang was asked for, unless SGLang declined it."""
         call, is_new = planned
         request = call.request
         if request not in self._cache.ongoing_prefetch:
@@ -238,11 +238,12 @@ class LoadScheduler:
     def _agree(
         self, request: CacheRequestHandle, num_planned: int, num_before: int, num_tokens: int
     ) -> int | None:
-        """What all ranks load of ``num_tokens`` behind ``num_before``; None until they agreed.
+        """Return what all ranks load of ``num_tokens`` behind ``num_before``; None until they
+        agree.
 
         They agree on where the load ends, for the match may have moved when the answer is there.
         """
-        end = self.agreement.ask(request, num_before + num_planned)
+        end = self.agreement.ask_ranks(request, num_before + num_planned)
         if end is None:
             return None
         page_size = self._cache.page_size
@@ -251,11 +252,11 @@ class LoadScheduler:
         return int(num_agreed)
 
     def _forget_questions(self, request: CacheRequestHandle) -> None:
-        self.agreement.forget(request)
-        self.agreement.forget(_gain_of(request))
+        self.agreement.forget_question(request)
+        self.agreement.forget_question(_gain_of(request))
 
     def _held_pages(self, call: Prefetch, storage: TieredStorage) -> tuple[list[str], list[Span]]:
-        """The leading pages that the tiers could load now, and from where. Memory only."""
+        """Return the leading pages that the tiers could load now, and from where. Memory only."""
         page_size = self._cache.page_size
         key = RadixKey(
             call.new_input_tokens,
@@ -272,8 +273,8 @@ class LoadScheduler:
     def _restorable_ends(
         self, node_id: int, hashes: list[str], storage: TieredStorage
     ) -> list[int] | None:
-        """After how many of these pages below a node a load may end, in a model with states of
-        sliding windows or Mamba, which lie at some places only; None if after any."""
+        """Return after how many of these pages below a node a load may end; None if after any. In a
+        model with sliding windows or Mamba, states are stored at some places only."""
         cache = self._cache
         num_tokens = len(hashes) * cache.page_size
         states: list[Any] = []
@@ -300,25 +301,25 @@ class LoadScheduler:
     def _probe_declined(
         self, storage: TieredStorage, hashes: list[str], spans: list[Span], num_planned: int
     ) -> None:
-        """Measure the tier that a plan stopped short of, if nothing has for long."""
+        """Measure the tier that a plan stopped short of, unless it was measured lately."""
         end = 0
         for span in spans:
             start, end = end, end + span.num_pages
             if end > num_planned:
                 if self.planner.wants_probe(span.tier):
-                    storage.transfers.probe(hashes[max(start, num_planned) : end], span.tier)
+                    storage.transfers.probe_tier(hashes[max(start, num_planned) : end], span.tier)
                 return
 
     # ---- While it runs ----
 
     def num_tokens(self) -> int:
-        """Host tokens taken by loads in flight and by loads no request has consumed yet."""
+        """Return the host tokens of loads in flight and of loads not yet used by their request."""
         loading: int = self._cache.cache_controller.prefetch_tokens_occupied
         unconsumed = {**self._cache.prefetch_loaded_tokens_by_reqid, **self._num_loaded}
         return loading + sum(unconsumed.values())
 
     def step(self) -> None:
-        """A step of the scheduler begins."""
+        """Begin a step of the scheduler."""
         self._num_asks_left = [MAX_ASKS_PER_STEP, MAX_ASKS_PER_STEP]
         self._soonest_load_s = None
 
@@ -354,12 +355,12 @@ class LoadScheduler:
         num_tokens = self._window.num_tokens(request.rid)
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
         if num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way, storage):
-            self._window.withdraw(request.rid)
+            self._window.withdraw_load(request.rid)
             self._forget_questions(request)
             return False
         if in_the_way or not self._window.has_turn(request.rid, self.num_tokens()):
             return True
-        if not self._window.ask(request.rid):
+        if not self._window.ask_for_attempt(request.rid):
             self._forget_questions(request)
             return False
         # The scheduler repeats the load's request with a fresh match in its next pass.
@@ -377,9 +378,9 @@ class LoadScheduler:
             request, num_ahead=num_ahead
         )
         question = _gain_of(request)
-        answer = self.agreement.ask(question, int(gains))
+        answer = self.agreement.ask_ranks(question, int(gains))
         if answer is not None:
-            self.agreement.forget(question)
+            self.agreement.forget_question(question)
         return answer != 0
 
     def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
@@ -410,8 +411,8 @@ class LoadScheduler:
     # ---- It has ended ----
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
-        """A load has ended: what came stays in host memory until its request is admitted. In a long
-        queue it would be evicted before, by the loads of those behind it."""
+        """Keep in host memory what a load brought until its request is admitted. In a long queue
+        the loads of later requests would evict it before."""
         key = self._loading_keys.pop(request, None)
         self.unlock_loaded(request)
         if key is None or num_loaded == 0:
@@ -423,29 +424,30 @@ class LoadScheduler:
             self._locks.lock(request, node_id)
 
     def unlock_loaded(self, request: CacheRequestHandle) -> None:
-        """A request was admitted: what it takes from host memory the copy to the device locks."""
+        """Unlock what was loaded for a request: it was admitted, and the copy to the device locks
+        it."""
         self._num_loaded.pop(request, None)
         self._locks.unlock(request)
 
     def unlock_last_loaded(self) -> bool:
-        """Let what was loaded last be evicted before its request is admitted; False if nothing is
-        locked."""
+        """Let what was loaded last be evicted before its request is admitted; return False if
+        nothing is locked."""
         if not self._num_loaded:
             return False
         self.unlock_loaded(next(reversed(self._num_loaded)))
         return True
 
     def leaves(self, request: CacheRequestHandle) -> None:
-        """A request is about to be admitted: nothing of it is to be loaded any longer."""
+        """Load nothing more for a request, which is about to be admitted."""
         self.planner.leaves(request)
         self._loading_keys.pop(request, None)
         self._copies.stops_waiting(request)
 
     def forget(self, request: CacheRequestHandle) -> None:
-        """A request was aborted, or none waits for the load that was begun."""
+        """Forget a request that was aborted, or a load that no request waits for."""
         self.leaves(request)
         self._forget_questions(request)
-        self._window.withdraw(request.rid)
+        self._window.withdraw_load(request.rid)
         self.unlock_loaded(request)
 
     def is_loading_or_waiting(self) -> bool:
@@ -453,16 +455,16 @@ class LoadScheduler:
         return bool(self._cache.ongoing_prefetch) or self.planner.queue_wait_s > 0
 
     def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
-        """A prefill batch of ``(new tokens, tokens before them)`` took so long."""
+        """Note how long a prefill batch of ``(new tokens, tokens before them)`` took."""
         self.planner.note_batch(spans, seconds)
 
     def detached(self) -> None:
-        """There is nothing to load from: requests wait for no turn."""
+        """End all waiting for turns: there is nothing to load from."""
         self._window.clear()
         self.agreement.forget_all()
 
     def clear(self) -> None:
-        """The tree was emptied; no request is left."""
+        """Forget all loads: the tree was emptied, and no request is left."""
         self._loading_keys.clear()
         self._num_loaded.clear()
         self._locks.clear()

@@ -32,10 +32,11 @@ def probe_prefill(
     device: str,
     num_ranks: int,
 ) -> PrefillCost:
-    """A cost with a prior of this machine and model; takes some 100 ms on a CPU, less on a GPU.
+    """Return a cost with a prior for this machine and model. Takes about 100 ms on a CPU, less on
+    a GPU.
 
     ``dtype`` is that of the KV pool; where KV is kept in 8 bits, products are taken to run in
-    bfloat16. The prior of ``policy.cost_model`` where no weights can be found
+    bfloat16. Returns the prior of ``policy.cost_model`` where no weights can be found
     (``--load-format dummy``) or the format has no matrix product here.
     """
     dtype = dtype if dtype in PRODUCT_TYPES else torch.bfloat16

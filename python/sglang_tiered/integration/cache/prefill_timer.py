@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["PrefillClock"]
 
 MAX_LAUNCHED = 64
-"""Launched batches whose results have not come; two where there is one pipeline stage."""
+"""Bounds the launched batches without a result; with one pipeline stage there are two."""
 
 
 class PrefillClock:
-    """Two AROUND hooks of one scheduler process; scheduler thread only."""
+    """Times prefill batches by two AROUND hooks of one scheduler process. Scheduler thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,5 +66,5 @@ class PrefillClock:
 
 
 def _waits_for_a_load(batch: Any) -> bool:
-    """Whether the time of a batch is also that of copies from the host."""
+    """Whether the time of a batch includes copies from the host."""
     return batch.hicache_consumer_index is not None and batch.hicache_consumer_index >= 0

@@ -1,9 +1,9 @@
 """``PurgeExchange``: purges of other servers, put out of reach on all ranks in the same step.
 
-Each rank hears of a purge by itself, but requests must go by the same keys on all. What the first
-rank was told rides in the exchange of a scheduler step, and all act on it in that step. The others'
-own news only clear their tiers: a prefix is found only where every rank holds its part, and the
-first rank's part is not while its gate is closed.
+Each rank hears of a purge by itself, but requests must go by the same keys on all. The purge that
+the first rank hears of rides in the exchange of a scheduler step, and all ranks apply it in that
+step. What the other ranks hear only clears their tiers: a prefix is found only where every rank
+holds its part, and the first rank's part is missing while its gate is closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INITIAL = (0.0,) * len(RULES)
 
 
 class PurgeExchange:
-    """Of one storage. Scheduler thread."""
+    """Carries the remote purges of one storage to all ranks. Scheduler thread."""
 
     def __init__(self, purges: RemotePurges, agreement: RankAgreement) -> None:
         self.purges = purges
@@ -41,12 +41,12 @@ class PurgeExchange:
             purges.leave_to_the_first_rank()
 
     def next(self) -> list[bytes | None]:
-        """Tenants that every rank puts out of reach in this step: one at most."""
+        """Return the tenants that every rank puts out of reach in this step: one at most."""
         agreement = self._agreement
         if not self._is_shared:
             for tenant in self.purges.waiting():
                 self._is_shared = True
-                agreement.share((agreement.agreed[0] + 1, *_as_floats(tenant)))
+                agreement.share_values((agreement.agreed[0] + 1, *_as_floats(tenant)))
         number, *parts = agreement.agreed
         if int(number) == self._num_applied:
             return []

@@ -1,4 +1,4 @@
-"""What is under way between device memory, host memory and the tiers, and how it comes to an end.
+"""Tracks what is under way between device memory, host memory and the tiers, and ends it.
 
 SGLang forgets a load that was aborted while its thread may still read into host pages. It would
 take itself for idle then, and ``/flush_cache`` stops those threads or ends the scheduler. How long
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["LoadsUnderWay", "is_under_way", "wait_until_quiet"]
 
 QUIESCE_S = 30.0
-"""A disk that has not answered for so long hangs."""
+"""A disk that has not answered for this long counts as hung."""
 LOOK_S = 0.001
 
 
 class LoadsUnderWay:
-    """Loads whose end SGLang has not handed on, wanted or aborted. The same on all ranks."""
+    """Holds the loads whose end SGLang has not handed on, aborted ones too. Alike on all ranks."""
 
     def __init__(self) -> None:
         self._operations: set[Any] = set()
@@ -50,7 +50,8 @@ class LoadsUnderWay:
     def noting_ends(
         self, controller: Any, num_answered: int | None, num_acks: int | None
     ) -> Iterator[None]:
-        """While SGLang takes so many items of the controller's queues, all of them for None."""
+        """Note the ends among the items that SGLang takes of the controller's queues within this
+        context: so many, or all of them for None."""
         answered = _first(controller.prefetch_hit_queue, num_answered)
         acks = _first(controller.ack_prefetch_queue, num_acks)
         yield
@@ -61,7 +62,7 @@ class LoadsUnderWay:
         )
 
     def clear(self) -> None:
-        """SGLang has waited for its threads."""
+        """Forget all loads: SGLang has waited for its threads."""
         self._operations.clear()
 
 
@@ -78,8 +79,8 @@ def is_under_way(cache: UnifiedRadixCache) -> bool:
 def wait_until_quiet(
     cache: UnifiedRadixCache, loads: LoadsUnderWay, take_ends: Callable[[], None]
 ) -> bool:
-    """Whether all that is under way ended, the same on all ranks: false if a disk hangs.
-    ``take_ends`` has SGLang take note of ends."""
+    """Abort loads and wait until nothing is under way. Returns False if a disk hangs, the same on
+    all ranks. ``take_ends`` has SGLang take note of ends."""
     deadline = time.monotonic() + QUIESCE_S
     for request in list(cache.ongoing_prefetch):
         cache.release_aborted_request(request)
@@ -92,6 +93,6 @@ def wait_until_quiet(
 
 
 def _first(queue: Queue[Any], number: int | None) -> list[Any]:
-    """The items that come next, all of them for None, left where they are."""
+    """Return the items that come next (all of them for None) without taking them."""
     with queue.mutex:
         return list(islice(queue.queue, number))

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
 
 __all__ = ["TieredRadixCache", "register"]
 
@@ -88,13 +88,13 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make ``--radix-cache-backend tiered`` known to this process. Idempotent."""
+    """Register ``--radix-cache-backend tiered`` in this process. Idempotent."""
     if CACHE_BACKEND not in registered_radix_cache_backends():
         register_radix_cache_backend(CACHE_BACKEND, build)
 
 
 def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """SGLang's factory call. Cases that have no host tier of the usual kind stay SGLang's."""
+    """Build the cache for SGLang's factory; without an ordinary host tier, SGLang's own."""
     memory = get_memory()
     is_pure_swa = ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0
     if (
@@ -134,11 +134,11 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     _observer: TierObserver | None = None
     _is_quiescing = False
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
-    purge_as_told: Callable[[bytes | None], object] | None = None  # once there is a scheduler
+    apply_remote_purge: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
     def __init__(self, params: CacheInitParams) -> None:
         self.purged_tenants = PurgedTenants()
-        self.recent_requests = RecentRequests()  # of use to whom asks by a request's id
+        self.recent_requests = RecentRequests()  # for queries by a request's id
         self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
         self._loads_under_way = LoadsUnderWay()
         super().__init__(params)  # which calls ``reset``
@@ -175,7 +175,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return Tiering(self, storage, planner, agreement, self.host_budget(), warms=warms)
 
     def host_budget(self) -> HostBudget:
-        """Who may take how much of the host tier."""
+        """Return who may take how much of the host tier."""
         host_tokens: int = self.cache_controller.mem_pool_host.logical_size
         device_tokens: int = self.token_to_kv_pool_allocator.size_full
         return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host)
@@ -209,7 +209,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return isinstance(self.tree_core, small_host_core.SmallHostTreeCore)
 
     def tenant_of(self, node_id: int) -> bytes:
-        """Whose pages a node holds."""
+        """Return whose pages a node holds."""
         return self.purged_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
     def is_purged(self, node_id: int) -> bool:
@@ -217,7 +217,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return bool(self.purged_tenants) and self.purged_tenants.blocks(self.tenant_of(node_id))
 
     def begin_store(self, node_id: int) -> int | None:
-        """Have SGLang queue the store of a node; the operation, or None if SGLang declined."""
+        """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
         num_before = len(self.ongoing_backup)
         super().write_backup_storage(node_id)
         if len(self.ongoing_backup) == num_before:
@@ -226,15 +226,15 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return operation
 
     def begin_copy(self, action: BackupKV) -> int:
-        """Have SGLang copy nodes to host memory; how many tokens of the last one."""
+        """Have SGLang copy nodes to host memory; return how many tokens of the last one."""
         written: int = super()._execute_and_commit_kv_backup(action)
         return written
 
     def is_backuped(self, node_id: int) -> bool:
-        """SGLang asks before it lets us look for what NVMe holds below a node. In a small host tier
-        the copy of a node on the device may have given way; ``has_host_path`` makes it again.
-        Of the node that stands for a streaming session's own pages the tree knows nothing, and
-        SGLang asks all the same; nothing can be looked for below it."""
+        """Whether NVMe may be searched for what follows a node; SGLang asks before each search. In
+        a small host tier the copy of a node on the device may have been dropped;
+        ``has_host_path`` makes it again. SGLang also asks for the node that stands for a streaming
+        session's own pages, which the tree does not know: nothing can follow it."""
         if is_virtual_node(node_id):
             return False
         return self.has_small_host or bool(super().is_backuped(node_id))
@@ -245,7 +245,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # ---- Loads from the tiers ----
 
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
-        """Begin a load of what pays of what the tiers hold, now or in its turn."""
+        """Begin the load of as much of a prefix as pays, now or in its turn."""
         call = Prefetch(*args, **kwargs)
         if self.tiering is None:
             return self._begin_load(call)
@@ -271,7 +271,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         )
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
-        """Whether nothing of a request is loading or to be loaded any more."""
+        """Whether no load of a request is under way or still to begin."""
         if self.tiering is not None and self.tiering.loads.is_put_off(request):
             return not self.tiering.stays_put_off(request)
         return bool(super().check_prefetch_progress(request))
@@ -290,7 +290,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.tiering is not None:
             self.tiering.loads.ended(request, num_loaded)
         if self.storage is not None and num_loaded > 0:
-            self.storage.accounting.loaded(host_indices[end - num_loaded : end])
+            self.storage.accounting.note_loaded(host_indices[end - num_loaded : end])
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         if self.tiering is not None:
@@ -319,7 +319,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
         if self._observer is not None:
-            self._observer.note(params.best_match_node)
+            self._observer.announce_node(params.best_match_node)
         if self.tiering is not None:
             self.tiering.loaded_back(params)
         return result
@@ -337,7 +337,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.tiering is not None:
             self.tiering.copies.copied()
         if host_indices is not None and self.storage is not None:
-            self.storage.accounting.written(host_indices)
+            self.storage.accounting.note_written(host_indices)
         return host_indices
 
     def _finish_write_through_ack(self, ack_id: int) -> None:
@@ -345,10 +345,10 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super()._finish_write_through_ack(ack_id)
         if self.tiering is not None and pending is not None:
             for node_id in pending.publish_node_ids:
-                self.tiering.residents.offer(node_id)
+                self.tiering.residents.offer_node(node_id)
 
     def write_backup_storage(self, node_id: int) -> None:
-        """SGLang asks for the store of a node; the spiller decides when it is queued."""
+        """Take SGLang's order to store a node; the spiller decides when it is queued."""
         if self._is_quiescing or (self.tiering is not None and self.tiering.offer_store(node_id)):
             return
         if not self.is_purged(node_id):
@@ -369,21 +369,21 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.tiering.stores_ended()
         if self._observer is not None:
             for node_id in ended:
-                self._observer.note(node_id)
+                self._observer.announce_node(node_id)
 
     # ---- What leaves memory ----
 
     def evict_host(
         self, num_tokens: int, component_type: ComponentType = BASE_COMPONENT_TYPE
     ) -> int:
-        """Free host tokens, or slots of another component's states. What ``Tiering`` keeps goes
-        only when nothing else is left to evict."""
+        """Free host tokens, or slots of another component's states. What ``Tiering`` keeps is
+        evicted only when nothing else is left."""
         freed: int = super().evict_host(num_tokens, component_type)
         if self.tiering is None:
             return freed
         is_base = component_type is BASE_COMPONENT_TYPE
         if is_base:
-            self.tiering.residents.evicted(freed)
+            self.tiering.residents.note_eviction(freed)
         while freed < num_tokens and self.tiering.unlock_one(is_base=is_base):
             freed += super().evict_host(num_tokens - freed, component_type)
         return freed
@@ -391,33 +391,33 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _drain_host_frees(self, host_frees: dict[ComponentType, list[torch.Tensor]]) -> None:
         if self.storage is not None:
             for host_indices in host_frees.get(BASE_COMPONENT_TYPE, ()):
-                self.storage.accounting.freed(host_indices)
+                self.storage.accounting.note_freed(host_indices)
         super()._drain_host_frees(host_frees)
 
     def _record_dropped_tokens(self, dropped_tokens: int, reason: str) -> None:
         super()._record_dropped_tokens(dropped_tokens, reason)
         if self.storage is not None and dropped_tokens > 0:
-            self.storage.accounting.never_written(dropped_tokens)
+            self.storage.accounting.note_never_written(dropped_tokens)
 
-    # ---- What requests left in the tree, and what is told of it ----
+    # ---- What requests left in the tree, and reports on it ----
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         self.note_request(req, up_to)
 
     def note_request(self, req: Any, up_to: int) -> None:
-        """The tree has a request's first tokens, whose fill ids are up to date."""
+        """Remember that the tree holds a request's first tokens; its fill ids are up to date."""
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)
-            self.recent_requests.note(str(req.rid), selector)
+            self.recent_requests.note_request(str(req.rid), selector)
 
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()
         return events if self._observer is None else events + self._observer.take_events()
 
-    def tier_stats(self) -> TierStats:
-        """A snapshot, for a cache that has a storage."""
+    def process_stats(self) -> ProcessStats:
+        """Take a snapshot. The cache must have a storage."""
         assert self.storage is not None
         return stats_of(self.storage, self.tiering)
 
@@ -456,10 +456,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return is_under_way(self) or self.has_loads_under_way
 
     def quiesce(self) -> bool:
-        """Bring to an end what is under way: what waits to be stored is dropped, loads are
-        aborted, and what has begun is waited for. Whether all of it ended, the same on all ranks:
-        false if a disk hangs. For calls after which memory is emptied; every rank makes it in one
-        step."""
+        """Drop what waits to be stored, abort loads, and wait for what has begun. Returns whether
+        all of it ended, the same on all ranks: False if a disk hangs. For calls that empty memory
+        afterwards; every rank makes it in one step."""
         if self.pp_size > 1:
             return True  # stages are not in the same step
         storage = self.storage
@@ -478,7 +477,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # ---- Life cycle ----
 
     def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """Every rank gets the storage or none: what ranks exchange in a step is longer with it.
+        """Attach the storage on every rank or on no rank: ranks exchange more in a step with it.
 
         SGLang keeps a storage that fails when the host pools are registered, which is when the
         tiers are opened, and its threads. Before that its attach waits for every rank of the
@@ -499,7 +498,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         try:
             attached, answer = super().attach_storage_backend(*args, **kwargs)
         except Exception as error:  # the other ranks wait for what this one says
-            logger.exception("The storage backend could not be attached.")
+            logger.exception("attaching the storage backend failed; no rank keeps it")
             attached, answer = False, f"Failed to attach storage backend: {error}"
         refusing = _NO_RANK if attached else get_parallel().tp_rank
         has_waited = bool(controller.prefetch_hits_sync_groups)  # which it waited for
@@ -512,7 +511,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return True, answer
         detached, why = self.detach_storage_backend()
         if not detached:
-            logger.error("What was attached of the storage backend stays: %s", why)
+            logger.error(
+                "a partly attached storage backend cannot be detached (%s); it stays attached", why
+            )
         for name, value in policies.items():
             setattr(self, name, value)
         controller.write_policy = write_policy
@@ -527,7 +528,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return detached, why
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
-        """An operator attached the tiers again: what knew the storage before knows this one."""
+        """Hand the storage that an operator attached to every part that used the one before."""
         if self.tiering is not None:
             self.tiering.attached(storage)
         if self._observer is not None:
@@ -545,7 +546,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._observer is not None:
             self._observer.tree_was_reset()
         if self.storage is not None:
-            self.storage.accounting.flushed()
+            self.storage.accounting.note_flushed()
             self.storage.tree_was_reset()
 
     @property
@@ -559,9 +560,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         )
 
     def change_weights(self, *, tree_is_empty: bool) -> None:
-        """The model's weights were replaced: nothing stored so far may be read again.
+        """Make all stored pages unreadable: the model's weights were replaced.
 
-        ``tree_is_empty``: no KV of the weights before is left, of running requests neither."""
+        ``tree_is_empty``: no KV of the weights before is left, not even of running requests."""
         namespace.forget_files()
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:

@@ -2,7 +2,7 @@
 
 Ranks of tensor parallelism must decide alike, but a rank's clock, its disk and what its shard
 holds are its own. SGLang reduces a small tensor of queue lengths over all ranks in every scheduler
-step, idle or not (``UnifiedRadixCache._sync_hicache_ready_counts``, by minimum). Our values ride
+step, idle or not (``UnifiedRadixCache._sync_hicache_ready_counts``, by minimum). These values ride
 in that tensor as a few more numbers (``boarding``, ``ride``). A float64 travels as an int64 of the
 same order, so a minimum over ranks is exact to the bit; a rank that has nothing to say sends the
 largest int64.
@@ -33,18 +33,18 @@ __all__ = ["RankAgreement", "Rule", "least_on_every_rank"]
 SILENT = torch.iinfo(torch.int64).max
 
 MAX_ANSWERS = 4096
-"""Answers nobody came back for are forgotten beyond this number, oldest first."""
+"""Beyond this number unread answers are forgotten, oldest first."""
 
 
 class Rule(enum.Enum):
-    """Which rank's value counts."""
+    """Says which rank's value counts."""
 
     FIRST = "the first rank's"  # values that belong together, such as the terms of one estimate
     LARGEST = "the largest"  # what is as bad as on the worst rank: a cost, a delay, a failure
 
 
 class RankAgreement:
-    """The standing values and the questions of one rank.
+    """Holds the standing values and the questions of one rank.
 
     ``initial`` are the standing values until ranks first agreed, the same on every rank; ``rules``
     say how each is agreed on. ``is_first``: whether this is the first rank. ``is_alone``: there is
@@ -74,7 +74,7 @@ class RankAgreement:
     def of_cache(
         cls, cache: UnifiedRadixCache, initial: Sequence[float], rules: Sequence[Rule]
     ) -> RankAgreement:
-        """Of the ranks that SGLang's exchange reduces over."""
+        """Create one for the ranks that SGLang's exchange reduces over."""
         attention = (cache.attn_cp_group, cache.attn_tp_group)
         groups = [group for group in attention if group is not None and group.size() > 1]
         if not groups and cache.tp_world_size > 1:
@@ -95,10 +95,10 @@ class RankAgreement:
         """The standing values as of the last exchange: the same on every rank."""
         return self._agreed
 
-    def share(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Say what this rank measures now; return what all ranks agreed on last.
+    def share_values(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Share what this rank measures now; return what all ranks agreed on last.
 
-        NaN is nothing to say: while every rank that counts says so, the agreed value stays.
+        NaN stands for no value: while every rank that counts says so, the agreed value stays.
         """
         if len(values) != len(self._rules):
             raise ValueError(f"{len(values)} values under {len(self._rules)} rules")
@@ -110,8 +110,9 @@ class RankAgreement:
             )
         return self._agreed
 
-    def ask(self, question: Hashable, value: int) -> int | None:
-        """The smallest value that any rank gave for a question; None until the next exchange.
+    def ask_ranks(self, question: Hashable, value: int) -> int | None:
+        """Return the smallest value that any rank gave for a question; None until the next
+        exchange.
 
         Ask again after a None; ``value`` counts only when the question is new, and the answer
         stays until ``forget``.
@@ -123,8 +124,9 @@ class RankAgreement:
             self._questions.setdefault(question, value)
         return answer
 
-    def forget(self, question: Hashable) -> None:
-        """The answer was used, or nobody will come back for it. Unknown questions are fine."""
+    def forget_question(self, question: Hashable) -> None:
+        """Drop a question whose answer was used or is no longer wanted. Unknown ones are
+        ignored."""
         self._questions.pop(question, None)
         self._answers.pop(question, None)
 
@@ -134,7 +136,7 @@ class RankAgreement:
 
     @contextmanager
     def boarding(self) -> Iterator[None]:
-        """SGLang's exchange of a step: the first reduction within it carries our values too."""
+        """Let the first reduction within SGLang's exchange of a step carry these values too."""
         self._is_boarding = not self._is_alone
         try:
             yield
@@ -144,29 +146,29 @@ class RankAgreement:
     def ride(
         self, exchange: Callable[[torch.Tensor, Any], None], data: torch.Tensor, operator: Any
     ) -> None:
-        """Call ``exchange``, which reduces ``data`` over all ranks, with our values if it is time.
-        [values] int64 then."""
+        """Call ``exchange``, which reduces ``data`` over all ranks. Within ``boarding`` the first
+        ``data`` ([values] int64) carries this rank's values too."""
         if not self._is_boarding:
             exchange(data, operator)
             return
         self._is_boarding = False
         # Minima of other integers than these could not be added to.
         assert data.dtype == torch.int64 and operator == torch.distributed.ReduceOp.MIN
-        together = torch.cat([data, self.offer()])
+        together = torch.cat([data, self.values_to_send()])
         exchange(together, operator)
         data.copy_(together[: len(data)])
-        self.accept(together[len(data) :])
+        self.accept_values(together[len(data) :])
         assert_same("agreed on %s", self._agreed)
 
-    def offer(self) -> torch.Tensor:
-        """What this rank sends. [values + questions] int64, to be reduced by minimum."""
+    def values_to_send(self) -> torch.Tensor:
+        """Return what this rank sends: [values + questions] int64, to be reduced by minimum."""
         sent = [
             self._encode(value, rule) for value, rule in zip(self._own, self._rules, strict=True)
         ]
         return torch.tensor([*sent, *self._questions.values()], dtype=torch.int64)
 
-    def accept(self, reduced: torch.Tensor) -> None:
-        """What all ranks sent, reduced. [values + questions] int64."""
+    def accept_values(self, reduced: torch.Tensor) -> None:
+        """Take what all ranks sent, reduced: [values + questions] int64."""
         received = reduced.tolist()
         num_values = len(self._rules)
         self._agreed = tuple(
@@ -190,7 +192,7 @@ class RankAgreement:
 
 
 def _ordered(value: float) -> int:
-    """An integer that is smaller for a smaller float."""
+    """Return an integer that is smaller for a smaller float."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
     return int(bits) if bits >= 0 else -(int(bits) & SILENT)
 
@@ -202,7 +204,7 @@ def _unordered(number: int) -> float:
 
 
 def least_on_every_rank(cache: UnifiedRadixCache, values: list[int]) -> list[int]:
-    """The smallest of each value over all ranks that hold parts of the same pages."""
+    """Return the smallest of each value over all ranks that hold parts of the same pages."""
     if cache.tp_world_size == 1:
         return values
     reduced = torch.tensor(values, dtype=torch.int64)

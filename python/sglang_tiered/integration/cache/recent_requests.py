@@ -1,4 +1,4 @@
-"""What requests put into the tree lately, by the ids of the requests."""
+"""``RecentRequests``: the prefixes that requests put into the tree lately."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Selector(NamedTuple):
 
 
 class RecentRequests:
-    """What requests put into the tree lately, by their id. Bounded; scheduler thread only."""
+    """Keeps what requests put into the tree lately, by their id. Bounded; scheduler thread only."""
 
     def __init__(self) -> None:
         self._selectors: OrderedDict[str, Selector] = OrderedDict()
         self._num_tokens = 0
 
-    def note(self, rid: str, selector: Selector) -> None:
+    def note_request(self, rid: str, selector: Selector) -> None:
         self._drop(rid)
         self._selectors[rid] = selector
         self._num_tokens += len(selector.tokens)

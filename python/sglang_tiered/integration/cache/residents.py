@@ -14,7 +14,7 @@ __all__ = ["Residents"]
 
 
 class ResidentCache(LockingCache, Protocol):
-    """What this asks of SGLang's cache."""
+    """The part of SGLang's cache that this uses."""
 
     tree_core: Any
 
@@ -39,9 +39,9 @@ class Residents:
     def num_tokens(self) -> int:
         return self._set.num_tokens
 
-    def offer(self, node_id: int) -> None:
-        """A node was copied to host memory or loaded back: pin the chain that ends in it, if it is
-        to stay."""
+    def offer_node(self, node_id: int) -> None:
+        """Pin the chain that ends in a node, if it is to stay: the node was copied to host memory
+        or loaded back."""
         if not self._core.is_backuped(node_id):
             return
         chain = self._core.get_last_hash_value(node_id)
@@ -49,36 +49,37 @@ class Residents:
         if chain is None or not path:
             return
         num_tokens = path[-1].path_end
-        offer = self._set.offer(chain, num_tokens, self._cost_of(node_id, chain, num_tokens))
+        offer = self._set.offer_chain(chain, num_tokens, self._cost_of(node_id, chain, num_tokens))
         for dismissed in offer.dismissed:
             self._pins.unlock(dismissed)
         if offer.accepted:
             self._pins.lock(chain, node_id)
 
-    def used(self, node_id: int) -> None:
-        """A chain was loaded back. A longer prompt uses the resident that its prefix is."""
+    def note_use(self, node_id: int) -> None:
+        """Note that a chain was loaded back. A longer prompt uses the residents among its
+        prefixes."""
         for node in self._core.collect_path_info([node_id])[0]:
             if self._core.get_last_hash_value(node.node_id) in self._set:
-                self.offer(node.node_id)
-        self.offer(node_id)
+                self.offer_node(node.node_id)
+        self.offer_node(node_id)
 
-    def price(self, chain: str, cost: float) -> None:
-        """What a token of a chain costs to bring back from now on, if it is a resident."""
-        self._set.price(chain, cost)
+    def price_chain(self, chain: str, cost: float) -> None:
+        """Set what a token of a chain costs to bring back, if it is a resident."""
+        self._set.price_chain(chain, cost)
 
-    def evicted(self, num_tokens: int) -> None:
-        """The tier evicted others."""
-        self._set.evicted(num_tokens)
+    def note_eviction(self, num_tokens: int) -> None:
+        """Note that the tier evicted so many tokens of others."""
+        self._set.note_eviction(num_tokens)
 
     def dismiss_one(self) -> bool:
         """Unpin the resident that is worth least; False if there is none."""
-        chain = self._set.evict()
+        chain = self._set.evict_chain()
         if chain is None:
             return False
         self._pins.unlock(chain)
         return True
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Forget all residents: the tree was emptied."""
         self._set.clear()
         self._pins.clear()

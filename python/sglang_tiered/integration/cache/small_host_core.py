@@ -47,11 +47,11 @@ __all__ = ["BACKEND_NAME", "SmallHostTreeCore", "register"]
 BACKEND_NAME = "tiered_small_host"
 
 MAX_LOOKS = 64
-"""Copies that are looked at from either end, in the order they were made, for what may go: about
-2.5 us each."""
+"""Copies that an eviction looks at from either end, in the order they were made: about 2.5 us
+each."""
 
 COPY_SHARE = 1 / 4
-"""Of the host tier, what one node's copy may take: a longer node is copied in parts."""
+"""The share of the host tier that one node's copy may take: a longer node is copied in parts."""
 
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
 _FREES = ("tracker", "device_frees", "host_frees", "cache_actions")
@@ -77,15 +77,15 @@ def register() -> None:
 
 
 class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
-    """See the module docstring. What follows is set by the cache once the host tier is there, and
-    must answer the same on all ranks."""
+    """See the module docstring. The cache sets the attributes below once the host tier is there;
+    they must answer the same on all ranks."""
 
     max_copy_tokens: int = 1 << 62
     may_give_up: Callable[[int], bool] = staticmethod(lambda _: True)
     """Whether nothing is going to read a node's host copy."""
     is_stored: Callable[[str], bool] | None = None
-    """Whether NVMe holds the node with this last hash, whose copy was given up. None where ranks
-    may differ in that: then it is taken for granted, and stored again now and then."""
+    """Whether NVMe holds the node with this last hash, whose copy was dropped. None where ranks may
+    differ in that: then NVMe is assumed to hold it, and it is stored again now and then."""
 
     @property
     def is_write_back(self) -> bool:
@@ -120,19 +120,19 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         return BackupKV([node.id])
 
     def parts_to_copy(self, node_id: int) -> list[int]:
-        """Split a node that is longer than one copy may be; the nodes it became, the first first.
-        Not while an insertion walks the tree."""
+        """Split a node that is longer than one copy may be; return the nodes it became, in order.
+        Must not be called while an insertion walks the tree."""
         node = self.node_by_id(node_id)
         size = self.max_copy_tokens // self.page_size * self.page_size
         parts = []
         while len(node.key) > size and node.write_through_pending_id is None:
             part, action = self._split_node(node.key, node, size)
-            assert action is None, "a split without a copy under way concerns nobody"
+            assert action is None, "a split without a copy under way calls for no action"
             parts.append(part.id)
         return [*parts, node_id]
 
     def _has_left_a_copy(self, node: UnifiedTreeNode) -> bool:
-        """Whether a node without a host copy is on NVMe, as far as one can tell."""
+        """Whether a node without a host copy is on NVMe, as far as is known."""
         if not _was_given_up(node) or not node.hash_value:
             return False
         if self.is_stored is None:
@@ -151,7 +151,7 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         return True
 
     def num_tokens(self, node_ids: Iterable[int]) -> int:
-        """How long nodes are together; those that are gone count nothing."""
+        """Return the length of nodes together; those that are gone count as 0."""
         num_tokens = 0
         for node_id in node_ids:
             with suppress(KeyError):
@@ -174,9 +174,9 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
         return result
 
     def _give_up_copies(self, num_tokens: int, result: DriveHostEvictionResult) -> None:
-        """The latest first: what the device has used for longest, it gives up next, and that copy
-        is then the only one. From the leaves up, so that a copy keeps those above it. Looks at a
-        bounded number: where stores wait for long, thousands of copies may not go."""
+        """Drop copies, the latest first: the device evicts next what it has held for longest, whose
+        copy is then the only one. Goes from the leaves up, so that a copy keeps those above it.
+        Looks at a bounded number: where stores wait for long, thousands of copies must stay."""
         latest = islice(reversed(self.full_host_duplicates.values()), MAX_LOOKS)
         oldest = islice(self.full_host_duplicates.values(), MAX_LOOKS)
         for candidate in (*latest, *oldest):
@@ -208,8 +208,8 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
     # ---- Device memory ----
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
-        """Keep the host copy if all above it have one, else let go of both: what is below a node
-        that has none could not be found in host memory. Nothing is copied here."""
+        """Keep the host copy if all nodes above have one, else drop both: below a node without a
+        copy nothing could be found in host memory. Nothing is copied here."""
         node = self.node_by_id(node_id)
         locked = any(data.host_lock_ref > 0 for data in node.component_data)
         if node.backuped and (locked or self._has_copied_path(node)):
@@ -236,8 +236,8 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
     def insert_host(
         self, node_id: int, key: RadixKey, host_value: Any, hash_value: list[str]
     ) -> InsertResult:
-        """A load whose place is now below a node without a copy is dropped, as under SGLang's own
-        write-through."""
+        """Drop a load whose place is now below a node without a copy, as SGLang's own write-through
+        does."""
         node, rest = self.node_by_id(node_id), key
         while len(rest) > 0:
             child = node.children.get(rest.child_key(self.page_size))
@@ -255,5 +255,5 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
 
 
 def _was_given_up(node: UnifiedTreeNode) -> bool:
-    """Whether a node's copy was made, offered to NVMe, and gave way."""
+    """Whether a node's copy was made, offered to NVMe, and dropped."""
     return getattr(node, "copy_given_up", False)

@@ -60,7 +60,7 @@ RETRY_S, RETRY_GROWTH, MAX_RETRIES, MAX_REMEMBERED = 5.0, 4, 3, 4096
 
 
 class SpillingCache(LockingCache, Protocol):
-    """What the spiller asks of its cache. All but the last five are SGLang's."""
+    """The part of the cache that the spiller uses. All but the last five are SGLang's."""
 
     tree_core: Any
     tree_components: Sequence[Any]
@@ -77,7 +77,7 @@ class SpillingCache(LockingCache, Protocol):
     def decides_alone(self) -> bool: ...
 
     def tenant_of(self, node_id: int) -> bytes:
-        """Whose pages a node holds."""
+        """Return whose pages a node holds."""
         ...
 
     def is_purged(self, node_id: int) -> bool:
@@ -85,14 +85,17 @@ class SpillingCache(LockingCache, Protocol):
         ...
 
     def begin_store(self, node_id: int) -> int | None:
-        """Have SGLang queue the store of a node; the operation, or None if SGLang declined."""
+        """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
         ...
 
 
 class Spiller:
-    """One per cache. ``num_loading``: tokens that loads take. ``store_ended``: told of a store that
-    was dropped, or that succeeded after it had been dropped, by its chain, the chain's length and
-    whether it is held now."""
+    """Stores the dirty nodes of one cache. Its ``SpillQueue`` says what is under way; its own
+    tables hold locks, and nodes that were dropped and may be offered again.
+
+    ``num_loading``: tokens that loads take. ``store_ended``: called for a store that was dropped,
+    or that succeeded after it had been dropped, with its chain, the chain's length and whether it
+    is held now."""
 
     def __init__(
         self,
@@ -122,13 +125,13 @@ class Spiller:
 
     @property
     def queue(self) -> SpillQueue[int]:
-        """Every store that is not done."""
+        """The owner of what waits to be stored, and of what is being stored."""
         return self._queue
 
     # ---- What SGLang asks for ----
 
-    def offer(self, node_id: int, storage: TieredStorage) -> None:
-        """A node's host copy is complete: store it in its turn."""
+    def offer_node(self, node_id: int, storage: TieredStorage) -> None:
+        """Store a node, whose host copy is complete, in its turn."""
         core = self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
         node = path[-1]
@@ -138,7 +141,7 @@ class Spiller:
             self._queue_store(node_id)
             return
         for ancestor in path[:-1]:
-            self._queue.promote(ancestor.node_id)
+            self._queue.promote_node(ancestor.node_id)
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
@@ -148,18 +151,18 @@ class Spiller:
         self._wait(node_id, store, returned=returned)
 
     def _wait(self, node_id: int, store: NodeStore, *, returned: bool) -> None:
-        evicted = self._queue.add(node_id, store, returned=returned)
+        evicted = self._queue.add_node(node_id, store, returned=returned)
         if evicted is not None:
             self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
             self._locks.lock(node_id, node_id)
-            self._queue.pin(node_id, store.num_tokens)
+            self._queue.note_pin(node_id, store.num_tokens)
             self._limit_pins()
 
     def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
-        """A checkpoint waits until these nodes are stored. Copies to host memory come first, and
-        bring the store with them. What a disk holds already is asked only where no other rank must
-        queue the same stores; asking for them twice costs nothing."""
+        """Store these nodes soon: a checkpoint waits for them. Copies to host memory come first,
+        and bring the store with them. The disk's index is asked only where no other rank must queue
+        the same stores; queueing a store twice costs nothing."""
         core = self._cache.tree_core
         for node in path:
             node_id = node.node_id
@@ -172,14 +175,14 @@ class Spiller:
             elif self._copies.is_being_copied(node_id):
                 continue
             elif self._queue.is_under_way(node_id):
-                self._queue.promote(node_id)
+                self._queue.promote_node(node_id)
             else:
-                self.offer(node_id, storage)
+                self.offer_node(node_id, storage)
 
     # ---- Every step ----
 
     def step(self, storage: TieredStorage) -> None:
-        """Bounded work of one scheduler step."""
+        """Do the bounded work of one scheduler step."""
         self._reap(storage)  # first, since what was stored makes room for copies
         self._copies.retry()
         if self._queue:
@@ -197,10 +200,10 @@ class Spiller:
             if not is_held:
                 self._remember(node_id, store)
         if ended:
-            self._queue.adapt(storage.gate.waited_s)
+            self._queue.adapt_limit(storage.gate.waited_s)
 
     def unlock_device(self) -> None:
-        """SGLang has taken results of stores: what these kept on the device may go."""
+        """Unlock on the device what stores kept there whose results SGLang has taken."""
         ongoing = self._cache.ongoing_backup
         for operation in [each for each in self._device_locks if each not in ongoing]:
             self._cache.dec_lock_ref(*self._device_locks.pop(operation))
@@ -211,7 +214,7 @@ class Spiller:
         loads_wait = bool(self._cache.ongoing_prefetch)
         num_stores = 0
         for _ in range(MAX_LOOKS_PER_STEP):
-            taken = self._queue.take(loads_wait=loads_wait)
+            taken = self._queue.take_next_node(loads_wait=loads_wait)
             if taken is None:
                 break
             num_stores += self._store(*taken, storage)
@@ -219,7 +222,7 @@ class Spiller:
                 break
 
     def _store(self, node_id: int, store: NodeStore, storage: TieredStorage) -> int:
-        """Queue the stores of a node whose turn it is; how many."""
+        """Queue the stores of a node whose turn it is; return how many."""
         try:
             path = self._cache.tree_core.collect_path_info([node_id])[0]
         except KeyError:  # evicted, and counted when its pages were freed
@@ -235,8 +238,8 @@ class Spiller:
     def _missing_ancestors(
         self, path: tuple[TreePathNodeInfo, ...], chain_tokens: int, storage: TieredStorage
     ) -> list[TreePathNodeInfo]:
-        """Ancestors that NVMe does not hold (admission dropped them while the chain was short, or
-        they were evicted): without them the tier could not serve what is below."""
+        """Return ancestors that NVMe does not hold (admission dropped them while the chain was
+        short, or they were evicted): without them the tier could not serve what is below."""
         gate, core = storage.gate, self._cache.tree_core
         missing: list[TreePathNodeInfo] = []
         if not gate.takes_everything and not gate.wants_ancestors(chain_tokens):
@@ -269,12 +272,11 @@ class Spiller:
         operation = self._queue_store(node_id)
         if operation is not None:
             store = NodeStore(hashes[-1], node.path_start, node.path_end, num_retries)
-            self._queue.began(operation, node_id, store)
+            self._queue.note_flight(operation, node_id, store)
 
     def _queue_store(self, node_id: int) -> int | None:
-        """Queue a store now; the operation, or None if there is none: SGLang declined it, or the
-        node's host pages are still being copied, and then comes the store with the end of the
-        copy."""
+        """Queue a store now. Returns the operation, or None: SGLang declined it, or the node's host
+        pages are still being copied, and the end of the copy brings the store."""
         cache, core = self._cache, self._cache.tree_core
         if cache.is_purged(node_id) or self._copies.is_being_copied(node_id):
             return None
@@ -302,7 +304,7 @@ class Spiller:
     def _announce(
         self, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
     ) -> None:
-        storage.gate.announce(
+        storage.gate.announce_store(
             hashes,
             num_tokens=node.path_end - node.path_start,
             prefix_tokens=chain_tokens,
@@ -321,7 +323,7 @@ class Spiller:
             self._dropped.popitem(last=False)
 
     def _offer_again(self, storage: TieredStorage) -> None:
-        """One node a step, while nothing else wants the disk."""
+        """Offer one dropped node a step, while nothing else wants the disk."""
         node_id, store = next(iter(self._dropped.items()))
         if self._clock() < store.due:
             return
@@ -338,14 +340,14 @@ class Spiller:
             return
         if is_there:
             self._wait(node_id, store, returned=False)
-        elif self._cache.has_small_host:  # which let the copy go; the next one brings the offer
+        elif self._cache.has_small_host:  # the copy was dropped; the next one brings the offer
             self._remember(node_id, store)
             self._copies.remember(node_id)
 
     # ---- Pins ----
 
     def release_pin(self) -> bool:
-        """Unpin the waiting node that is worth least; False when none is pinned."""
+        """Unpin the waiting node that is worth least; return False when no node is pinned."""
         node_id = self._queue.unpin_one()
         if node_id is None:
             return False
@@ -353,7 +355,7 @@ class Spiller:
         return True
 
     def _limit_pins(self) -> None:
-        """Dirty nodes stay in what neither residents nor loads need."""
+        """Unpin waiting nodes beyond what neither residents nor loads need."""
         limit = self._budget.pinned_tokens
         taken = self._queue.pinned_tokens + self._queue.flight_tokens
         if taken <= limit:
@@ -365,14 +367,14 @@ class Spiller:
     # ---- Life cycle ----
 
     def clear(self) -> None:
-        """The tree was emptied, and its locks with it."""
+        """Forget all stores and locks: the tree was emptied."""
         self._queue.clear()
         self._locks.clear()
         self._device_locks.clear()
         self._dropped.clear()
 
     def abandon(self) -> None:
-        """The tier was detached, or memory is about to be emptied: nothing needs to stay."""
+        """Unlock everything: the tier was detached, or memory is about to be emptied."""
         self._locks.unlock_all_but()
         self._queue.clear()
         self._dropped.clear()

@@ -42,7 +42,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
             if prefix_len < slot.kv.cache_protected_len:
                 # The tree owns the last token of a prompt without an answer, and this turn has no
                 # input either: it would compute that token again in the tree's page. SGLang ends
-                # the scheduler here, but on an NPU gives the record up, as is done here.
+                # the scheduler here, but drops the record on an NPU, as is done here.
                 self.release_session(params.req.session.session_id)
         matched: MatchResult | None = super().try_match_prefix(params)
         return matched
@@ -58,7 +58,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
             is_plain = tuple(self.cache.tree_components) == (ComponentType.FULL,)
             if isinstance(req.finished_reason, FINISH_ABORT):
                 if slot.turns_key is None:
-                    # SGLang gives the record up, and would insert all of it by this turn's key.
+                    # SGLang drops the record, and would insert all of it by this turn's key.
                     req.skip_radix_cache_insert = True
             elif req.finished() and slot.turns_key is not None and is_plain:
                 self._publish(req, slot)  # unless it was retracted, and goes on with the record
@@ -68,7 +68,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
             # With speculative decoding SGLang counts the last token too, for a verify step that was
             # on its way. There may have been none, and its slot, reserved ahead, would never be
             # written; so the next turn computes that token. Mamba states cannot go back by one:
-            # they stay as SGLang has them, and the tree gets nothing of the record any more.
+            # they stay as SGLang has them, and the tree gets no more of the record.
             if ComponentType.MAMBA in self.cache.tree_components:
                 slot.turns_key = None
             else:
@@ -93,6 +93,6 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
 
 
 def _key(req: Req) -> tuple[Any, Any] | None:
-    """What the tree tells a request's pages by, beside its tokens; None if tokens do not determine
+    """Return what identifies a request's pages beside its tokens; None if tokens do not determine
     its KV."""
     return None if req.skip_radix_cache_insert else (req.extra_key, req.cache_salt)

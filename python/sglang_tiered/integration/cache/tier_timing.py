@@ -1,4 +1,4 @@
-"""``TierTiming``: what reads of one tier take, noted on any thread, learnt on the scheduler's."""
+"""``TierTiming``: how long reads of one tier take, noted on any thread and learnt on one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FINISHED = 1024
 
 @dataclass(slots=True, eq=False)
 class InFlightRead:
-    """Reads under way."""
+    """Describes a read under way."""
 
     timing: TierTiming
     num_bytes: int
@@ -28,8 +28,8 @@ class InFlightRead:
 
 
 class TierTiming:
-    """``begin`` and ``end`` may be called by any thread, the rest by the scheduler thread. Nothing
-    is called with its lock held."""
+    """Times the reads of one tier. ``begin`` and ``end`` run on any thread, the rest on the
+    scheduler thread. Calls nothing while it holds its lock."""
 
     def __init__(
         self, cost: TransferCost, clock: Callable[[], float], *, stale_after_s: float
@@ -45,25 +45,25 @@ class TierTiming:
         self.load_s = 0.0
 
     def begin(self, num_bytes: int) -> InFlightRead:
-        """A load (or a probe) begins to read."""
+        """Note that a load (or a probe) begins to read."""
         read = InFlightRead(self, num_bytes, self._clock())
         with self._lock:
             self._in_flight.append(read)
         return read
 
     def end(self, read: InFlightRead, *, is_complete: bool) -> None:
-        """Its last byte arrived, or some never will."""
+        """Note the end of a read: all bytes arrived, or it failed."""
         with self._lock:
             self._in_flight.remove(read)
         self._finished.append((read.num_bytes, self._clock() - read.begun_at, is_complete))
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of a load of typical size; None before one."""
+        """Return the speed of a load of typical size; None before the first load."""
         return self.cost.bytes_per_s if self.cost.num_observed else None
 
     def wants_probe(self) -> bool:
-        """Whether nothing has measured the tier for long; asked when a load was declined."""
+        """Whether the tier was not measured for long. Ask only when a load was declined."""
         if self._clock() - self._measured_at < self._stale_after_s:
             return False
         self._measured_at = self._clock()  # one at a time
@@ -85,9 +85,8 @@ class TierTiming:
             self._learn_from(read)
 
     def _learn_from(self, read: InFlightRead) -> None:
-        """A read that goes on for twice as long as expected has said something already, and again
-        each time that doubles: requests must not wait one after the other for a disk that hangs
-        until it has answered once."""
+        """Learn from a read that takes twice as long as expected, and again each time that doubles:
+        otherwise one request after the other would wait for a disk that hangs."""
         elapsed_s = self._clock() - read.begun_at
         expected_s = self.cost.seconds(read.num_bytes)
         if elapsed_s > 2 * max(expected_s, read.reported_s):

@@ -1,4 +1,4 @@
-"""``Tiering``: what decides over a cache's tiers, and ``TierObserver``: what tells of them.
+"""``Tiering`` decides over a cache's tiers; ``TierObserver`` reports on them.
 
 Both are made once, when SGLang has built the host tier and opened the storage, and live as long as
 the cache. An operator may detach the storage and attach it again: an act of ``Tiering`` looks once
@@ -25,7 +25,7 @@ from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
 from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import SpillStats, tier_stats
+from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.rank_consensus import RankAgreement
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
 
@@ -44,11 +44,11 @@ MIN_COST_S = 1e-6
 
 
 class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
-    """What ``Tiering`` and its parts ask of their cache."""
+    """The part of the cache that ``Tiering`` and its parts use."""
 
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
-    purge_as_told: Callable[[bytes | None], object] | None
+    apply_remote_purge: Callable[[bytes | None], object] | None
 
     @property
     def storage(self) -> TieredStorage | None:
@@ -62,8 +62,8 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
 
 
 class Tiering:
-    """Loads, copies to host memory, stores, and what stays there. ``warms``: whether the prefixes
-    that came back last are loaded after a restart."""
+    """Decides on loads, on copies to host memory, on stores, and on what stays in host memory.
+    ``warms``: whether the prefixes that came back last are loaded after a restart."""
 
     def __init__(
         self,
@@ -102,9 +102,8 @@ class Tiering:
             if warms
             else ColdStart(storage.notes)
         )
-        self._purges: PurgeExchange | None = (
-            None  # of the storage that is attached, if it hears any
-        )
+        # Of the attached storage, where it hears of other servers' purges.
+        self._purges: PurgeExchange | None = None
         storage.use_planner(planner)
         if cache.has_small_host:
             core = cache.tree_core
@@ -114,17 +113,17 @@ class Tiering:
 
     @property
     def agreement(self) -> RankAgreement:
-        """What ranks agree on."""
+        """The agreement between ranks that loads and purges use."""
         return self.loads.agreement
 
     # ---- Attached and detached ----
 
     def attached(self, storage: TieredStorage) -> None:
-        """An operator attached the tiers again."""
+        """Use tiers that an operator attached again."""
         storage.use_planner(self.planner)
 
     def detached(self) -> None:
-        """An operator detached the tiers, and SGLang has forgotten the stores under way."""
+        """Let go of tiers that an operator detached; SGLang has forgotten the stores under way."""
         self.loads.detached()
         self.stores.abandon()
         self.stores.unlock_device()
@@ -132,8 +131,8 @@ class Tiering:
     # ---- Loads ----
 
     def plan_load(self, call: Prefetch) -> Planned | None:
-        """What SGLang shall load of a prefix; None for nothing, or not yet."""
-        self.warm.named(call.extra_key, call.cache_salt)
+        """Return what SGLang shall load of a prefix; None for nothing, or not yet."""
+        self.warm.name_keys(call.extra_key, call.cache_salt)
         storage = self._cache.storage
         return Planned(call, False) if storage is None else self.loads.plan(call, storage)
 
@@ -150,32 +149,32 @@ class Tiering:
     # ---- Stores ----
 
     def offer_store(self, node_id: int) -> bool:
-        """SGLang asks for the store of a node, which is queued in its turn; False if SGLang shall
-        do so itself."""
+        """Queue the store of a node, for which SGLang asks, in its turn. Returns False if SGLang
+        shall queue it itself."""
         storage = self._cache.storage
         if storage is None or not self._cache.tree_core.is_backuped(node_id):
             return False
-        self.stores.offer(node_id, storage)
+        self.stores.offer_node(node_id, storage)
         return True
 
     def store_soon(self, path: Any) -> None:
-        """A checkpoint waits until the nodes of a path are stored."""
+        """Store the nodes of a path soon: a checkpoint waits for them."""
         storage = self._cache.storage
         if storage is not None:
             self.stores.store_soon(path, storage)
 
     def stores_ended(self) -> None:
-        """SGLang has taken the results of stores."""
+        """Free what stores held on to, once SGLang has taken their results."""
         self.copies.stores_ended()
         self.stores.unlock_device()
 
     # ---- What stays in host memory ----
 
     def unlock_one(self, *, is_base: bool) -> bool:
-        """Let something be evicted that was kept; False if nothing else is. Residents go before
-        what NVMe does not hold yet. What was loaded for requests that wait stays, since the window
-        bounds it; but of other components' states it may take all, so of these what came last goes
-        too."""
+        """Let one thing that was kept be evicted; return False if nothing is kept. Residents go
+        before what NVMe does not hold yet. What was loaded for waiting requests stays, since the
+        window bounds it; but it may take all memory of other components' states, so there the last
+        load goes too."""
         return (
             self.residents.dismiss_one()
             or self.stores.release_pin()
@@ -183,18 +182,19 @@ class Tiering:
         )
 
     def loaded_back(self, params: Any) -> None:
-        """A request's prefix was matched, and copied to the device."""
+        """Note the use of a prefix that was matched and copied to the device."""
         node_id, core = params.best_match_node, self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
         # Between a purge and the next reset, keys carry marks that mean nothing later.
         if params.req is not None and path and not self._cache.purged_tenants:
             hashes = [core.get_last_hash_value(node.node_id) for node in path]
-            self.warm.used(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
-        self.residents.used(node_id)
+            self.warm.note_loaded_back(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
+        self.residents.note_use(node_id)
 
     def cost_to_bring_back(self, node_id: int, chain: str, num_tokens: int) -> float:
-        """Seconds per token to have a chain again once it left host memory: a load if NVMe holds
-        it or is about to, else a prefill. The same for all chains where ranks must agree."""
+        """Return the seconds per token to restore a chain once it left host memory: a load if NVMe
+        holds it or is about to, else a prefill. Where ranks must agree, all chains cost the
+        same."""
         storage = self._cache.storage
         if storage is None or not self._cache.decides_alone:
             return 1.0
@@ -208,7 +208,7 @@ class Tiering:
         return max(seconds, MIN_COST_S) / num_tokens
 
     def _store_ended(self, chain: str, num_tokens: int, is_held: bool) -> None:
-        self.residents.price(chain, self._cost(num_tokens, is_held=is_held))
+        self.residents.price_chain(chain, self._cost(num_tokens, is_held=is_held))
 
     def _waiting_stores(self) -> list[int]:
         return self.stores.queue.waiting()
@@ -220,7 +220,7 @@ class Tiering:
     # ---- Steps and ends ----
 
     def step(self) -> None:
-        """A step of the scheduler, after SGLang took note of what has ended."""
+        """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
         self.loads.step()
         self.copies.note_room()
@@ -235,8 +235,8 @@ class Tiering:
         self._apply_remote_purges(storage)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
-        """Put out of reach what other servers purged: with several ranks, on all in one step."""
-        purges, apply = storage.remote_purges, self._cache.purge_as_told
+        """Put out of reach what other servers purged; all ranks do so in the same step."""
+        purges, apply = storage.remote_purges, self._cache.apply_remote_purge
         if purges is None or apply is None:
             return
         if self._purges is None or self._purges.purges is not purges:
@@ -246,7 +246,7 @@ class Tiering:
             self._purges.applied(tenant)
 
     def tree_was_reset(self) -> None:
-        """The tree is empty, and no lock of its nodes is left."""
+        """Forget the nodes and locks of a tree that was emptied."""
         self.loads.clear()
         self.copies.clear()
         self.stores.clear()
@@ -254,38 +254,38 @@ class Tiering:
         self.warm.tree_was_reset()
 
     def close(self) -> None:
-        """No request is left. Waits for the disk."""
+        """Write the list of warm prefixes; no request may run. Waits for the disk."""
         self.warm.close()
 
 
 class TierObserver:
-    """Metrics and KV events of a cache's tiers, of every stage of a pipeline."""
+    """Reports a cache's tiers as metrics and KV events, on every stage of a pipeline."""
 
     def __init__(
         self, cache: Any, storage: TieredStorage, params: CacheInitParams, *, exports: bool
     ) -> None:
         self._cache = cache
         self.events = TierEvents.of_cache(cache.tree_core, storage, params)
-        self.exporter = MetricsExporter(cache.tier_stats) if exports else None
+        self.exporter = MetricsExporter(cache.process_stats) if exports else None
 
     def attached(self, storage: TieredStorage) -> None:
-        """An operator attached the tiers again: what counts from zero begins anew."""
+        """Report tiers that an operator attached again; their counters begin at zero."""
         if self.exporter is not None:
-            self.exporter.read_from(self._cache.tier_stats)
+            self.exporter.read_from(self._cache.process_stats)
         if self.events is not None:
             self.events.use_tiers(tiers_of(storage))
 
-    def note(self, node_id: int) -> None:
-        """A node was stored, or matched and loaded."""
+    def announce_node(self, node_id: int) -> None:
+        """Announce a node that was stored, or matched and loaded."""
         if self.events is not None:
-            self.events.note(node_id)
+            self.events.announce_node(node_id)
 
     def take_events(self) -> list[Any]:
-        """KV events since the last call."""
-        return [] if self.events is None else self.events.take()
+        """Return the KV events since the last call."""
+        return [] if self.events is None else self.events.take_events()
 
     def step(self) -> None:
-        """A step of the scheduler. While the tiers are detached there is nothing to tell."""
+        """Export metrics in a scheduler step, unless the tiers are detached."""
         if self.exporter is not None and self._cache.storage is not None:
             self.exporter.export()
 
@@ -298,12 +298,12 @@ class TierObserver:
             self.events.close()
 
 
-def stats_of(storage: TieredStorage, tiering: Tiering | None) -> TierStats:
-    """A snapshot of a cache's tiers; without ``Tiering`` on a stage of a pipeline."""
+def stats_of(storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
+    """Take a snapshot of a cache's tiers; there is no ``Tiering`` on a stage of a pipeline."""
     if tiering is None:
-        return tier_stats(storage)
+        return process_stats(storage)
     queue, copies = tiering.stores.queue, tiering.copies
     spill = SpillStats(
         queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
     )
-    return tier_stats(storage, tiering.planner.stats(), spill)
+    return process_stats(storage, tiering.planner.stats(), spill)

@@ -6,7 +6,7 @@ loaded from NVMe one after the other, through the same verified prefetch as any 
 in which nothing waits: a request that comes finds at most one such load ahead of it.
 
 The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
-keys. A purge is durable once the file does not name the tenant any more.
+keys. A purge is durable once the file no longer names the tenant.
 
 Only for a scheduler that decides alone: ranks would have to note and load the same.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove_list(notes: Notes) -> None:
-    """Of an earlier run, where nobody would rewrite it after a purge. Waits for the disk."""
+    """Remove the list of an earlier run, which no purge would rewrite. Waits for the disk."""
     try:
         notes.remove(WARM_NAME)
     except OSError as error:
@@ -53,7 +53,7 @@ def remove_list(notes: Notes) -> None:
 
 
 class _Named(NamedTuple):
-    """A chain whose keys are known again."""
+    """A chain whose keys a request has named again."""
 
     chain: WarmChain
     extra_key: str | None
@@ -61,7 +61,7 @@ class _Named(NamedTuple):
 
 
 class WarmingCache(Protocol):
-    """What this asks of its cache. All but the first are SGLang's."""
+    """The part of the cache that this uses. All but the first are SGLang's."""
 
     purged_tenants: PurgedTenants
     storage_prefetch_retries: Any
@@ -73,30 +73,32 @@ class WarmingCache(Protocol):
 
 
 class Loads(Protocol):
-    """Of ``LoadScheduler``."""
+    """The part of ``LoadScheduler`` that this uses."""
 
     def is_loading_or_waiting(self) -> bool: ...
     def forget(self, request: CacheRequestHandle) -> None: ...
 
 
 class ColdStart:
-    """In the place of ``WarmHost`` where no prefix is to be in host memory after a restart."""
+    """Stands in for ``WarmHost`` where nothing is loaded after a restart."""
 
     def __init__(self, notes: Notes) -> None:
         remove_list(notes)
 
-    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None: ...
-    def named(self, extra_key: str | None, cache_salt: str | None) -> None: ...
+    def note_loaded_back(
+        self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]
+    ) -> None: ...
+    def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None: ...
     def tick(self) -> None: ...
     def tree_was_reset(self) -> None: ...
     def close(self) -> None: ...
 
-    def purge(self, tenant: bytes | None) -> None:
-        """There is nothing to wait for."""
+    def purge_tenant(self, tenant: bytes | None) -> None:
+        """Do nothing: there is no list."""
 
 
 class WarmHost:
-    """One per scheduler; scheduler thread, but for the thread that writes."""
+    """Keeps the list of one scheduler. Scheduler thread; a thread of its own writes the file."""
 
     def __init__(self, cache: WarmingCache, loads: Loads, notes: Notes, capacity: int) -> None:
         self._cache = cache
@@ -110,7 +112,7 @@ class WarmHost:
             remove_list(notes)  # damaged, or of another format
         for chain in chains:
             self._unnamed.setdefault(chain.keys, []).append(chain)
-        self.named(None, None)
+        self.name_keys(None, None)
         self._loading: CacheRequestHandle | None = None
         self._num_begun = 0
         self.num_tokens_loaded = 0
@@ -119,25 +121,27 @@ class WarmHost:
 
     # ---- Noting ----
 
-    def used(self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]) -> None:
-        """``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were loaded
-        back; ``prefixes`` are the last pages of the nodes before."""
+    def note_loaded_back(
+        self, req: Any, chain: str, num_tokens: int, prefixes: Sequence[str]
+    ) -> None:
+        """Note that ``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were
+        loaded back; ``prefixes`` are the last pages of the nodes before."""
         tokens = req.full_untruncated_fill_ids[:num_tokens]
         content = WarmChain(
             tokens.tobytes(),
             self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
             tenant_digest(req.extra_key, req.cache_salt),
         )
-        self._list.used(chain, content, prefixes=prefixes)
+        self._list.note_chain(chain, content, prefixes=prefixes)
 
-    def purge(self, tenant: bytes | None) -> Future[bool]:
-        """A tenant, or None for all: neither loaded nor kept from now on. True once the file says
-        nothing of it."""
+    def purge_tenant(self, tenant: bytes | None) -> Future[bool]:
+        """Neither load nor keep a tenant (None: every one) from now on. True once the file no
+        longer names it."""
 
         def belongs(chain: WarmChain) -> bool:
             return tenant in (None, chain.tenant)
 
-        self._list.forget(belongs)
+        self._list.forget_chains(belongs)
         self._waiting = deque(named for named in self._waiting if not belongs(named.chain))
         self._unnamed = {
             keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
@@ -148,14 +152,14 @@ class WarmHost:
 
     # ---- Loading ----
 
-    def named(self, extra_key: str | None, cache_salt: str | None) -> None:
-        """A request goes by these keys, so the chains that are kept under them can be loaded."""
+    def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None:
+        """Load the chains that are kept under these keys: a request goes by them."""
         if self._unnamed:
             chains = self._unnamed.pop(tenant_digest(extra_key, cache_salt), ())
             self._waiting += [_Named(chain, extra_key, cache_salt) for chain in chains]
 
     def tick(self) -> None:
-        """Once per scheduling step; next to nothing unless a load is to begin or has ended."""
+        """Begin or end a load, once per scheduling step; costs next to nothing otherwise."""
         if self._list.num_changes != self._num_offered and self._saver.is_due():
             self._offer()
         if self._loading is None and not self._waiting:
@@ -169,7 +173,7 @@ class WarmHost:
             self.num_tokens_loaded += num_loaded
             self._loading = None
             if not self._waiting:
-                logger.info("host tier warmed with %d tokens", self.num_tokens_loaded)
+                logger.info("host tier: loaded %d tokens of the last run", self.num_tokens_loaded)
         if self._waiting and not self._loads.is_loading_or_waiting():
             self._begin(self._waiting.popleft())
 
@@ -197,17 +201,17 @@ class WarmHost:
         self._saver.save(self._list.snapshot(), order)
 
     def close(self) -> None:
-        """Write what was noted last; waits for the disk, so not while requests run."""
+        """Write what was noted last. Waits for the disk, so no request may run."""
         self._offer()
         self._saver.close()
 
     def tree_was_reset(self) -> None:
-        """No load is under way any more; what was to be loaded stays so."""
+        """Forget the load under way; what waits to be loaded still does."""
         self._loading = None
 
 
 class _Saver:
-    """Writes the last list it was given, at most once per interval; at once after a purge."""
+    """Writes the last list it was given, at most once per interval, but at once after a purge."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -256,7 +260,7 @@ class _Saver:
                 self._due = True
 
     def _write(self, chains: list[WarmChain]) -> bool:
-        """Whether the file holds this list now, or nothing of an older one that it must not."""
+        """Return whether the file holds this list now, or no tenant that was purged."""
         try:
             self._notes.write(WARM_NAME, encode(chains))
         except OSError:  # a full disk: the next one may fit

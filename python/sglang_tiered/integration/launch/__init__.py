@@ -1,3 +1,3 @@
-"""Flags to configuration, before a server starts."""
+"""Turns flags into configuration before a server starts."""
 
 from __future__ import annotations

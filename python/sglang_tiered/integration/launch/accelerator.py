@@ -1,7 +1,7 @@
 """Whether this machine has a device that torch can use, and whether it has one that torch cannot.
 
 A GPU whose driver is too old for the installed torch looks to torch like no GPU at all. Serving on
-the CPU then would be thousands of times slower than asked for, without a word why.
+the CPU would then be thousands of times slower than expected, without an explanation.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 __all__ = ["is_available", "problem"]
 
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
-"""There wherever an NVIDIA driver is loaded, in containers too."""
+"""This file exists wherever an NVIDIA driver is loaded, in containers too."""
 
 
 def is_available() -> bool:
-    """Whether torch sees an accelerator. Our CPU platform steps aside for any."""
+    """Whether torch sees an accelerator. The CPU platform of this package yields to any."""
     import torch
 
     return torch.accelerator.is_available()
 
 
 def problem() -> str | None:
-    """One sentence where the machine has an NVIDIA driver and torch no device to use; None where
-    the device works, where there is none, and where ``CUDA_VISIBLE_DEVICES`` hides all: it is
-    empty, or begins with a number below 0."""
+    """Return one sentence if the machine has an NVIDIA driver that torch cannot use. None where the
+    device works, where no driver is loaded, and where ``CUDA_VISIBLE_DEVICES`` hides all devices
+    (it is empty, or begins with a number below 0)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and (not visible.strip() or visible.strip().startswith("-"))
     if hidden or not NVIDIA_CONTROL.exists():

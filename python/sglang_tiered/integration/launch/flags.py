@@ -1,4 +1,4 @@
-"""How the flags of ``config`` join SGLang's parser, on a command line and in a file."""
+"""Adds the flags of ``config`` to SGLang's parser, for a command line and for a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, IndexConfig)
-"""Those without a meaning where there is no NVMe tier."""
+"""Flags that mean nothing without an NVMe tier."""
 TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
 _OURS = {flag.option: flag for flag in TIER_FLAGS + flags_of(TransferConfig)}
 
@@ -42,7 +42,8 @@ _GONE = {
 
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Our flags, as sections of ``--help``. Values stay text; ``resolve`` judges them."""
+    """Add the flags of this package as sections of ``--help``. Values stay text, which ``resolve``
+    checks."""
     tiering = parser.add_argument_group(
         "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
     )
@@ -66,13 +67,13 @@ def refuse_settings(arguments: Sequence[str]) -> None:
 
 
 def refuse_gone_flags(arguments: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for flags that were, on the command line and in a file."""
+    """Raise ``ConfigError`` for flags that were removed, on the command line and in a file."""
     refuse_gone(arguments, _GONE)
 
 
 def as_words(merged: Sequence[str]) -> list[str]:
-    """Arguments of a YAML file, which reads on and off as booleans, and which SGLang then writes as
-    true and false."""
+    """Restore on and off in the arguments of a YAML file, which SGLang passes on as true and
+    false."""
     words = {"true": "on", "false": "off"}
     return [
         words.get(word, word) if flag in _OURS and "off" in _OURS[flag].kind.words else word
@@ -81,8 +82,8 @@ def as_words(merged: Sequence[str]) -> list[str]:
 
 
 def join_tier_values(arguments: Sequence[str]) -> list[str]:
-    """``--tier-x value`` as ``--tier-x=value``, so that argparse does not take ``-1GiB`` for a
-    flag and answers with our sentence instead of its usage."""
+    """Write ``--tier-x value`` as ``--tier-x=value``, so that argparse does not take ``-1GiB`` for
+    a flag, and the user gets a sentence on the value instead of the usage."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] in _OURS and not argument.startswith("--"):
@@ -93,7 +94,7 @@ def join_tier_values(arguments: Sequence[str]) -> list[str]:
 
 
 def without_our_flags(arguments: Sequence[str]) -> list[str]:
-    """What SGLang knows of a command line."""
+    """Return the arguments that SGLang knows."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in _OURS:
         parser.add_argument(option)

@@ -1,4 +1,4 @@
-"""Models that the tiers cannot serve, refused once SGLang has read the model's configuration.
+"""Refuses models that the tiers cannot serve, once SGLang has read the model's configuration.
 
 Everything HiCache serves is served. What it does not serve would run silently without tiers, which
 the operator who asked for them would not notice.
@@ -18,9 +18,8 @@ __all__ = ["check_model"]
 
 
 def check_model(server_args: Any, config: TieredConfig) -> None:
-    """Raise ``ConfigError`` for a model or flags that leave nothing to tier.
-
-    ``server_args`` is SGLang's resolved view. Before a model is loaded.
+    """Raise ``ConfigError`` for a model or flags that leave nothing to tier. Call it before a model
+    is loaded. ``server_args`` is SGLang's resolved view.
     """
     if config.mode is TierMode.OFF:
         return

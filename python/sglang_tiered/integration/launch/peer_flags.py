@@ -1,4 +1,4 @@
-"""Judges the flags of sharing between servers: hosts, ports and keys of this machine."""
+"""Checks the flags of sharing between servers: hosts, ports and keys of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["URL_VARIABLE", "exposure", "resolve_index"]
 
 URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
-"""Takes the place of ``--tier-index``: a command line can be read by everybody on a machine."""
+"""Replaces ``--tier-index``: every user of a machine can read a command line."""
 
 DEFAULT_HOST = "127.0.0.1"  # of SGLang
 MAX_PORT = 65535
@@ -33,7 +33,7 @@ MAX_PORT = 65535
 def resolve_index(
     explicit: Mapping[str, Any], num_ranks: int, environment: Mapping[str, str] = os.environ
 ) -> IndexConfig | None:
-    """Judge the given flags; None without a URL. Raises ``ConfigError``, which never names a
+    """Check the given flags; None without a URL. Raises ``ConfigError``, which never names a
     password; reads keys, and tries the ports, but keeps nothing."""
     url = explicit.get("tier_index") or environment.get(URL_VARIABLE)
     if not url:
@@ -58,7 +58,7 @@ def resolve_index(
 
 
 def exposure(config: IndexConfig | None) -> str | None:
-    """A sentence for the operator where machines beyond this one share without keys."""
+    """Return a sentence for the operator if other machines can share without keys."""
     if config is None or config.keys_directory is not None:
         return None
     if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):

@@ -1,4 +1,4 @@
-"""Our flags beside SGLang's, and what they make of SGLang's.
+"""``resolve``: the flags of this package beside SGLang's, turned into configuration.
 
 ``resolve`` is pure but for reading the machine's free memory and disk: it refuses every bad
 combination with one sentence before anything is touched, and returns the configuration and the
@@ -81,7 +81,7 @@ _EXCLUSIVE_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a command line comes to. ``notes`` are sentences for the operator."""
+    """Holds what a command line resolves to. ``notes`` are sentences for the operator."""
 
     config: TieredConfig
     sglang_arguments: list[str]
@@ -89,7 +89,7 @@ class Resolved:
 
 
 def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the user gave, without defaults, parsed and checked by ``parser``.
+    """Return what the user gave, without defaults, parsed and checked by ``parser``.
 
     Unknown flags end the process with argparse's own sentence and exit code 2.
     """
@@ -107,7 +107,7 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
-    """Judge the given flags and complete them. Raises ``ConfigError``; changes nothing."""
+    """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
     rest = without_our_flags(arguments)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
@@ -187,7 +187,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
 def resolve_without_nvme(
     explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
 ) -> Resolved:
-    """The same command line with host memory only, where pages cannot be named for storage."""
+    """Resolve the same command line for host memory only: pages cannot be named for storage."""
     nvme_only = {flag.dest for flag in NVME_FLAGS}
     kept = {name: value for name, value in explicit.items() if name not in nvme_only}
     resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
@@ -289,7 +289,7 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
-    """Judge the flags of the object tier; None without a URL. Raises ``ConfigError``; touches
+    """Check the flags of the object tier; None without a URL. Raises ``ConfigError``; changes
     nothing."""
     if explicit.get("tier_object_url") is None:
         refuse_given(
@@ -305,7 +305,7 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
 
 
 def _num_ranks(explicit: Mapping[str, Any]) -> int:
-    """Scheduler processes of this server on this machine."""
+    """Count the scheduler processes of this server on this machine."""
     ranks = 1
     for name in ("tp_size", "pp_size"):
         ranks *= explicit.get(name) or 1
@@ -315,8 +315,8 @@ def _num_ranks(explicit: Mapping[str, Any]) -> int:
 
 
 def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
-    """Ranks that share one request's heads: with DP attention, those of one DP group that hold the
-    same tokens."""
+    """Count the ranks that share one request's heads: with DP attention, those of one DP group that
+    hold the same tokens."""
     tp_size: int = explicit.get("tp_size") or 1
     if explicit.get("enable_dp_attention"):
         others = (explicit.get("dp_size") or 1) * (explicit.get("attn_cp_size") or 1)
@@ -335,7 +335,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _held_bytes(directory: Path) -> int:
-    """Bytes that an earlier run's regions already take; they count against the same cap."""
+    """Return the bytes that an earlier run's regions take; they count against the same cap."""
     try:
         return sum(file.stat().st_blocks * 512 for file in directory.glob("shard-*/region-*.kv"))
     except OSError:
@@ -345,7 +345,7 @@ def _held_bytes(directory: Path) -> int:
 def _completed(
     arguments: list[str], added: Mapping[str, str | None], explicit: Mapping[str, Any]
 ) -> list[str]:
-    """The arguments with ours, but for what the user said."""
+    """Return the arguments with the added flags, except those that the user gave."""
     for flag, value in added.items():
         if _argument_name(flag) not in explicit:
             arguments += [flag] if value is None else [flag, value]

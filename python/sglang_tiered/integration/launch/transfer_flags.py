@@ -1,4 +1,4 @@
-"""Judges the flags of disaggregation, and says what SGLang is told besides.
+"""Checks the flags of disaggregation, and adds what SGLang needs besides.
 
 SGLang's transfer backends need RDMA in practice and ``mooncake`` is its default; here ``zmq`` is,
 because it runs anywhere.
@@ -25,8 +25,8 @@ ROLES = ("prefill", "decode")
 
 
 def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
-    """The transfer settings of a prefill or decode instance; None for any other server. Raises
-    ``ConfigError``; the keys are read, nothing is written."""
+    """Return the transfer settings of a prefill or decode instance; None for any other server.
+    Raises ``ConfigError``; the keys are read, nothing is written."""
     role = explicit.get("disaggregation_mode")
     backend = explicit.get("disaggregation_transfer_backend", TRANSFER_BACKEND)
     if role not in ROLES or backend != TRANSFER_BACKEND:
@@ -57,8 +57,8 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
 def transfer_arguments(
     explicit: Mapping[str, Any], config: TransferConfig | None, *, has_tiers: bool
 ) -> dict[str, str | None]:
-    """What SGLang is told besides: the backend, and on decode that its tiers are used, so that
-    prefill sends only what they do not hold."""
+    """Return the flags that SGLang needs besides: the backend, and on decode the use of its tiers,
+    so that prefill sends only what they do not hold."""
     if config is None:
         return {}
     added: dict[str, str | None] = {"--disaggregation-transfer-backend": TRANSFER_BACKEND}

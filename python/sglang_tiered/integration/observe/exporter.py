@@ -15,7 +15,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.integration.observe.stats import TierStats
+    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.observe.transfer_stats import TransferStats
 
 __all__ = ["MetricsExporter", "samples"]
@@ -24,11 +24,11 @@ INTERVAL_S = 1.0
 
 
 class MetricsExporter:
-    """One per table and scheduler process; used on one thread. ``read`` must not block."""
+    """Exports one table of one scheduler process, on one thread. ``read`` must not block."""
 
     def __init__(
         self,
-        read: Callable[[], TierStats | TransferStats],
+        read: Callable[[], ProcessStats | TransferStats],
         clock: Callable[[], float] = time.monotonic,
         metrics: Sequence[Metric] = METRICS,
     ) -> None:
@@ -51,8 +51,8 @@ class MetricsExporter:
             for metric in metrics
         }
 
-    def read_from(self, read: Callable[[], TierStats | TransferStats]) -> None:
-        """From now on the statistics are those of tiers that were opened again."""
+    def read_from(self, read: Callable[[], ProcessStats | TransferStats]) -> None:
+        """Read from now on the statistics of tiers that were opened again."""
         self._read = read
         self._due = self._clock()  # before what begins at zero has grown past what was exported
 
@@ -76,9 +76,9 @@ class MetricsExporter:
 
 
 def samples(
-    metric: Metric, stats: TierStats | TransferStats
+    metric: Metric, stats: ProcessStats | TransferStats
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Label values and value of each sample of one metric; none where there is no value."""
+    """Yield label values and value of each sample of one metric; nothing without a value."""
     value: Any = stats
     for name in metric.field.split("."):
         value = None if value is None else getattr(value, name)

@@ -97,9 +97,9 @@ class _Node:
 
 
 class TierEvents:
-    """Announces the pages of one cache. ``note``, ``take`` and ``tree_was_reset`` run on the
-    scheduler thread and wait for a short lock at most; the sweep has a thread, from ``start`` to
-    ``close``.
+    """Announces the pages of one cache. ``announce_node``, ``take_events`` and ``tree_was_reset``
+    run on the scheduler thread and wait for a short lock at most; the sweep has a thread, from
+    ``start`` to ``close``.
 
     ``core``: SGLang's tree core. ``tiers``: lookups by medium. ``params``: the cache's.
     """
@@ -149,7 +149,7 @@ class TierEvents:
 
     # ---- Scheduler thread ----
 
-    def note(self, node_id: int) -> None:
+    def announce_node(self, node_id: int) -> None:
         """Announce the pages that tiers hold of the path to a node that was stored, or matched and
         loaded."""
         core = self._core
@@ -180,7 +180,7 @@ class TierEvents:
             if not is_known:
                 self._add(parent, [bytes.fromhex(text) for text in hashes])
 
-    def take(self) -> list[Any]:
+    def take_events(self) -> list[Any]:
         """Return the events since the last call, of at most ``MAX_PAGES_PER_TAKE`` pages."""
         if not self._changed:
             return []

@@ -1,4 +1,4 @@
-"""``TierStats``: everything the metric table reads, as one snapshot of one scheduler process."""
+"""``ProcessStats``: everything the metric table reads, as one snapshot of one scheduler process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
     "PlannerStats",
     "SpillStats",
     "TierReads",
-    "TierStats",
-    "tier_stats",
+    "ProcessStats",
+    "process_stats",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class TierReads:
-    """Loads of one tier that were waited for, and what they taught."""
+    """Counts the loads of one tier that were waited for, and what was learnt from them."""
 
     num_loads: int = 0
     load_s: float = 0.0
@@ -39,7 +39,7 @@ class TierReads:
 
 @dataclass(frozen=True, slots=True)
 class PlannerStats:
-    """What the planner decided and learnt."""
+    """Says what the planner decided and learnt."""
 
     load_decisions: dict[LoadDecision, int]  # tokens; empty where another rank decides
     prefill_tokens_per_s: float | None  # of a cold prompt of 2,048 tokens; None before a batch
@@ -48,7 +48,7 @@ class PlannerStats:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTierStats:
-    """What this process did with the object tier, and what its index says is there."""
+    """Says what this process did with the object tier, and what its index says is there."""
 
     engine: EngineStats
     bucket: ObjectStats
@@ -58,7 +58,7 @@ class ObjectTierStats:
 
 @dataclass(frozen=True, slots=True)
 class PeerTierStats:
-    """What this process fetched from other servers and served to them, and what it knows of
+    """Says what this process fetched from other servers and served to them, and what it knows of
     them."""
 
     tier: PeerStats
@@ -67,7 +67,7 @@ class PeerTierStats:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Pages that were requested and not received, by reason."""
+        """Return the pages that were requested and not received, by reason."""
         tier = self.tier
         return {
             "missed": tier.num_missed,
@@ -79,13 +79,13 @@ class PeerTierStats:
 
     @property
     def purges(self) -> dict[str, int]:
-        """Purges announced to others, and applied here on their request."""
+        """Return the purges announced to others, and those applied here on their request."""
         return {"told": self.tier.num_purges_told, "applied": self.tier.num_purges_applied}
 
 
 @dataclass(frozen=True, slots=True)
-class TierStats:
-    """The statistics of every part, and what admission made of the pages that were offered."""
+class ProcessStats:
+    """Holds the statistics of every tier and part of one scheduler process."""
 
     nvme: EngineStats
     host: PageAccounting  # itself: its counters go on
@@ -98,7 +98,7 @@ class TierStats:
     peer: PeerTierStats | None  # None without an index of other servers
 
     def health_reasons(self) -> dict[str, str]:
-        """Why a tier is not running, as one clause, by the tier's name."""
+        """Return why tiers are not running: one clause each, by the tier's name."""
         found = {"nvme": self.nvme.health_reason}
         if self.object is not None:
             found["object"] = self.object.engine.health_reason
@@ -109,7 +109,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class SpillStats:
-    """What waits to be stored, and host copies that were skipped for lack of host memory."""
+    """Counts what waits to be stored, and host copies skipped for lack of host memory."""
 
     waiting_tokens: int = 0
     flight_tokens: int = 0
@@ -120,9 +120,9 @@ class SpillStats:
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
-def tier_stats(
+def process_stats(
     storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
-) -> TierStats:
+) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
     reads = {tier: planner.reads.get(tier, TierReads()) for tier in Tier}
@@ -134,7 +134,7 @@ def tier_stats(
         moved_here = stack.remote_stats(Tier.PEER)
         peers = cast("PeerStats", stack.remote[Tier.PEER].stats())
         beside = PeerTierStats(peers, moved_here, reads[Tier.PEER])
-    return TierStats(
+    return ProcessStats(
         nvme=stack.nvme.stats(),
         host=storage.accounting,
         spill=spill or SpillStats(),

@@ -14,7 +14,7 @@ __all__ = ["TransferStats", "manager_of", "stats_of_scheduler", "transfer_stats"
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """The endpoint of either role; counters since the start."""
+    """Counts what the endpoint of either role did since the start."""
 
     num_peers: int
     num_rooms: int

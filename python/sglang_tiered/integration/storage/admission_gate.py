@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class StoreGate:
-    """``num_admitted`` and ``dropped_as`` run on the backup thread, the rest on the scheduler
-    thread. Nothing here waits for I/O.
+    """Admits stores to NVMe. ``num_admitted`` and ``dropped_as`` run on the backup thread, the rest
+    on the scheduler thread. Nothing here waits for I/O.
 
     ``waited_s`` is how long the operation that began last had waited; any thread may read it.
     ``lock`` is held by the backup thread from asking until what it stores is submitted, so that a
-    purge comes before or behind both."""
+    purge comes before or after both. Queued stores belong to ``PendingStores``."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StoreGate:
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
         self.lock = threading.RLock()
-        # Tenants of which nothing is stored now, all under None. Whoever sets it purges them after.
+        # Tenants whose pages are not stored now; None: all. The setter must purge them afterwards.
         self.blocked: frozenset[bytes | None] = frozenset()
         self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
@@ -76,10 +76,10 @@ class StoreGate:
 
     @property
     def budget_bytes(self) -> float | None:
-        """What the write budget leaves for now; None without one."""
+        """Return what the write budget leaves for now; None without a budget."""
         return self._admission.budget_bytes
 
-    def announce(
+    def announce_store(
         self,
         hashes: Sequence[str],
         *,
@@ -87,31 +87,31 @@ class StoreGate:
         prefix_tokens: int,
         tenant: bytes = UNKNOWN_TENANT,
     ) -> None:
-        """The store of a node's KV pages is about to be queued (scheduler thread)."""
-        self._pending.announce(
+        """Announce a store of a node's KV pages, about to be queued. Scheduler thread."""
+        self._pending.announce_store(
             hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
         )
 
-    def purge(self, tenant: bytes | None) -> None:
-        """What a tenant (None: every one) has queued, or has not stored yet of the operation under
-        way, is dropped. The caller holds ``lock``."""
-        self._pending.purge(tenant)
+    def purge_tenant(self, tenant: bytes | None) -> None:
+        """Drop the queued stores of a tenant (None: every one), and what is left of its operation
+        under way. The caller holds ``lock``."""
+        self._pending.purge_tenant(tenant)
         if tenant is None or tenant == self.tenant:
             self._num_admitted = 0
 
     @property
     def dropped_as(self) -> Outcome:
-        """Why the operation decided last was not admitted whole, if it was not."""
+        """Return why the operation decided last was not admitted whole, if it was not."""
         return self._admission.dropped_as
 
     @property
     def takes_everything(self) -> bool:
-        """Whether an operation that does not wait would be admitted, whatever it is."""
+        """Whether any operation that does not wait would be admitted."""
         self._charge()
         return self._admission.would_open
 
     def wants_ancestors(self, chain_tokens: int) -> bool:
-        """Whether a chain of this length is worth offering again what was dropped of it."""
+        """Whether dropped parts of a chain of this length are worth offering again."""
         is_selective = self._admission.level is Level.SELECTIVE
         return is_selective and self._admission.is_long(chain_tokens)
 
@@ -120,20 +120,20 @@ class StoreGate:
 
         Pages that still wait are not queued twice: from now on they count as part of it.
         """
-        if not hashes or self._pending.lengthen(hashes[0], prefix_tokens):
+        if not hashes or self._pending.lengthen_chain(hashes[0], prefix_tokens):
             return False
         return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
 
     def tree_was_reset(self) -> None:
-        """SGLang emptied its queue."""
+        """Forget what was announced: SGLang emptied its queue."""
         self._pending.clear()
 
     def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
-        """How many leading pages of one call to store."""
+        """Return how many leading pages of one call to store."""
         if not hashes:
             return 0
         if not self._continues(hashes, is_kv=is_kv):
-            store = self._pending.take(hashes)
+            store = self._pending.take_store(hashes)
             self.tenant = UNKNOWN_TENANT if store is None else store.tenant or UNKNOWN_TENANT
             if store is not None and store.tenant is None:
                 self._begin(store.hashes, 0)
@@ -144,7 +144,7 @@ class StoreGate:
                 self._decide(store.hashes, store.prefix_tokens, backlog)
             elif is_kv:
                 self._decide(tuple(hashes), 0, None)
-            else:  # what will become of its KV is not known
+            else:  # whether its KV will be stored is not known
                 return len(hashes) if self._admission.level is Level.OPEN else 0
         if self.blocked and (
             self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
@@ -181,7 +181,7 @@ class StoreGate:
         self._next_kv = 0
 
     def _charge(self) -> None:
-        """Spend what the device was given since the last call, from whichever thread."""
+        """Spend what the device was given since the last call. Any thread."""
         if self._admission.budget_bytes is None:
             return
         with self._charging:

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 NOTE_JOIN_S = 10.0
 
 _NO_POOL = "no pool has this name"
-"""Of its pages no tier holds any."""
+"""No tier holds pages of it."""
 
 
 class _LatePurge(NamedTuple):
@@ -82,7 +82,7 @@ def _pass_on(late: Future[bool], begun: Future[bool]) -> None:
 
 
 class TieredStorage(ZeroCopyStorage):
-    """Pages of every registered host pool, in one engine, under one namespace.
+    """Stores and loads the pages of every registered host pool, under one namespace.
 
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
     stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
@@ -97,14 +97,14 @@ class TieredStorage(ZeroCopyStorage):
             )
         self._config = config
         self._storage_config = storage_config
-        # SGLang lets only rank 0 write the replicated KV of an MLA model. Which ranks do is for us
-        # to say (``shared_pages``), and those that do not keep books of it all the same.
+        # SGLang lets only rank 0 write the replicated KV of an MLA model. ``shared_pages`` decides
+        # which ranks write, and those that do not account for it all the same.
         self._is_replicated = bool(storage_config.is_mla_model)
         storage_config.is_mla_model = False
-        self._sharing: SharingRanks | None = None  # with whom this rank shares pages, if with any
+        self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
         self._tiers: OpenTiers | None = None
-        self.remote_purges: RemotePurges | None = None  # of other servers, where there are any
+        self.remote_purges: RemotePurges | None = None  # made only with an index of other servers
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
@@ -117,7 +117,7 @@ class TieredStorage(ZeroCopyStorage):
         self.transfers: TierTransfers  # from when the host pools are registered
         self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
-        self._is_nameless = False  # nobody will have this namespace again
+        self._is_nameless = False  # no other process will have this namespace
 
     # ---- Life cycle (scheduler thread, no requests running) ----
 
@@ -205,7 +205,7 @@ class TieredStorage(ZeroCopyStorage):
         return region.directory
 
     def _use_borrowed(self, search: NamespaceSearch) -> None:
-        """What this rank would keep another one keeps."""
+        """Open no tiers: another rank keeps the pages of this one."""
         self._tiers = OpenTiers(TierStack(BorrowedEngine()))
         answer = search.answer  # which may come at any moment
         self._namespace = answer or b""
@@ -227,7 +227,7 @@ class TieredStorage(ZeroCopyStorage):
             self.remote_purges = RemotePurges(self._gate, self.begin_purge)
 
     def _set_claim(self, *, changing: bool = False) -> None:
-        """``changing``: what the tiers find is about to be of something else."""
+        """State what the pages are of. ``changing``: it is about to change, so state nothing."""
         claim = None
         if self.knows_namespace and not changing:
             claim = shared_pages.claim_of(
@@ -244,7 +244,7 @@ class TieredStorage(ZeroCopyStorage):
         return isinstance(self.region_engine, BorrowedEngine)
 
     def page_bytes(self) -> int:
-        """Payload of one KV page of this rank."""
+        """Return the payload bytes of one KV page of this rank."""
         pages = page_segments(self.mem_pool_host, torch.arange(self._page_size()), 1)
         return sum(segment.nbytes for segment in pages[0])
 
@@ -258,7 +258,7 @@ class TieredStorage(ZeroCopyStorage):
 
     @property
     def notes(self) -> Notes:
-        """Small files beside the pages."""
+        """The small files beside the pages."""
         return self.region_engine.notes
 
     @property
@@ -269,8 +269,8 @@ class TieredStorage(ZeroCopyStorage):
     def settle_namespace(self) -> None:
         """Use the tiers from now on if the weights have been read. Memory only.
 
-        Ranks need not do so in the same step: what one of them does not find none loads, as plans
-        and hits are reduced over ranks, and what one of them stores is its own.
+        Ranks need not do so in the same step: plans and hits are reduced over ranks, so no rank
+        loads what one of them does not find, and each stores for itself.
         """
         search = self._search
         if search is None or search.answer is None:
@@ -312,8 +312,8 @@ class TieredStorage(ZeroCopyStorage):
             keep(late.is_durable, False)
 
     def clear(self) -> None:
-        """Nothing: SGLang calls this for a change of role and to empty its caches, both of which
-        concern device and host memory. What is stored stays right; ``/tier/purge`` forgets it."""
+        """Do nothing: SGLang calls this for a change of role and to empty its caches, which concern
+        device and host memory. Stored pages stay valid; ``/tier/purge`` removes them."""
 
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
@@ -329,20 +329,20 @@ class TieredStorage(ZeroCopyStorage):
             self._stores_suspended = not tree_is_empty
             self._set_claim(changing=True)
             self._namespace = namespace.successor(self._namespace)
-            # Nobody can name the namespace of an update again: its space is the first to be reused.
+            # No process can name the namespace of an update again: its space is reused first.
             self.stack.set_namespace(self._namespace, keep=not self._num_updates)
             self._search = None
             self._num_updates += 1
             self._set_claim()
             self._begin_late_purges()
-        waits = (
-            "" if tree_is_empty else "; it takes nothing until memory, full of old KV, is flushed"
+        waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
+        logger.info(
+            "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
         )
-        logger.info("weights changed: NVMe tier goes on as %s%s", self._namespace.hex(), waits)
 
     @property
     def stack(self) -> TierStack:
-        """NVMe, with other servers and the object tier where there are any."""
+        """The NVMe tier, with other servers and the object tier where they are configured."""
         assert self._tiers is not None, "SGLang has not registered its host pools"
         return self._tiers.stack
 
@@ -357,10 +357,10 @@ class TieredStorage(ZeroCopyStorage):
     def begin_purge(
         self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
     ) -> Future[bool]:
-        """Hide the pages of a tenant, or all, and let none on its way land; ``is_remote``: another
+        """Hide the pages of a tenant, or all, and drop those on their way; ``is_remote``: another
         server did so first. Memory only, any thread."""
         with self.gate.lock:
-            self.gate.purge(tenant)
+            self.gate.purge_tenant(tenant)
             if self._search is None or not self.stack.remote:
                 return self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
             # In the bucket and the index a purge is of a namespace.
@@ -369,14 +369,14 @@ class TieredStorage(ZeroCopyStorage):
             return all_true([self.region_engine.begin_purge(tenant), late.is_durable])
 
     def _begin_late_purges(self) -> None:
-        """Those that came before the namespace. The caller holds the gate's lock."""
+        """Begin the purges that came before the namespace. The caller holds the gate's lock."""
         for tenant, is_remote, propagate, is_durable in self._late_purges:
             begun = self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
             begun.add_done_callback(partial(_pass_on, is_durable))
         self._late_purges.clear()
 
     def tree_was_reset(self) -> None:
-        """No page of an earlier state is left in the tree: stores are safe again."""
+        """Allow stores again: no page of an earlier state is left in the tree."""
         if self._gate is None:  # and nothing was stored yet
             return
         with self._gate.lock:
@@ -384,8 +384,8 @@ class TieredStorage(ZeroCopyStorage):
         self._gate.tree_was_reset()
 
     def drop_stores(self, dropping: bool) -> None:
-        """Whether stores that SGLang has queued end at once, as does what has not begun of the one
-        under way. Memory only."""
+        """Set whether stores that SGLang has queued end at once, as does the rest of the one under
+        way. Memory only."""
         with self.gate.lock:
             self._dropping_stores = dropping
             if dropping and self._storing is not None:
@@ -393,25 +393,26 @@ class TieredStorage(ZeroCopyStorage):
 
     @property
     def gate(self) -> StoreGate:
-        """Admission, for the scheduler thread to announce what it queues."""
+        """The admission gate, where the scheduler thread announces what it queues."""
         assert self._gate is not None, "SGLang registers the host pools before it queues a store"
         return self._gate
 
     # ---- Queries (any thread, memory only) ----
 
     def _keys(self, pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
-        """What pages go by in the tiers: by nothing that is there before the namespace is known."""
+        """Return the keys of pages in the tiers; before the namespace is known they match
+        nothing."""
         return engine_keys(pool if self._search is None else _NO_POOL, hashes)
 
     def holds(self, page_hash: str) -> bool:
-        """Whether a KV page is stored, or about to be. What other servers hold is theirs."""
+        """Whether a KV page is stored here, or about to be. Other servers' pages do not count."""
         keys = self._keys(PoolName.KV, [page_hash])
         if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
             return True
         return self.stack.contains_in_bucket(keys)[0]
 
     def num_kept(self, hashes: Sequence[str]) -> int:
-        """Leading KV pages that are stored; for the scheduler thread."""
+        """Count the leading KV pages that are stored. Scheduler thread."""
         keys = self._keys(PoolName.KV, hashes)
         num_hits = self.region_engine.lookup(keys).num_hits
         if self.stack.bucket is not None and num_hits < len(keys):
@@ -422,15 +423,15 @@ class TieredStorage(ZeroCopyStorage):
         return num_hits
 
     def lookup_leading(self, hashes: Sequence[str]) -> int:
-        """Leading KV pages a load could serve now; for the scheduler thread."""
+        """Count the leading KV pages that a load could serve now. Scheduler thread."""
         return self.stack.lookup(self._keys(PoolName.KV, hashes)).num_hits
 
     def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
-        """The leading KV pages a load could serve now, by tier; for the scheduler thread."""
+        """Return the leading KV pages that a load could serve now, by tier. Scheduler thread."""
         return self.stack.lookup_spans(self._keys(PoolName.KV, hashes))
 
     def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
-        """Leading KV pages in each tier that there is. Memory only."""
+        """Count the leading KV pages in each tier that is configured. Memory only."""
         keys = self._keys(PoolName.KV, hashes)
         shard = self.region_engine
         found = {Tier.NVME: shard.lookup(keys).num_hits}
@@ -440,14 +441,14 @@ class TieredStorage(ZeroCopyStorage):
         return found
 
     def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
-        """Engine keys of pages in every pool, those of KV first."""
+        """Return the engine keys of pages in every pool, those of KV first."""
         pools = [PoolName.KV, *getattr(self, "registered_pools", {})]
         names = dict.fromkeys(pools)  # KV may be registered by name too
         return [key for name in names for key in self._keys(name, hashes)]
 
     @property
     def takes_stores(self) -> bool:
-        """Whether NVMe is well enough to be given pages, and knows whose they are."""
+        """Whether NVMe is healthy and the namespace of its pages is known."""
         return self.knows_namespace and self.region_engine.health is Health.RUNNING
 
     @property
@@ -456,7 +457,7 @@ class TieredStorage(ZeroCopyStorage):
         return self.stack.health is Health.RUNNING
 
     def get_stats(self) -> None:
-        """SGLang's per-step statistics hook; ours are exported by ``metrics``."""
+        """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""
         return
 
     def exists(self, key: str) -> bool:
@@ -473,7 +474,7 @@ class TieredStorage(ZeroCopyStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix that KV and every other pool can restore together.
+        """Return the longest prefix that KV and every other pool can restore together.
 
         ALL_PAGES pools must hold every page of the prefix, TRAILING_PAGES pools (SWA windows,
         Mamba states) its last ``len(transfer.keys)`` pages.
@@ -546,13 +547,13 @@ class TieredStorage(ZeroCopyStorage):
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self.transfers.load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
+        return self.transfers.load_pages(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        """A page that admission drops is a False like any other: SGLang leaves out the rest of the
-        operation, which would be of no use without it, and goes on."""
+        """Store pages; a page that admission drops is a False like any other. SGLang then leaves
+        out the rest of the operation, which would be useless without it, and goes on."""
         if not hashes or host_indices is None:
             return [False] * len(hashes)
         is_kv = pool == PoolName.KV
@@ -567,12 +568,12 @@ class TieredStorage(ZeroCopyStorage):
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
                 self._storing = job = self.stack.submit_store(run)
         if job is not None:
-            stored = self.transfers.finish(job)
+            stored = self.transfers.wait_for(job)
             self._storing = None
         stored += [False] * (len(hashes) - admitted)
         if is_kv and not dropping:  # or the flush counts them
             why = None if suspended else self.gate.dropped_as
-            self.accounting.stored(host_indices, store_outcomes(stored, admitted, why))
+            self.accounting.note_stored(host_indices, store_outcomes(stored, admitted, why))
         return stored
 
     def _pool(self, name: PoolName) -> Any:

@@ -1,4 +1,4 @@
-"""``BucketCollector``: keeps age and size of this rank's namespace in the bucket, on a thread."""
+"""``BucketCollector``: bounds age and size of this rank's namespace in the bucket, on a thread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class BucketCollector:
-    """Servers of a namespace take turns, every ten minutes. Also removes what purges left, and
-    what writers that died never announced; so it runs without a cap and a TTL too."""
+    """Collects every ten minutes, in turn with the other servers of a namespace. Also removes what
+    purges left, and what writers that died never announced; so it runs without a cap and a TTL
+    too."""
 
     def __init__(self, settings: ObjectSettings, namespace: bytes) -> None:
         collector = Collector(
@@ -46,15 +47,15 @@ class BucketCollector:
         self._log.settle("collect")
         if report.num_removed:
             logger.info(
-                "object tier: %d of %d objects and what belongs to them removed, %d bytes",
+                "object tier: removed %d of %d objects and what belongs to them, %d bytes",
                 report.num_removed,
                 report.num_objects,
                 report.removed_bytes,
             )
 
     def _failed(self, error: Exception) -> None:
-        # Once is enough; the tier says itself that it is sick.
-        self._log.report("collect", "object tier: collecting failed and is tried again (%s)", error)
+        # Logged once; the tier itself reports that it is sick.
+        self._log.report("collect", "object tier: collection failed (%s); it is tried again", error)
 
     def close(self) -> None:
         self._stop.set()

@@ -24,9 +24,9 @@ def pool_label(name: Any) -> str:
 
 
 def check(pools: Mapping[PoolName, Any]) -> int:
-    """The bytes of the largest page. Raises ``ConfigError`` for a pool that cannot say where its
-    pages lie: each of its stores would fail in the background, and no prefix would ever be found
-    whole."""
+    """Return the bytes of the largest page. Raises ``ConfigError`` for a pool that cannot say where
+    its pages lie: each of its stores would fail in the background, and no prefix would ever be
+    found whole."""
     largest = 0
     for name, pool in pools.items():
         page_size = getattr(pool, "logical_page_size", pool.page_size)
@@ -42,8 +42,8 @@ def check(pools: Mapping[PoolName, Any]) -> int:
 
 
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:
-    """Engine keys of SGLang's page hashes: the KV pool's are the hashes themselves, another
-    pool's are derived from them, so that one log holds all pools of a page."""
+    """Return the engine keys of SGLang's page hashes: the KV pool's are the hashes themselves,
+    another pool's are derived from them, so that one log holds all pools of a page."""
     digests = [bytes.fromhex(text) for text in hashes]
     if pool == PoolName.KV:
         return digests
@@ -52,7 +52,7 @@ def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:
 
 
 def page_segments(pool: Any, host_indices: torch.Tensor, num_pages: int) -> tuple[Page, ...]:
-    """Views of the host pool's memory, one tuple of segments per page; nothing is copied.
+    """Return views of the host pool's memory, one tuple of segments per page; nothing is copied.
 
     Valid as long as the pool is: SGLang frees pools only after ``close``.
     """

@@ -24,8 +24,8 @@ __all__ = ["check_codec", "page_layout"]
 
 
 def page_layout(pool: Any) -> PageLayout:
-    """How a page of ``pool`` lies in memory; unknown unless it is exactly one of SGLang's plain KV
-    or latent pools, whose pages have the length that the layout gives."""
+    """Return how a page of ``pool`` lies in memory; unknown unless it is exactly one of SGLang's
+    plain KV or latent pools, whose pages have the length that the layout gives."""
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         dtype = "uint8"

@@ -1,9 +1,9 @@
-"""Tenants that other servers purged: forgotten in the tiers, and on their way to the scheduler.
+"""``RemotePurges``: what other servers purged, hidden in the tiers and queued for the scheduler.
 
 Another server's purge arrives on a thread of the peer tier, and counts as applied once that thread
-is done with it: from then on others take pages from us again. So the tiers forget the tenant there
-and then. Device and host memory are the scheduler's: until it has put what they hold out of reach,
-none of it may be stored, which the gate sees to.
+is done with it: from then on others take pages of this server again. So that thread hides the
+tenant in the tiers. Device and host memory belong to the scheduler: until it has put their pages of
+the tenant out of reach, the gate stores none of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["RemotePurges", "with_unknown"]
 
 MAX_WAITING = 4096
-"""Beyond it everything is purged, which is never too little."""
+"""Beyond this number everything is purged, which is never too little."""
 
 
 class RemotePurges:
-    """``__call__`` on any thread; the rest is for ``PurgeExchange``, on the scheduler's."""
+    """Takes purges by ``__call__``, on any thread; ``PurgeExchange`` uses the rest, on the
+    scheduler's."""
 
     def __init__(self, gate: StoreGate, begin_purge: BeginPurge) -> None:
         self._gate = gate
@@ -42,8 +43,7 @@ class RemotePurges:
         self._is_followed = True
 
     def __call__(self, tenant: bytes | None) -> Future[bool]:
-        """Another server purged a tenant, or everything. True once the tiers here have
-        forgotten it for good."""
+        """Purge a tenant, or everything, as another server did. True once that is durable here."""
         with self._lock:
             if self._is_followed:
                 self._wait_for(tenant)
@@ -51,20 +51,20 @@ class RemotePurges:
         return all_true(begun)
 
     def waiting(self) -> list[bytes | None]:
-        """The one that waits longest, if any does."""
+        """Return the purge that waits longest, if there is one."""
         with self._lock:
             return [self._waiting[0]] if self._waiting else []
 
     def applied(self, tenant: bytes | None) -> None:
-        """What device and host memory held of it is out of reach, and every tier forgot it again
-        since: stores of it may go on."""
+        """Allow stores of a tenant again: its pages in device and host memory are out of reach, and
+        every tier purged it once more since."""
         with self._lock:
             if self._waiting and self._waiting[0] == tenant:
                 self._waiting.popleft()
             self._gate.blocked = frozenset(self._waiting)
 
     def leave_to_the_first_rank(self) -> None:
-        """Only the tiers are cleared from now on: what this rank hears the first one hears too."""
+        """Clear only the tiers from now on: the first rank hears of the same purges."""
         with self._lock:
             self._is_followed = False
             self._waiting.clear()
@@ -79,5 +79,5 @@ class RemotePurges:
 
 
 def with_unknown(tenant: bytes | None) -> list[bytes | None]:
-    """What to purge for a tenant: a page that nobody knows the tenant of may be this one's."""
+    """Return what to purge for a tenant: pages of unknown tenants may belong to it."""
     return [None] if tenant is None else [tenant, UNKNOWN_TENANT]

@@ -13,19 +13,19 @@ _NAME = re.compile(r"tp(\d+)of(\d+)-pp(\d+)of(\d+)-dp(\d+)-(\d+)")
 def shard_name(
     *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, dp_rank: int, replica: int
 ) -> str:
-    """The shard of one rank. ``replica`` tells apart schedulers with the same ranks."""
+    """Return the shard of one rank. ``replica`` tells apart schedulers with the same ranks."""
     return f"tp{tp_rank}of{tp_size}-pp{pp_rank}of{pp_size}-dp{dp_rank}-{replica}"
 
 
 def num_replicas(num_ranks: int, *, tp_size: int, pp_size: int, dp_size: int) -> int:
-    """Of ``num_ranks`` schedulers on a machine, how many have the same ranks; ``dp_size`` is that
-    of DP attention."""
+    """Return how many of ``num_ranks`` schedulers on a machine have the same ranks; ``dp_size`` is
+    that of DP attention."""
     return max(1, num_ranks // (tp_size * pp_size * dp_size))
 
 
 def has_geometry(name: str, *, num_ranks: int, tp_size: int, pp_size: int, dp_size: int) -> bool:
     """Whether a server with these sizes may open that shard, whether or not its ranks share pages;
-    false for names not made here."""
+    False for names of another form."""
     match = _NAME.fullmatch(name)
     if match is None:
         return False
@@ -35,8 +35,8 @@ def has_geometry(name: str, *, num_ranks: int, tp_size: int, pp_size: int, dp_si
 
 
 def is_of_other_sharing(name: str, *, opened: str, tp_size: int) -> bool:
-    """Whether a shard would be in the place of the one that a rank opened, in a server with these
-    many ranks whose pages are the same where those of this one differ, or the other way round."""
+    """Whether a shard belongs to the other way of sharing: a server with this many ranks would open
+    it instead of ``opened`` if its ranks shared pages where these do not, or the reverse."""
     match, own = _NAME.fullmatch(name), _NAME.fullmatch(opened)
     if match is None or own is None:
         return False

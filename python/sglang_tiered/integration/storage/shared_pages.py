@@ -1,6 +1,6 @@
-"""Ranks whose pages are the same: one of them on each machine keeps them, and lends to the others.
+"""Ranks with the same pages: one of them on each machine keeps them, and lends to the others.
 
-Latent attention (MLA) has one vector per token in the place of the keys and values of many heads,
+Latent attention (MLA) has one vector per token instead of the keys and values of many heads,
 and every rank of tensor parallelism computes all of it. The lowest rank on a machine opens the
 tiers as a server of one rank would: its shard, its namespace and its part of the limits do not say
 how many ranks there are, so a server with another ``--tp-size`` finds the same pages. The others
@@ -39,9 +39,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def are_pages_same(
     where: HiCacheStorageConfig, pools: Iterable[Any], *, is_replicated: bool
 ) -> bool:
-    """Whether all ranks of tensor parallelism hold the same bytes in every pool: alike on all of
-    them. ``is_replicated``: what SGLang says of the model. Of a draft model's pool nothing is known
-    when the tiers are opened."""
+    """Whether all ranks of tensor parallelism hold the same bytes in every pool; all ranks get the
+    same answer. ``is_replicated``: what SGLang says of the model. A draft model's pool is not yet
+    known when the tiers are opened."""
     return (
         is_replicated
         and where.tp_size > 1
@@ -52,15 +52,15 @@ def are_pages_same(
 
 
 def claim_of(found: bytes, *, is_nameless: bool, num_updates: int) -> bytes:
-    """What a rank takes the pages to be that it shares, for the others to compare with theirs.
-    Weights whose bytes have no name, and those that were changed in a running server, are the same
-    on all ranks of it."""
+    """Return what a rank takes its shared pages to be, for the others to compare with theirs.
+    Weights without a name, and those changed in a running server, are the same on all its
+    ranks."""
     return b"nameless %d" % num_updates if num_updates or is_nameless else found
 
 
 def gather_over_ranks(value: Any) -> list[Any]:
-    """The values of all ranks that share pages, by rank. Every one of them calls it, in the same
-    step; waits for the last."""
+    """Return the values of all ranks that share pages, by rank. Every one of them must call it, in
+    the same step; waits for the last."""
     from sglang.srt.runtime_context import get_parallel
 
     gathered: list[Any] = get_parallel().attn_tp_group.all_gather_object(value)
@@ -74,8 +74,8 @@ class _Opened:
 
 
 class SharingRanks:
-    """The ranks that share pages with this one. Every one of them makes one and then calls
-    ``meet``: both wait for the last of them."""
+    """Knows the ranks that share pages with this one. Every one of them must make one and then call
+    ``meet``: both wait for the last."""
 
     def __init__(self, rank: int, directory: Path) -> None:
         places = gather_over_ranks(_place(directory))
@@ -85,7 +85,7 @@ class SharingRanks:
     def settings(
         self, config: TieredConfig, where: HiCacheStorageConfig
     ) -> tuple[TieredConfig, HiCacheStorageConfig]:
-        """Of the lender: those of a server with one rank in the place of these."""
+        """Return the lender's settings: those of a server with one rank, instead of these."""
         num_here = len(self._here)
         num_ranks = max(1, config.num_ranks // num_here)
         config = msgspec.structs.replace(config, num_ranks=num_ranks, tp_size=1)
@@ -119,7 +119,7 @@ class SharingRanks:
 
 
 def _place(directory: Path) -> tuple[str, int, int]:
-    """Equal for processes of one machine that see the same tier directory."""
+    """Return what is equal for processes of one machine that see the same tier directory."""
     try:
         found = os.stat(directory)
         return _BOOT_ID.read_text(), found.st_dev, found.st_ino

@@ -1,5 +1,5 @@
 """Opens the tiers of one scheduler process: its shard on NVMe, its namespace in the bucket, and
-what it has to do with other servers."""
+its part in sharing with other servers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OBJECTS_PER_CAP = 8  # at least
 logger = logging.getLogger(__name__)
 
 QUEUED_PAGES = 2 * STORAGE_BATCH_SIZE
-"""What SGLang stores in one call fits the queue beside as much of others, however large a page."""
+"""The queue holds what SGLang stores in one call and as much of others, however large a page."""
 
 PROMOTED_PAGES = 8
 """So many pages from remote tiers may wait in memory for NVMe, however large one is."""
@@ -66,7 +66,7 @@ PROMOTED_PAGES = 8
 
 @dataclass(slots=True)
 class OpenTiers:
-    """The stack, and what keeps its bucket in bounds."""
+    """Holds the stack, and what keeps its bucket in bounds."""
 
     stack: TierStack
     bucket: ObjectEngine | None = None
@@ -94,10 +94,10 @@ def open_shard(
     *,
     tp_size: int,
 ) -> tuple[RegionEngine, int]:
-    """The first free shard of this rank's geometry, and its number among them; without a namespace
-    under the last one that was found for it. ``page_bytes`` is the largest page of any pool; raises
-    ``ConfigError`` where the tier is too small for it. ``tp_size`` is the server's, also where
-    ``where`` stands for all of its ranks.
+    """Open the first free shard of this rank's geometry; return it and its number among them;
+    without a namespace under the last one that was found for it. ``page_bytes`` is the largest page
+    of any pool; raises ``ConfigError`` where the tier is too small for it. ``tp_size`` is the
+    server's, also where ``where`` stands for all of its ranks.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -138,19 +138,19 @@ def open_shard(
 
 
 def _remove_other_sharing(directory: Path, opened: str, tp_size: int) -> None:
-    """Remove what a model whose ranks share pages left where those of this one do not, or the other
-    way round: the launcher cannot tell, and no cap counts it. The launcher holds the directory."""
+    """Remove the shards of a model whose ranks share pages where those of this one do not, or the
+    reverse: the launcher cannot tell, and no cap counts them. The launcher holds the directory."""
 
     def keep(name: str) -> bool:
         return not is_of_other_sharing(name, opened=opened, tp_size=tp_size)
 
     for name in remove_shards(directory, keep=keep):
-        logger.info("removed shard %s of %s, which this model does not read", name, directory)
+        logger.info("removed shard %s of %s (this model does not read it)", name, directory)
 
 
 def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int:
-    """As configured, or what a page needs. Raises ``ConfigError`` where the bounds then hold too
-    few regions: the tier would take no page and say nothing."""
+    """Return the configured size, or what a page needs. Raises ``ConfigError`` where the bounds
+    then hold too few regions: the tier would silently take no page."""
     region_bytes = min_region_bytes(page_bytes)
     if region_bytes <= configured:
         return configured
@@ -182,8 +182,8 @@ def open_remote_tiers(
     order: Callable[[], Sequence[Tier]],
     purge: RemotePurges | None,
 ) -> OpenTiers:
-    """The shard with the tiers beyond it. Returns at once: they are looked at in the background,
-    and until they answer they only miss. ``rank`` is this process's among those of the server,
+    """Open the tiers beyond the shard. Returns at once: they are contacted in the background, and
+    miss until they answer. ``rank`` is this process's among those of the server,
     ``page_bytes`` the largest page of any pool."""
     bucket = _open_object_tier(config, namespace, host_pool)
     remote: list[RemoteTier] = []
@@ -205,7 +205,7 @@ def _open_object_tier(
     settings = object_settings(config)
     if settings is None or config.object is None:
         return None
-    # Only here: who has no object tier needs none of its libraries.
+    # Imported late: without an object tier its libraries are not needed.
     from sglang_tiered.codecs import NO_CODEC, make_codec
     from sglang_tiered.integration.storage.page_layout import page_layout
     from sglang_tiered.storage.object import ObjectEngine
@@ -214,14 +214,16 @@ def _open_object_tier(
     if settings.codec != NO_CODEC:
         codec = make_codec(settings.codec, page_layout(host_pool))
     engine = ObjectEngine(settings, namespace=namespace, page_codec=codec)
-    logger.info("object tier at %s, namespace %s", config.object.shown_url, namespace.hex()[:16])
+    logger.info(
+        "object tier open at %s: namespace %s", config.object.shown_url, namespace.hex()[:16]
+    )
     return engine
 
 
 def _open_peers(
     config: TieredConfig, rank: int, shard: RegionEngine, namespace: bytes, purge: RemotePurges
 ) -> PeerTier:
-    # Only here: who shares with nobody needs no Redis client.
+    # Imported late: without an index the Redis client is not needed.
     from sglang_tiered.sharing.peer_tier import PeerTier
 
     assert config.index is not None
@@ -231,21 +233,21 @@ def _open_peers(
 
 
 def lossy_codec(config: TieredConfig) -> str | None:
-    """The codec that changes KV on its way through the bucket; None where none does. Its name
-    belongs into the namespace of every tier: what comes back is kept on NVMe, and more is computed
-    behind it."""
+    """Return the codec that changes KV on its way through the bucket; None where KV is unchanged.
+    Its name belongs into the namespace of every tier: what comes back is kept on NVMe, and more KV
+    is computed from it."""
     if config.object is None or config.object.codec not in LOSSY_CODEC_NAMES:
         return None
     return config.object.codec
 
 
 def object_settings(config: TieredConfig) -> ObjectSettings | None:
-    """Of one rank, which has its own namespace in the bucket and its share of all limits."""
+    """Return the settings of one rank: its own namespace in the bucket, its share of all limits."""
     return None if config.object is None else rank_settings(config.object, config.num_ranks)
 
 
 def rank_settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
-    """The share of one rank in the bucket and in all limits."""
+    """Return the share of one rank in the bucket and in all limits."""
 
     def share(value: int | None) -> int | None:
         return None if value is None else max(1, value // num_ranks)
@@ -264,8 +266,8 @@ def rank_settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
 
 
 def peer_settings(config: IndexConfig, rank: int) -> PeerSettings:
-    """Of one rank, which is a peer of its own."""
-    # Only here: who shares with nobody needs no Redis client.
+    """Return the settings of one rank, which is a peer of its own."""
+    # Imported late: without an index the Redis client is not needed.
     from sglang_tiered.sharing.settings import PeerSettings
 
     return PeerSettings(

@@ -1,6 +1,6 @@
-"""``TierTransfers``: jobs of the tiers as SGLang's storage threads want them, begun and waited for.
+"""``TierTransfers``: begins jobs of the tiers for SGLang's storage threads, and waits for them.
 
-Tells the planner of every read, and measures a tier on order.
+Tells the planner of every read, and measures a tier when asked.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ReadPlanner(ReadObserver, Protocol):
     far_deadline_s: float
 
     def far_order(self) -> Sequence[Tier]:
-        """The tiers beyond NVMe, the one first that takes less for a typical load."""
+        """Return the tiers beyond NVMe, the fastest for a typical load first."""
         ...
 
 
 class TierTransfers:
-    """One per storage."""
+    """Carries out the transfers of one storage."""
 
     def __init__(self, stack: TierStack, page_bytes: int) -> None:
         self._stack = stack
@@ -55,11 +55,11 @@ class TierTransfers:
         """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
         self._planner = planner
         self._stack.observe(planner)
-        self.probe([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
+        self.probe_tier([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
 
     def expect_load(self, hashes: Sequence[str], tenant: bytes) -> None:
-        """Loads of these pages come next, and they are a tenant's: what a remote tier serves of
-        them is kept on NVMe under its name. Scheduler thread."""
+        """Name the tenant of pages that are loaded next, so that what a remote tier serves of them
+        is kept on NVMe under its name. Scheduler thread."""
         if not self._stack.remote:
             return
         with self._lock:
@@ -67,23 +67,23 @@ class TierTransfers:
             while len(self._tenants) > MAX_EXPECTED_PAGES:
                 self._tenants.popitem(last=False)
 
-    def finish(self, job: Job) -> list[bool]:
-        """Wait; which pages succeeded."""
+    def wait_for(self, job: Job) -> list[bool]:
+        """Wait for a job; return which pages succeeded."""
         job.wait()
         return job.ok
 
-    def load(self, run: Run, first_hash: str) -> list[bool]:
+    def load_pages(self, run: Run, first_hash: str) -> list[bool]:
         """Read pages for a request; the planner learns from it."""
-        return self.finish(self._begin(run, first_hash))
+        return self.wait_for(self._begin(run, first_hash))
 
     def begin_for_others(self, run: Run) -> Job:
-        """Begin to read pages for a rank that shares ours. Any thread."""
+        """Begin to read pages for a rank that shares those of this one. Any thread."""
         if not self._stack.remote:
             return self._stack.nvme.submit_load(run)
         return self._begin(run, run.keys[0].hex())
 
     def _begin(self, run: Run, first_hash: str) -> Job:
-        """Which tells the planner of each tier."""
+        """Begin a load; the stack tells the planner of each tier's reads."""
         planner = self._planner
         deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
@@ -96,13 +96,13 @@ class TierTransfers:
         """Read from one tier; the planner learns from it if it takes so long or longer."""
         begun = time.monotonic()
         read = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
-        served = self.finish(submit(run))
+        served = self.wait_for(submit(run))
         if self._planner is not None and read is not None:
             is_informative = time.monotonic() - begun >= min_informative_s
             self._planner.end_read(read, is_complete=all(served) and is_informative)
         return served
 
-    def probe(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
+    def probe_tier(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
         """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
         max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_FAR_PROBE_BYTES
         hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]
@@ -125,7 +125,7 @@ class TierTransfers:
         if tier is Tier.NVME:
             read_in_steps(read, len(hashes))
         else:
-            read(len(hashes), 0.0)  # once: somebody pays for it
+            read(len(hashes), 0.0)  # once: such reads cost money, or time of another server
 
 
 def read_in_steps(

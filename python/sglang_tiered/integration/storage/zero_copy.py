@@ -13,7 +13,7 @@ __all__ = ["ZeroCopyStorage"]
 
 
 class ZeroCopyStorage(HiCacheStorage):  # type: ignore[misc]
-    """What is asked here is a miss, or is not stored."""
+    """Answers the copying calls: every load misses, and nothing is stored."""
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What URL is: the place of an object tier, and the namespaces in it."""
+"""Opens the object tier at a URL, and finds the namespaces in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class BucketTarget:
 
 
 def open_bucket(url: str) -> BucketTarget:
-    """Raises ``ConfigError`` and ``StoreError``. Creates nothing, not even a directory."""
+    """Open the object tier at a URL. Raises ``ConfigError`` and ``StoreError``; creates nothing,
+    not even a directory."""
     parts = urlsplit(url)
     directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
     if directory is not None and not directory.is_dir():
@@ -47,7 +48,7 @@ def open_bucket(url: str) -> BucketTarget:
         for folder in client.folders(ROOT):
             namespace = namespace_of(folder)
             if namespace is None:
-                notes.append(f"{folder!a} is not ours and is left alone")
+                notes.append(f"{folder!a} does not belong to the store and is left alone")
             else:
                 namespaces.append(namespace)
     if not namespaces:
@@ -57,7 +58,7 @@ def open_bucket(url: str) -> BucketTarget:
 
 @contextlib.contextmanager
 def requests_end(url: str) -> Iterator[None]:
-    """One sentence for a request that fails. The text of the failure holds no secrets."""
+    """Turn a failed request into one sentence. The text of the failure holds no secrets."""
     try:
         yield
     except RequestError as error:

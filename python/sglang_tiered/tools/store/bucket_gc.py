@@ -106,7 +106,7 @@ def _show(report: dict[str, Any], settings: CollectorSettings) -> None:
         line = f"deleted {done:,}, {format_bytes(freed)} given back"
         if buried:
             line += (
-                f"; {buried:,} are not found any more and go in {age_text(settings.grace_s)}, with "
+                f"; {buried:,} are no longer found and go in {age_text(settings.grace_s)}, with "
                 "the next gc"
             )
         print_lines([line])

@@ -60,7 +60,7 @@ def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
-    """Pages and payload follow from the lengths of manifests, which the listing tells."""
+    """Derive pages and payload from the lengths of manifests, which the listing tells."""
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
     times: list[float] = []
     announced = IdFilter()
@@ -136,7 +136,9 @@ def _show(report: dict[str, Any]) -> None:
             "waiting for their removal, or left by a writer that died"
         )
     if total["foreign"]:
-        lines.append(f"note: {total['foreign']:,} names are not ours and are left alone")
+        lines.append(
+            f"note: {total['foreign']:,} names do not belong to the store and are left alone"
+        )
     requests = sum(report["requests"].values())
     lines.append(f"note: this took {requests:,} requests")
     print_lines(["", *lines, *(f"note: {text}" for text in report["notes"])])

@@ -42,7 +42,7 @@ _COUNTED = ("objects", "pages", "damaged_pages", "payload_bytes", "purges", "gon
 
 @dataclass
 class _Found:
-    """What was found in one object, or in all of a namespace."""
+    """Says what was found in one object, or in all of a namespace."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[dict[str, Any]] = field(default_factory=list)
@@ -178,7 +178,7 @@ def _verify_object(client: ObjectClient, layout: Layout, object_id: ObjectId) ->
 
 
 def _verify_pages(client: ObjectClient, path: str, manifest: Manifest, found: _Found) -> None:
-    """In ranges of some pages, so that memory is bounded by them and not by the object."""
+    """Read an object in ranges of some pages, which bound the memory that this takes."""
     pages = manifest.pages
     first = 0
     while first < len(pages):

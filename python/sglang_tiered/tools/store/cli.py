@@ -33,7 +33,7 @@ PLACE is the --tier-dir of a server or one of the shard-* directories in it; or,
 stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
 file URL of a directory), with credentials from the environment. Nothing is written,
 locked or removed, unless gc is told to --delete; everything works while servers use
-it, but gc --delete of a directory of the NVMe tier.
+it, except gc --delete of a directory of the NVMe tier.
 """
 _EPILOG = """\
 exit code:
@@ -78,13 +78,13 @@ What could be given back: regions that no server can read (header damaged, older
 format), regions whose pages were all purged or stored again later, and, when
 namespaces to keep are given, regions with no page of those; files left by processes
 that died; and shards for other parallel sizes than those used last. Prints the plan.
---delete takes the locks a server takes, plans again, and deletes; files that are not
-ours stay.
+--delete takes the locks a server takes, plans again, and deletes; files that do
+not belong to the store stay.
 
 Of a URL: what servers collect in the background as well. Objects older than --ttl, the
 oldest beyond --max-bytes of each namespace, purged ones, those that were never
 announced, manifests without an object. Manifests go at once; their objects five
-minutes later, with the next run of anybody. Safe beside servers and other runs.
+minutes later, with the next run of any collector. Safe beside servers and other runs.
 """
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"

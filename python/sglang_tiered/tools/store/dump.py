@@ -30,7 +30,7 @@ _HEADER = "shard region extent offset length checksum key namespace"
 
 
 class _Entry(NamedTuple):
-    """One page. The order of the fields is that of the columns."""
+    """Describes one page. The order of the fields is that of the columns."""
 
     shard: str
     region: int
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entries(shard: str, view: RegionView, keys: str, namespace: str) -> Iterator[_Entry]:
-    """The pages of a region whose key and namespace begin with these hexadecimal digits."""
+    """Yield the pages of a region whose key and namespace begin with these hexadecimal digits."""
     contents = view.contents
     namespaces = [value.tobytes() for value in contents.extents["namespace"]]
     columns = zip(
@@ -122,7 +122,7 @@ def _extract(target: Target, arguments: argparse.Namespace) -> int:
 
 
 def _newest(found: list[_Entry], target: Target, wanted: str) -> _Entry:
-    """The one page meant: of several copies in one shard the last, which is what is served."""
+    """Find the one page that is meant: of several copies in a shard the last, which is served."""
     if not found:
         raise StoreError(
             f"no page in {target.path} has a key that begins with {wanted}; "
@@ -142,7 +142,7 @@ def _newest(found: list[_Entry], target: Target, wanted: str) -> _Entry:
 
 
 def _read(target: Target, entry: _Entry) -> bytes | None:
-    """The bytes of a page; ``None`` when they do not verify."""
+    """Return the bytes of a page; ``None`` when they do not verify."""
     shard = next(shard for shard in target.shards if shard.name == entry.shard)
     with ShardReader(shard, entry.region) as reader:
         try:

@@ -1,7 +1,7 @@
 """``gc``: what a store could give back. Plans only, unless told to delete.
 
 Deletes under the locks a server would take, after planning under them, and nothing but files of
-ours: region files, and what processes leave behind when they die.
+the store: region files, and what processes leave behind when they die.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _GEOMETRY = re.compile(r"shard-tp\d+of(\d+)-pp\d+of(\d+)-dp\d+-\d+")
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Something that could be given back. ``inode`` makes sure that what is deleted is what was
-    looked at."""
+    """Describes what could be given back. ``inode`` makes sure that the file deleted is the one
+    that was looked at."""
 
     path: Path
     kind: str  # region, leftover or shard
@@ -102,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_ours(target: Target) -> None:
-    """A tier directory was checked by its manifest; a shard by itself has that of its parent, or
-    must hold nothing but our names."""
+    """Raise ``StoreForeignError`` for a shard by itself that holds other files than those of a
+    shard and has no tier directory above. A tier directory was checked by its manifest."""
     if target.is_tier:
         return
     path = target.path.resolve()
@@ -114,13 +114,14 @@ def _check_ours(target: Target) -> None:
         foreign = [n for n in reader.names if not is_shard_file(n) and n not in IGNORED_NAMES]
     if foreign:
         raise StoreForeignError(
-            f"{target.path} holds {foreign[0]!a}, which is not ours, and no {MANIFEST_NAME} above "
-            "it says that files in here may be deleted; pass the tier directory"
+            f"{target.path} holds {foreign[0]!a}, which does not belong to the store, and no "
+            f"{MANIFEST_NAME} above it says that files in here may be deleted; pass the tier "
+            "directory"
         )
 
 
 def _make_plan(target: Target, kept: Sequence[str], jobs: int, *, owned: bool) -> _Plan:
-    """``owned``: we hold all locks, so what looks unfinished is."""
+    """Plan what to give back. ``owned``: all locks are held, so what looks unfinished is."""
     plan = _Plan()
     if target.is_tier and (owned or not target.holder().may_write):
         for name in sorted(os.listdir(target.path)):
@@ -149,7 +150,7 @@ def _plan_shard(
         if name in LEFTOVER_NAMES and not in_use:
             plan.add(shard.path / name, "leftover", "left by a process that died")
         elif not is_shard_file(name):
-            plan.kept.append(f"{shard.path / name} is not ours")
+            plan.kept.append(f"{shard.path / name} does not belong to the store")
     dead = _unserved(views, reader.purges)
     for view in views:
         path = shard.path / view.name
@@ -157,7 +158,7 @@ def _plan_shard(
         plan.namespaces |= namespaces
         unreadable = [problem.what for problem in view.problems if "cannot be" in problem.what]
         if unreadable:
-            # It may be readable to somebody else, or another time.
+            # Another version may be able to read it, or this one later.
             plan.kept.append(f"{path} {unreadable[0]}")
         elif view.version is not None and view.version > FORMAT_VERSION:
             plan.kept.append(f"{path} is of format {view.version}, newer than {FORMAT_VERSION}")
@@ -178,7 +179,7 @@ def _plan_shard(
 
 
 def _unserved(views: Sequence[RegionView], purges: Purges) -> dict[int, str]:
-    """Regions with pages of which none is ever served again, and why."""
+    """Return the regions whose pages are never served again, and why."""
     dead = dict.fromkeys(_superseded(views), "every page of it was stored again later")
     for view in views:
         if len(view.contents.pages) and purges.dead_extents(view.sequence, view.contents).all():
@@ -187,7 +188,7 @@ def _unserved(views: Sequence[RegionView], purges: Purges) -> dict[int, str]:
 
 
 def _superseded(views: Sequence[RegionView]) -> set[int]:
-    """Regions whose pages all are in later regions that are sealed and look intact."""
+    """Return the regions whose pages all are in later regions that are sealed and look intact."""
     filled = [view for view in views if len(view.contents.pages)]
     if not filled:
         return set()
@@ -208,8 +209,8 @@ def _superseded(views: Sequence[RegionView]) -> set[int]:
 def _plan_geometries(
     plan: _Plan, target: Target, stored: dict[str, list[RegionView]], *, owned: bool
 ) -> None:
-    """Only a server with the same parallel sizes opens a shard. Of several sizes, those stay that
-    were written last, and those in use."""
+    """Plan to delete shards of other parallel sizes, which only a server of the same sizes opens:
+    those written last stay, and those in use."""
     by_sizes: dict[tuple[str, str], list[Shard]] = {}
     for shard in target.shards if target.is_tier else ():
         match = _GEOMETRY.fullmatch(shard.name)
@@ -238,7 +239,7 @@ def _plan_geometries(
 
 
 def _delete(target: Target, plan: _Plan, locks: dict[str, DirectoryLock]) -> dict[Path, str]:
-    """What could not be deleted, and why. The locks are held."""
+    """Delete; return what could not be deleted, and why. The locks are held."""
     failed: dict[Path, str] = {}
     touched = set()
     for candidate in plan.candidates:
@@ -262,7 +263,7 @@ def _delete(target: Target, plan: _Plan, locks: dict[str, DirectoryLock]) -> dic
             failed |= dict.fromkeys(doomed.values(), str(error))
         for path in doomed.values():
             if path.exists() and path not in failed:
-                failed[path] = "is in use, or holds files that are not ours"
+                failed[path] = "is in use, or holds files that do not belong to the store"
         touched.add(target.path)
     for directory in touched:
         with contextlib.suppress(OSError):

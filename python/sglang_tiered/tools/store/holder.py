@@ -1,4 +1,4 @@
-"""Which process uses a directory, found out without touching its lock.
+"""Finds the process that uses a directory, without touching its lock.
 
 Asking by taking the lock, however briefly, could refuse a server that starts at that moment. The
 kernel lists its locks in ``/proc/locks``; those of processes in other containers are not in it.
@@ -40,7 +40,7 @@ class Holder(NamedTuple):
 
 
 def find_holder(directory: Path) -> Holder:
-    """Who holds ``directory/LOCK``."""
+    """Return who holds ``directory/LOCK``."""
     file = directory / LOCK_NAME
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
@@ -78,7 +78,7 @@ def _numbers(device: int) -> tuple[int, int]:
 
 
 def _filesystem_device(fd: int) -> tuple[int, int] | None:
-    """The device as the kernel's lists have it, which is another on filesystems with volumes."""
+    """Return the device as the kernel lists it, which differs on filesystems with volumes."""
     with contextlib.suppress(OSError, ValueError):
         information = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
         mount = next(line.split()[1] for line in information if line.startswith("mnt_id:"))

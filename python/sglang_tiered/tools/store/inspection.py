@@ -53,7 +53,7 @@ _OWN_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong in a region file, and where."""
+    """Says what is wrong in a region file, and where."""
 
     part: str  # file, header, trailer, footer, extent or page
     offset: int
@@ -66,13 +66,13 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class RegionView:
-    """What one region file says of itself."""
+    """Holds what one region file says of itself."""
 
     name: str
     sequence: int
     file_bytes: int = 0
     header: RegionHeader | None = None
-    version: int | None = None  # of a format that is not ours; nothing else is known then
+    version: int | None = None  # of another format version; nothing else is known then
     sealed: bool = False
     gone: bool = False  # unlinked before or while it was read
     contents: Contents = field(default_factory=lambda: Contents.of([]))
@@ -82,7 +82,7 @@ class RegionView:
 
     @property
     def state(self) -> str:
-        """``other format``, ``damaged``, ``sealed`` or ``open``."""
+        """Return ``other format``, ``damaged``, ``sealed`` or ``open``."""
         if self.version is not None:
             return "other format"
         if self.problems:
@@ -94,7 +94,7 @@ class RegionView:
         return int(self.contents.pages["length"].sum(dtype=np.int64))
 
     def page_ordinals(self) -> npt.NDArray[np.int64]:
-        """The extent each page is in."""
+        """Return the extent that each page is in."""
         counts = self.contents.extents["num_pages"].astype(np.int64)
         return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
@@ -142,7 +142,7 @@ def inspect_region(
 
 
 class _Inspection:
-    """One reading of one region file, into its view."""
+    """Reads one region file once, into its view."""
 
     def __init__(
         self,
@@ -296,7 +296,8 @@ class _Inspection:
         view.contents = Contents.of(extents)
 
     def _read_extent(self, header: RegionHeader, offset: int, ordinal: int) -> Extent | str | None:
-        """The extent at ``offset``, what is wrong with its header, or ``None`` if there is none."""
+        """Return the extent at ``offset``, what is wrong with its header, or ``None`` without
+        one."""
         block = self._read(offset, BLOCK_BYTES)
         if block is None:
             return _UNREADABLE if offset < self._view.file_bytes else None
@@ -312,7 +313,7 @@ class _Inspection:
         return extent
 
     def _bad_pages(self, extent: Extent) -> Iterator[int]:
-        """Positions of the pages whose bytes do not verify."""
+        """Return the positions of the pages whose bytes do not verify."""
         window = self._window
         loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
         starts = extent.page_offsets().tolist()
@@ -359,7 +360,7 @@ class _Inspection:
             )
 
     def _read(self, offset: int, nbytes: int) -> memoryview | None:
-        """Whole blocks in memory of their own; ``None`` where they are damaged or missing."""
+        """Read whole blocks into memory of their own; ``None`` if they are damaged or missing."""
         if offset + nbytes > self._view.file_bytes:
             return None
         buffer = aligned_buffer(nbytes)

@@ -1,4 +1,4 @@
-"""What the tools say of stores: ages, holders, findings."""
+"""Formats what the tools report on stores: ages, holders, findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 50
-"""Findings of one kind in a table for people; JSON has them all."""
+"""So many findings of one kind are listed in a table for people; JSON has them all."""
 
 
 def age_text(seconds: float | None) -> str:
@@ -40,7 +40,7 @@ def age_text(seconds: float | None) -> str:
 
 
 def describe(target: Target, holder: Holder, shards: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """The lines before a table: what DIR is, and who uses it and each shard."""
+    """Return the lines before a table: what DIR is, and who uses it and each shard."""
     if target.is_tier:
         version = "format unknown" if target.manifest is None else f"format {target.manifest}"
         lines = [f"{target.path}: tier directory, {version}, {holder}"]
@@ -80,7 +80,7 @@ def problem_json(shard: str, view: RegionView, problem: Problem) -> dict[str, An
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    """One line for one entry of ``problem_json``."""
+    """Return one line for one entry of ``problem_json``."""
     where = f"{problem['shard']}/{problem['file']}"
     part = problem["part"]
     if part == "page":

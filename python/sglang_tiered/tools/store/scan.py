@@ -47,7 +47,7 @@ class Meter:
             self.bytes_read += nbytes
 
     def skip(self, nbytes: int) -> None:
-        """Bytes that were expected and need no reading."""
+        """Note bytes that were expected and need no reading."""
 
 
 class ShardReader:
@@ -88,7 +88,7 @@ class ShardReader:
         self.device.release()
 
     def region_bytes(self) -> int:
-        """Of the region files, as far as they are still there."""
+        """Return the size of the region files that are still there."""
         nbytes = 0
         for name in self.regions:
             with contextlib.suppress(OSError):
@@ -96,7 +96,8 @@ class ShardReader:
         return nbytes
 
     def views(self, *, full: bool, jobs: int, meter: Meter | None = None) -> Iterator[RegionView]:
-        """In order of their sequence; regions unlinked meanwhile are counted, not yielded."""
+        """Yield the regions in order of their sequence; count those that were unlinked
+        meanwhile."""
         meter = meter or Meter()
         with ThreadPoolExecutor(jobs, thread_name_prefix="store-scan") as pool:
             try:
@@ -157,7 +158,7 @@ class ShardReader:
 
 
 def check_regions(target: Target, only: int | None) -> None:
-    """Raises ``ConfigError`` when no shard has that region."""
+    """Raise ``ConfigError`` when no shard has that region."""
     if only is None:
         return
     for shard in target.shards:
@@ -170,7 +171,7 @@ def check_regions(target: Target, only: int | None) -> None:
 
 
 def totals(views: Sequence[RegionView], field: str = "namespace") -> dict[bytes, tuple[int, int]]:
-    """Pages and payload bytes by namespace, or by ``tenant``."""
+    """Return pages and payload bytes by namespace, or by ``tenant``."""
     counted: dict[bytes, tuple[int, int]] = {}
     for view in views:
         extents, pages = view.contents
@@ -186,7 +187,7 @@ def totals(views: Sequence[RegionView], field: str = "namespace") -> dict[bytes,
 
 
 def identities(view: RegionView) -> npt.NDArray[Any]:
-    """Namespace and key of every page as one value each."""
+    """Return namespace and key of every page as one value each."""
     extents, pages = view.contents
     rows = np.zeros(len(pages), [("namespace", "V32"), ("key", "V32")])
     rows["namespace"] = np.repeat(extents["namespace"], extents["num_pages"])

@@ -165,7 +165,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     for field in ("namespace", "tenant"):
         entries = report["total"][field + "s"]
         if field == "tenant" and not any(int(entry[field], 16) for entry in entries):
-            continue  # nobody names tenants here
+            continue  # tenants have no names here
         if entries:
             print_lines([""])
             print_table(

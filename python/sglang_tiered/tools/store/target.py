@@ -1,4 +1,4 @@
-"""What DIR is: a tier directory with its shards, or one shard. Opens nothing but the manifest."""
+"""Says what DIR is: a tier directory with its shards, or one shard. Opens only the manifest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Target:
-    """``manifest`` is the format version it states; ``None`` without a valid one."""
+    """Describes DIR. ``manifest`` is the format version it states; ``None`` without a valid one."""
 
     path: Path
     is_tier: bool
@@ -56,7 +56,7 @@ class Target:
 
 
 def resolve(path: Path) -> Target:
-    """Raises ``StoreError`` and its kinds for what cannot be looked into."""
+    """Find out what DIR is. Raises ``StoreError`` and its kinds for what cannot be read."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
 
 
 def _stated_version(path: Path) -> int | None:
-    """The version in a manifest that was found valid a moment ago."""
+    """Return the version in a manifest that was found valid a moment ago."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(path / MANIFEST_NAME, flags)

@@ -172,8 +172,8 @@ def _show(report: dict[str, Any]) -> None:
 
 
 class _Bar(Meter):
-    """Counts bytes and shows them on stderr. What is not read (the unused end of a region) is
-    taken off the total."""
+    """Counts bytes and shows them on stderr. The unused end of a region, which is not read, is
+    subtracted from the total."""
 
     def __init__(self, wanted: bool | None) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""``belady`` and ``infinite``: what no policy can beat at a capacity, and at none.
+"""``belady`` and ``infinite``: bounds for any policy, at a capacity and without a limit.
 
-Belady's MIN keeps what is wanted soonest. Among prefixes it has a short form. Whoever asks for a
-unit asks for all before it, so the next use of a unit is never earlier than that of its
+Belady's MIN keeps what is wanted soonest. Among prefixes it has a short form. A request for
+a unit asks for all before it, so the next use of a unit is never earlier than that of its
 predecessors, and if of equal next uses the deepest goes first, what is kept of a later request's
 prompt is always its beginning. A number of tokens per later request is therefore the whole state:
-no unit is ever named. Single tokens are kept and given up, and nothing has to be kept at all, so no
+no unit is ever named. Single tokens are kept and evicted, and nothing has to be kept at all, so no
 policy that moves whole pages serves more tokens of the same requests in the same order from the
 same capacity (interval scheduling: Faigle and Nawijn, 1995, doi 10.1016/0166-218X(95)00112-5).
 
@@ -34,20 +34,20 @@ __all__ = ["BeladyStack", "MinCache", "RunCursor"]
 
 
 class RunCursor:
-    """The next uses of the requests, in their order, for all servers of a replay."""
+    """Holds the next uses of the requests, in their order, for all servers of a replay."""
 
     def __init__(self, runs: Iterator[list[tuple[int, int]]]) -> None:
         self._runs = runs
         self._request = -1
 
     def advance(self) -> tuple[int, list[tuple[int, int]]]:
-        """The next request's number and runs."""
+        """Return the next request's number and runs."""
         self._request += 1
         return self._request, next(self._runs)
 
 
 class MinCache:
-    """Tokens kept by the request that wants them next."""
+    """Counts kept tokens by the request that uses them next."""
 
     def __init__(self, capacity_tokens: float) -> None:
         self.capacity_tokens = capacity_tokens
@@ -56,7 +56,8 @@ class MinCache:
         self.tokens = 0
 
     def access(self, request: int, runs: list[tuple[int, int]]) -> int:
-        """Leading tokens that are there; then the request's own are kept as far as that pays."""
+        """Return the leading tokens that are held; then keep the request's own as far as that
+        pays."""
         kept = self._kept
         hit = kept.pop(request, 0)
         self.tokens -= hit
@@ -87,7 +88,7 @@ class MinCache:
 
 
 class BeladyStack:
-    """The caches of one server. Requests are taken in the order of their arrival."""
+    """Models the caches of one server. Requests are taken in the order of their arrival."""
 
     num_put_off = 0
 

@@ -23,7 +23,7 @@ _COPY = 0xD1B54A32D192ED03
 
 
 class Row(NamedTuple):
-    """A request of the trace, and what to route it by."""
+    """Holds a request of the trace, and what to route it by."""
 
     request: Request
     key: int

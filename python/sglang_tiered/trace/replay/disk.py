@@ -11,9 +11,9 @@ __all__ = ["Disk"]
 
 
 class Disk:
-    """One device of one server: at most one load and one store at work, loads in order of request.
-    While both are, loads get ``load_share`` of the device and the store the rest; alone, either
-    gets all of it."""
+    """Models one device of one server: at most one load and one store at work, loads in order of
+    request. While both are, loads get ``load_share`` of the device and the store the rest; alone,
+    either gets all of it."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -21,7 +21,7 @@ class Disk:
         self.store_end_s = 0.0  # of the last store, as far as is known by now
 
     def load(self, now_s: float, num_bytes: int) -> tuple[float, float]:
-        """When a load asked for now begins and ends. A store under way ends later for it."""
+        """Return when a load asked for now begins and ends. A store under way ends later for it."""
         hardware = self._hardware
         share = hardware.load_share
         begin_s = max(now_s, self._load_end_s)
@@ -37,7 +37,7 @@ class Disk:
         return begin_s, self._load_end_s
 
     def wait_s(self, now_s: float) -> float:
-        """Until a load asked for now would begin."""
+        """Return the seconds until a load asked for now would begin."""
         return max(0.0, self._load_end_s - now_s)
 
     def store(self, now_s: float, num_bytes: int) -> None:

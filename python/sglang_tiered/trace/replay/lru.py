@@ -20,7 +20,7 @@ __all__ = ["LruStack", "LruTier", "lengths_of"]
 
 
 def lengths_of(num_units: int, input_tokens: int, unit_tokens: int) -> list[int]:
-    """Tokens of each unit of a prompt; only the last may be filled in part."""
+    """Return the tokens of each unit of a prompt; only the last may be filled in part."""
     if not num_units:
         return []
     lengths = [unit_tokens] * num_units
@@ -29,7 +29,7 @@ def lengths_of(num_units: int, input_tokens: int, unit_tokens: int) -> list[int]
 
 
 class LruTier:
-    """Units with their tokens, least recently used first to go. About 180 bytes per unit."""
+    """Keeps units with their tokens, least recently used first to go. About 180 bytes per unit."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens

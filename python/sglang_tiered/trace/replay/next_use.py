@@ -57,7 +57,8 @@ class NextUse:
         self._directory.cleanup()
 
     def add(self, units: Sequence[int], lengths: Sequence[int], server: int) -> None:
-        """The next request: its units, their tokens, and the server that has its own tiers."""
+        """Return the next request: its units, their tokens, and the server that has its own
+        tiers."""
         if server:
             mask = server * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
             units = [unit ^ mask for unit in units]

@@ -71,34 +71,34 @@ class RadixStack(ABC):
 
     @abstractmethod
     def _num_held(self, units: Sequence[int], start: int) -> int:
-        """Leading units from ``start`` on that NVMe could load now."""
+        """Count the leading units from ``start`` on that NVMe could load now."""
 
     @abstractmethod
     def _plan(self, job: Job, start: int, num_held: int, now_s: float) -> None:
-        """Begin a load of some of them, put it off, or do without."""
+        """Begin a load of some of them, postpone it, or compute them."""
 
     @abstractmethod
     def _admitted(self, store: Store, now_s: float) -> int:
-        """Leading units of a store that NVMe takes, as it comes to it."""
+        """Count the leading units of a store that NVMe takes when its turn comes."""
 
     @abstractmethod
     def _write(self, units: Sequence[int], lengths: Sequence[int]) -> None:
-        """They are written: enter them and count the bytes."""
+        """Enter units that were written, and count the bytes."""
 
     @abstractmethod
     def _note_loaded(self, units: Sequence[int], num_bytes: int, seconds: float) -> None:
-        """They came back from NVMe in that time."""
+        """Note how long units took to come back from NVMe."""
 
     def _make_more_room(self) -> bool:
-        """Unpin something, since all else has gone; false when there is nothing."""
+        """Unpin one chain, since all else is evicted; return False if no chain is pinned."""
         return False
 
     def _note_host_evicted(self, num_tokens: int) -> None:
-        """The host tier gave up so much."""
+        """Note how much the host tier evicted."""
         return
 
     def _note_stored_chain(self, units: Sequence[int], num_tokens: int) -> None:
-        """A whole chain is in the host tier after a prefill."""
+        """Note that a whole chain is in the host tier after a prefill."""
         return
 
     def _note_load_back(self, units: Sequence[int], device: int, num_hits: int) -> None:
@@ -106,7 +106,7 @@ class RadixStack(ABC):
         return
 
     def _note_prefill(self, new: int, before: int) -> None:
-        """A prefill of so many tokens took place."""
+        """Note a prefill of so many tokens."""
         return
 
     # ---- The stack ----

@@ -80,11 +80,11 @@ class RegionLog:
 
     @property
     def units(self) -> Mapping[int, int]:
-        """What is held, to look things up in."""
+        """Return the units that are held, for lookups."""
         return self._held
 
     def num_leading(self, units: Sequence[int], start: int = 0) -> int:
-        """How many units from ``start`` on are held without a gap."""
+        """Count the units that are held without a gap from ``start`` on."""
         held = self._held
         position = start
         while position < len(units) and units[position] in held:
@@ -92,14 +92,15 @@ class RegionLog:
         return position - start
 
     def loaded(self, units: Sequence[int]) -> None:
-        """Count a load of each of these; what is not held any more is passed over."""
+        """Count a load of each of these units; skip those that are no longer held."""
         held, hits = self._held, self._hits
         for unit in units:
             if unit in held:
                 hits[unit] = min(_MAX_HITS, hits.get(unit, 0) + 1)
 
     def store(self, units: Sequence[int], lengths: Sequence[int]) -> int:
-        """Append what is not held yet, of so many bytes each; returns how many pages those are."""
+        """Append units that are not held yet, of so many bytes each; return how many pages those
+        are."""
         held = self._held
         new = [position for position, unit in enumerate(units) if unit not in held]
         if not new:
@@ -179,7 +180,8 @@ class RegionLog:
 
     @staticmethod
     def _largest(most: int, fits: Callable[[int], bool]) -> int:
-        """The largest number from 0 to ``most`` that fits; every smaller one then does too."""
+        """Return the largest number from 0 to ``most`` that fits; every smaller one then does
+        too."""
         if most <= 0 or fits(most):
             return max(0, most)
         return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
@@ -190,7 +192,7 @@ class RegionLog:
         self.bytes_written += footer_bytes(region.num_extents, len(region.units)) + BLOCK_BYTES
 
     def _open(self) -> tuple[list[int], list[int]]:
-        """Begin a region; returns what was saved of the one that had to go for it."""
+        """Begin a region; return what was kept of the one that was evicted for it."""
         saved: tuple[list[int], list[int]] = ([], [])
         if len(self._regions) == self._num_regions:
             saved = self._evict()

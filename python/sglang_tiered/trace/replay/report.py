@@ -149,16 +149,16 @@ def ratios(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
         by_size.setdefault(run.sizes.label, {})[run.policy] = run
     values: dict[str, list[float]] = {}
     for found in by_size.values():
-        ours = found.get("tiered")
+        tiered = found.get("tiered")
         for name in _REFERENCES:
             other = found.get(name)
-            if ours is None or other is None:
+            if tiered is None or other is None:
                 continue
             for what, mine, theirs in (
-                ("hit_rate", ours.totals.hit_rate, other.totals.hit_rate),
+                ("hit_rate", tiered.totals.hit_rate, other.totals.hit_rate),
                 (
                     "returning_ttft",
-                    ours.totals.ttft_returning.mean_s,
+                    tiered.totals.ttft_returning.mean_s,
                     other.totals.ttft_returning.mean_s,
                 ),
             ):

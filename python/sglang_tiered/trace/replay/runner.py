@@ -40,8 +40,8 @@ _STEP = 2000  # requests between two looks at the clock
 
 @dataclass(frozen=True)
 class Replay:
-    """What to run: every policy at every size. ``only`` is a part of the servers to simulate: they
-    share nothing, so parts of a fleet may run one by one or on several machines."""
+    """Says what to run: every policy at every size. ``only`` is a part of the servers to simulate:
+    they share nothing, so parts of a fleet may run one by one or on several machines."""
 
     stream: TraceStream
     hardware: Hardware
@@ -57,7 +57,7 @@ class Replay:
 
 @dataclass
 class Run:
-    """One policy at one size, and what it took to simulate it."""
+    """Holds the result of one policy at one size, and what it took to simulate it."""
 
     policy: str
     sizes: TierSizes
@@ -87,7 +87,7 @@ def replay(plan: Replay, step: Callable[[int], None] = lambda _: None) -> list[R
 def num_steps(plan: Replay) -> int:
     passes = len(plan.sizes) * len(plan.policies)
     passes += any(policy in FORESEEING for policy in plan.policies)
-    # Of a part of the servers, about as many: nobody has routed the requests yet.
+    # For a part of the servers, about as many: the requests are not routed yet.
     return plan.stream.survey.num_requests * len(plan.servers) // plan.num_servers * passes
 
 

@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Leading units of a request by the tier that serves them."""
+    """Counts the leading units of a request by the tier that serves them."""
 
     device: int
     host: int
@@ -40,7 +40,8 @@ class Match(NamedTuple):
 
 
 class Job:
-    """A request on a server, which may begin at ``ready_s``: ``inf`` while its load is put off."""
+    """Holds a request on a server, which may begin at ``ready_s``: ``inf`` while its load is put
+    off."""
 
     __slots__ = (
         "is_polled",
@@ -61,7 +62,7 @@ class Job:
 
 
 class Stack(Protocol):
-    """The tiers of one server under one policy. Times never go back from call to call."""
+    """Models the tiers of one server under one policy. Times never go back from call to call."""
 
     @property
     def num_put_off(self) -> int:
@@ -78,11 +79,11 @@ class Stack(Protocol):
         ...
 
     def begin(self, job: Job, now_s: float) -> Match:
-        """The job's prefill begins: what of its prefix is there."""
+        """Begin a job's prefill; return what of its prefix is there."""
         ...
 
     def finish(self, job: Job, now_s: float) -> None:
-        """Its prefill is done: its pages are on the device, and go to the tiers below."""
+        """End a job's prefill: its pages are on the device, and go to the tiers below."""
         ...
 
     def retry(self, jobs: Sequence[Job], now_s: float) -> None:
@@ -90,7 +91,7 @@ class Stack(Protocol):
         ...
 
     def close(self) -> None:
-        """The trace is over: finish what runs in the background, add up the counts."""
+        """End the trace: finish what runs in the background, add up the counts."""
         ...
 
     def check_integrity(self) -> None: ...
@@ -111,7 +112,7 @@ class Server:
         self._free_s = 0.0  # when the running job is done, or the last one was
 
     def submit(self, request: Request) -> None:
-        """A request arrives, not before the one submitted last."""
+        """Submit a request, which arrives no earlier than the last one."""
         now_s = request.arrival_s
         self._run_until(now_s)
         job = Job(request)
@@ -142,7 +143,7 @@ class Server:
             self._begin(self._waiting.pop(position), start_s)
 
     def _next(self) -> tuple[int, float]:
-        """The job that can begin soonest, and when."""
+        """Return the job that can begin soonest, and when."""
         free_s = self._free_s
         best, best_s = 0, math.inf
         for position, job in enumerate(self._waiting):

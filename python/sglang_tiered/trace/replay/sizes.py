@@ -23,7 +23,8 @@ _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class TierSizes:
-    """One server's tiers. ``region_bytes`` is for pages of the size a server stores."""
+    """Gives the sizes of one server's tiers. ``region_bytes`` is for pages of the size a server
+    stores."""
 
     device_tokens: int
     host_tokens: int
@@ -65,7 +66,8 @@ def parse_size(flag: str, text: str, *, bytes_per_token: int, unique_tokens: int
 def region_bytes_for(
     nvme_bytes: int, hardware: Hardware, *, page_tokens: int, given: int | None
 ) -> int:
-    """The region size a server would take, checked against what must fit. 0 without the tier."""
+    """Return the region size a server would take, checked against what must fit. 0 without the
+    tier."""
     if not nvme_bytes:
         return 0
     page_bytes = page_tokens * hardware.kv_bytes_per_token

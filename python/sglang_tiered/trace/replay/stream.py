@@ -39,7 +39,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Survey:
-    """What a pass over the file found; of the trace as replayed, copies included."""
+    """Says what a pass over the file found; of the trace as replayed, copies included."""
 
     num_requests: int
     num_units: int
@@ -50,7 +50,7 @@ class Survey:
 
     @property
     def unique_tokens(self) -> int:
-        """As if every unit were full."""
+        """Count the tokens as if every unit were full."""
         return self.num_unique_units * self.unit_tokens
 
 
@@ -84,7 +84,7 @@ class TraceStream:
 
     @property
     def name(self) -> str:
-        """The file's name, and what was made of it."""
+        """Return the file's name, and what was made of it."""
         copies = f", {self._replicate} copies" if self._replicate > 1 else ""
         stretched = f", {self._stretch:g} times as slow" if self._stretch != 1 else ""
         return f"{self._path.name}{copies}{stretched}"
@@ -122,7 +122,7 @@ class TraceStream:
         )
 
     def routed(self, servers: range) -> Iterator[tuple[int, Request]]:
-        """Every request of these servers in order of arrival, with the server it goes to."""
+        """Yield every request of these servers in order of arrival, with the server it goes to."""
         count = self._num_servers
         if self._copies is not None:
             yield from self._copies.routed(servers, count, in_turn=self._route == "round-robin")
@@ -176,7 +176,7 @@ class TraceStream:
 
 
 class _Cutter:
-    """Blocks of the trace to units of a server."""
+    """Maps blocks of the trace to units of a server."""
 
     def __init__(self, block_tokens: int, page_tokens: int | None) -> None:
         self.unit_tokens = unit = block_tokens if page_tokens is None else page_tokens

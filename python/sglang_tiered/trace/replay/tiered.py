@@ -47,7 +47,7 @@ OBSERVED_OF = 16
 
 
 def page_keys(units: Sequence[int]) -> list[bytes]:
-    """Keys of 16 bytes for ``TouchMemory``, which wants them mixed well."""
+    """Return keys of 16 bytes for ``TouchMemory``, which wants them mixed well."""
     numbers = np.array(units, np.uint64)
     mixed = np.empty((len(units), 2), np.uint64)
     for column, multiplier in enumerate((0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)):
@@ -189,19 +189,19 @@ class TieredStack(RadixStack):
             if not self._window.is_put_off(job):
                 totals.loads_put_off += 1
                 self.num_put_off += 1
-            self._window.put_off(job, num_tokens)
+            self._window.put_off_load(job, num_tokens)
             job.load_start, job.load_stop = start, start  # nothing yet
             job.ready_s = float("inf")
             return
         self._load(job, start, stop, now_s)
 
     def _num_ahead(self, now_s: float) -> int:
-        """Tokens of loads that are not done."""
+        """Return the tokens of loads that are not done."""
         rate = self._hardware.nvme_read_bytes_per_s
         return int(self._disk.wait_s(now_s) * rate / self._bytes_per_token)
 
     def _probe(self, now_s: float) -> None:
-        """A tier that nothing has measured for long is measured before it is declined for ever."""
+        """Measure a tier that was not measured for long, before it is declined for ever."""
         if now_s - self._measured_at_s >= STALE_AFTER_S:
             num_bytes = self._unit_tokens * self._bytes_per_token
             begin_s, end_s = self._disk.load(now_s, num_bytes)
@@ -247,7 +247,7 @@ class TieredStack(RadixStack):
 
     def _withdraw(self, job: Job) -> None:
         if self._window.is_put_off(job):
-            self._window.withdraw(job)
+            self._window.withdraw_load(job)
             self.num_put_off -= 1
 
     def retry(self, jobs: Sequence[Job], now_s: float) -> None:
@@ -268,14 +268,14 @@ class TieredStack(RadixStack):
     # ---- Host tier ----
 
     def _make_more_room(self) -> bool:
-        chain = self._residents.evict()
+        chain = self._residents.evict_chain()
         if chain is None:
             return False
         self._unpin(self._resident_chains.pop(chain))
         return True
 
     def _note_host_evicted(self, num_tokens: int) -> None:
-        self._residents.evicted(num_tokens)
+        self._residents.note_eviction(num_tokens)
 
     def _note_stored_chain(self, units: Sequence[int], num_tokens: int) -> None:
         if units:
@@ -292,7 +292,7 @@ class TieredStack(RadixStack):
 
     def _offer(self, units: Sequence[int], num_tokens: int) -> None:
         chain = units[-1]
-        offer = self._residents.offer(chain, num_tokens)
+        offer = self._residents.offer_chain(chain, num_tokens)
         for dismissed in offer.dismissed:
             self._unpin(self._resident_chains.pop(dismissed))
         if offer.accepted:

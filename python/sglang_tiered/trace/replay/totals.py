@@ -15,7 +15,7 @@ _NUM_BINS = 2800  # up to 1.4 million seconds
 
 
 class Distribution:
-    """Seconds, in bins of 1% each: bounded memory whatever is added."""
+    """Collects seconds in bins of 1% each: bounded memory whatever is added."""
 
     def __init__(self) -> None:
         self._bins = [0] * _NUM_BINS
@@ -35,7 +35,7 @@ class Distribution:
         return self.sum_s / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The middle of the bin in which that share of the values is reached."""
+        """Return the middle of the bin in which that share of the values is reached."""
         wanted = max(1, math.ceil(share * self.count))
         reached = 0
         for position, number in enumerate(self._bins):
@@ -45,7 +45,7 @@ class Distribution:
         return 0.0
 
     def curve(self) -> list[tuple[float, float]]:
-        """Points of the cumulative distribution: seconds, share at most that long."""
+        """Return points of the cumulative distribution: seconds, share at most that long."""
         points = []
         reached = 0
         for position, number in enumerate(self._bins):
@@ -115,7 +115,7 @@ class Totals:
 
     @property
     def write_amplification(self) -> float:
-        """Bytes given to the device over bytes stored; 0 when nothing was."""
+        """Return bytes given to the device over bytes stored; 0 when nothing was."""
         return self.nvme_bytes_written / self.nvme_bytes_stored if self.nvme_bytes_stored else 0.0
 
     def check_integrity(self) -> None:

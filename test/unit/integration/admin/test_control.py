@@ -257,8 +257,8 @@ def test_remote_purge_hides_pages_and_does_not_propagate(
 ) -> None:
     scheduler = Scheduler(idle=False)
     scheduler.control.after_scheduler(None, scheduler)
-    assert scheduler.tree_cache.purge_as_told is not None
-    scheduler.tree_cache.purge_as_told(A)
+    assert scheduler.tree_cache.apply_remote_purge is not None
+    scheduler.tree_cache.apply_remote_purge(A)
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"

@@ -134,7 +134,7 @@ def test_store_has_the_operation_that_sglang_began(made: Made) -> None:
 
 def test_only_the_end_of_a_store_is_told(made: Made) -> None:
     noted: list[int] = []
-    made.cache._observer = SimpleNamespace(note=noted.append)
+    made.cache._observer = SimpleNamespace(announce_node=noted.append)
     made.cache.ongoing_backup.update({5: (50, None), 6: (60, None)})
     made.cache._drain_storage_control_queues_impl(0, 0)
     assert made.parts.num_ends == 0 and noted == []
@@ -195,8 +195,8 @@ def test_page_is_lost_for_its_stores_reason(
     why: Outcome | None,
     expected: dict[EvictionOutcome, int],
 ) -> None:
-    made.storage.accounting.written(slots(4, 5))
-    made.storage.accounting.stored(slots(4, 5), store_outcomes(ok, num_admitted, why))
+    made.storage.accounting.note_written(slots(4, 5))
+    made.storage.accounting.note_stored(slots(4, 5), store_outcomes(ok, num_admitted, why))
     free(made, 4, 5)
     assert left(made) == expected
 
@@ -222,7 +222,7 @@ def test_kv_evicted_without_host_copy_is_counted(made: Made) -> None:
 
 
 def test_reset_empties_parts_and_books(made: Made) -> None:
-    made.storage.accounting.written(slots(1))
+    made.storage.accounting.note_written(slots(1))
     made.cache.reset()
     assert made.parts.resets == 1 and left(made) == {EvictionOutcome.LOST_FLUSHED: 1}
 

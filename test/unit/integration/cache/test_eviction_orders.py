@@ -94,7 +94,7 @@ class Requests:
 
 
 @pytest.mark.parametrize("policy", RADIX_EVICTION_POLICY_CHOICES)
-def test_what_an_order_of_eviction_gives_up_comes_back_from_every_tier(
+def test_evicted_prefixes_return_from_every_tier(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt(number, NUM_PAGES) for number in range(NUM_PROMPTS)]
@@ -139,9 +139,7 @@ def order_of_eviction(cache: Any, allocator: Any, settle: Callable[[], None]) ->
     return order
 
 
-def test_tiers_leave_the_order_of_eviction_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers_keep_the_order_of_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
     for policy in RADIX_EVICTION_POLICY_CHOICES:
         config = CONFIGS.get(policy)

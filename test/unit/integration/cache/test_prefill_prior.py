@@ -21,7 +21,7 @@ def probe(path: Path, num_ranks: int = 1) -> tuple[float, ...]:
     return cost.prices
 
 
-def test_a_token_costs_more_the_more_weights_there_are(
+def test_more_weights_make_a_token_cost_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Measured once: two measurements on a busy machine differ by more than the weights.
@@ -44,7 +44,7 @@ def test_without_weights_the_built_in_prior_stands(tmp_path: Path) -> None:
     assert probe(tmp_path / "no-such-model") == PRIOR_PREFILL
 
 
-def test_kv_in_eight_bits_does_not_make_the_probe_multiply_in_eight_bits(tmp_path: Path) -> None:
+def test_kv_in_eight_bits_is_probed_in_bfloat16(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * (1 << 20))
     arguments = {"device": "cpu", "num_ranks": 1}
     cost = probe_prefill(str(tmp_path), None, dtype=torch.float8_e4m3fn, **arguments)

@@ -29,7 +29,7 @@ def test_declined_tier_is_probed_with_declined_pages(
     num_planned: int, probed: tuple[list[str], Tier] | None
 ) -> None:
     calls: list[Any] = []
-    transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
+    transfers = SimpleNamespace(probe_tier=lambda hashes, tier: calls.append((hashes, tier)))
     loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: True))
     storage: Any = SimpleNamespace(transfers=transfers)
     LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, num_planned)
@@ -39,7 +39,7 @@ def test_declined_tier_is_probed_with_declined_pages(
 def test_tier_just_measured_is_left_alone() -> None:
     calls: list[Any] = []
     loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: False))
-    transfers = SimpleNamespace(probe=lambda hashes, tier: calls.append((hashes, tier)))
+    transfers = SimpleNamespace(probe_tier=lambda hashes, tier: calls.append((hashes, tier)))
     storage: Any = SimpleNamespace(transfers=transfers)
     LoadScheduler._probe_declined(loads, storage, HASHES, SPANS, 0)
     assert calls == []

@@ -47,7 +47,7 @@ class Rank:
 
     def stores(self, tenant: bytes) -> bool:
         """Whether a page of the tenant is let through."""
-        self.gate.announce([PAGE], num_tokens=64, prefix_tokens=64, tenant=tenant)
+        self.gate.announce_store([PAGE], num_tokens=64, prefix_tokens=64, tenant=tenant)
         return self.gate.num_admitted([PAGE], is_kv=True) == 1
 
 
@@ -58,14 +58,16 @@ def make_ranks(number: int) -> list[Rank]:
 def step(ranks: list[Rank]) -> None:
     """What every rank does in a scheduler step."""
     if len(ranks) > 1:
-        reduced = functools.reduce(torch.minimum, [rank.agreement.offer() for rank in ranks])
+        reduced = functools.reduce(
+            torch.minimum, [rank.agreement.values_to_send() for rank in ranks]
+        )
         for rank in ranks:
-            rank.agreement.accept(reduced.clone())
+            rank.agreement.accept_values(reduced.clone())
     for rank in ranks:
         rank.act()
 
 
-def test_a_scheduler_that_decides_alone_acts_in_its_next_step() -> None:
+def test_a_lone_scheduler_acts_in_its_next_step() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     rank.told(A)
@@ -75,7 +77,7 @@ def test_a_scheduler_that_decides_alone_acts_in_its_next_step() -> None:
     assert rank.acted == [A]
 
 
-def test_nothing_of_the_tenant_is_stored_until_its_memory_is_out_of_reach() -> None:
+def test_purged_memory_is_not_stored_until_unreachable() -> None:
     """Others take pages from us from the moment we were told: device and host memory still hold
     what they purged, and the tree would have it stored."""
     (rank,) = ranks = make_ranks(1)
@@ -94,17 +96,17 @@ def test_nothing_of_the_tenant_is_stored_until_its_memory_is_out_of_reach() -> N
     assert rank.acted == [A, None]
 
 
-def test_an_operation_that_was_admitted_before_goes_no_further() -> None:
+def test_a_purge_stops_an_admitted_operation() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     pages = [f"{number:064x}" for number in range(4)]
-    rank.gate.announce(pages, num_tokens=256, prefix_tokens=256, tenant=A)
+    rank.gate.announce_store(pages, num_tokens=256, prefix_tokens=256, tenant=A)
     assert rank.gate.num_admitted(pages[:2], is_kv=True) == 2
     rank.told(A)
     assert rank.gate.num_admitted(pages[2:], is_kv=True) == 0
 
 
-def test_all_ranks_act_in_the_same_step_and_as_the_first_was_told() -> None:
+def test_all_ranks_apply_the_first_ranks_purge_together() -> None:
     """Requests go by other keys from then on: a rank that did so alone would match other nodes."""
     ranks = make_ranks(3)
     step(ranks)
@@ -122,14 +124,14 @@ def test_all_ranks_act_in_the_same_step_and_as_the_first_was_told() -> None:
     assert ranks[0].stores(A)
 
 
-def test_what_the_other_ranks_were_told_before_they_agreed_blocks_nothing() -> None:
+def test_purges_other_ranks_heard_first_block_nothing() -> None:
     ranks = make_ranks(2)
     ranks[1].told(A)
     step(ranks)
     assert ranks[1].stores(A)
 
 
-def test_a_storage_that_is_attached_again_does_not_repeat_what_was_acted_on() -> None:
+def test_reattached_storage_does_not_repeat_purges() -> None:
     (rank,) = ranks = make_ranks(1)
     rank.told(A)
     step(ranks)

@@ -131,7 +131,7 @@ def test_measuring_the_disk_keeps_no_rank_busy(cache: Any) -> None:
         return job
 
     engine.submit_load = held
-    cache.storage.transfers.probe(keys_of(TOKENS))
+    cache.storage.transfers.probe_tier(keys_of(TOKENS))
     try:
         assert entered.wait(DEADLINE_S)
         assert is_idle(cache)

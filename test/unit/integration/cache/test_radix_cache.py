@@ -55,7 +55,7 @@ def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:
     assert load(cache, TOKENS) == [True] * 4
     cache.tiering.planner.wants_probe()
     assert meter.num_loads > before
-    assert cache.tier_stats().reads.num_loads == meter.num_loads
+    assert cache.process_stats().reads.num_loads == meter.num_loads
 
 
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
@@ -65,7 +65,7 @@ def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
     cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
-    assert read == [cache.tier_stats]
+    assert read == [cache.process_stats]
     ((_, _, holds),) = cache._observer.events._tiers
     keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
     assert holds(keys) == [True] * 4, "the storage that was closed is asked"
@@ -81,7 +81,7 @@ def test_old_weights_kv_is_not_stored_after_attaching(
     attach_again(cache)
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
     settle(cache)
-    assert cache.tier_stats().nvme.num_pages_stored == 0
+    assert cache.process_stats().nvme.num_pages_stored == 0
     flush(cache)
     store(cache, TOKENS)
 
@@ -142,7 +142,7 @@ def test_nvme_takes_pages_after_a_session_of_updates(cache: Any) -> None:
     assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
     settle(cache)
-    assert cache.tier_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
+    assert cache.process_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
     hooks._after_session_update(done, updater, request)
     flush(cache)
     updater._session = None
@@ -163,7 +163,9 @@ def test_kv_in_memory_during_updates_waits_for_flush(cache: Any) -> None:
 
 
 def test_metrics_are_not_read_while_tiers_are_detached(cache: Any) -> None:
-    cache._observer.exporter = SimpleNamespace(export=cache.tier_stats, read_from=lambda read: None)
+    cache._observer.exporter = SimpleNamespace(
+        export=cache.process_stats, read_from=lambda read: None
+    )
     assert cache.detach_storage_backend()[0]
     step(cache, lambda: False, steps=3)
     attached, message = attach(cache)

@@ -33,16 +33,16 @@ def make_ranks(
 
 
 def exchange(ranks: list[RankAgreement]) -> None:
-    reduced = functools.reduce(torch.minimum, [rank.offer() for rank in ranks])
+    reduced = functools.reduce(torch.minimum, [rank.values_to_send() for rank in ranks])
     for rank in ranks:
-        rank.accept(reduced.clone())
+        rank.accept_values(reduced.clone())
 
 
 def test_first_ranks_values_reach_every_rank_exactly() -> None:
     ranks = make_ranks(3, Rule.FIRST, Rule.FIRST)
     exact = (0.1 + 0.2, -1e-300)
     for rank, values in zip(ranks, [exact, (-5.0, -6.0), (9.0, 10.0)], strict=True):
-        rank.share(values)
+        rank.share_values(values)
     exchange(ranks)
     for rank in ranks:
         packed = [struct.pack("<d", value) for value in rank.agreed]
@@ -52,7 +52,7 @@ def test_first_ranks_values_reach_every_rank_exactly() -> None:
 def test_worst_rank_decides_where_the_largest_counts() -> None:
     ranks = make_ranks(3, Rule.LARGEST, Rule.LARGEST)
     for rank, values in zip(ranks, [(1.0, -3.0), (4.0, -2.0), (2.0, -9.0)], strict=True):
-        rank.share(values)
+        rank.share_values(values)
     exchange(ranks)
     assert [rank.agreed for rank in ranks] == [(4.0, -2.0)] * 3
 
@@ -63,7 +63,7 @@ def test_every_float_survives_and_orders(rule: Rule) -> None:
         for values in ((low, high), (high, low)):
             ranks = make_ranks(2, rule)
             for rank, value in zip(ranks, values, strict=True):
-                rank.share((value,))
+                rank.share_values((value,))
             exchange(ranks)
             expected = values[0] if rule is Rule.FIRST else high
             assert [rank.agreed for rank in ranks] == [(expected,)] * 2
@@ -72,74 +72,78 @@ def test_every_float_survives_and_orders(rule: Rule) -> None:
 def test_share_returns_what_was_agreed_not_measured() -> None:
     """A decision between two exchanges must not see a value that only this rank knows."""
     ranks = make_ranks(2, Rule.FIRST)
-    assert [rank.share((float(number),)) for number, rank in enumerate(ranks)] == [(7.0,)] * 2
+    assert [rank.share_values((float(number),)) for number, rank in enumerate(ranks)] == [
+        (7.0,)
+    ] * 2
     exchange(ranks)
-    assert [rank.share((50.0 + number,)) for number, rank in enumerate(ranks)] == [(0.0,)] * 2
+    assert [rank.share_values((50.0 + number,)) for number, rank in enumerate(ranks)] == [
+        (0.0,)
+    ] * 2
 
 
 def test_silence_keeps_the_last_agreed_value() -> None:
     ranks = make_ranks(2, Rule.FIRST, Rule.LARGEST)
     exchange(ranks)  # nobody shared anything yet
     assert [rank.agreed for rank in ranks] == [(7.0, 7.0)] * 2
-    ranks[0].share((NAN, NAN))
-    ranks[1].share((3.0, 4.0))  # the second rank has no say in the first value
+    ranks[0].share_values((NAN, NAN))
+    ranks[1].share_values((3.0, 4.0))  # the second rank has no say in the first value
     exchange(ranks)
     assert [rank.agreed for rank in ranks] == [(7.0, 4.0)] * 2
 
 
 def test_question_is_answered_with_the_least_value() -> None:
     ranks = make_ranks(2, Rule.LARGEST)
-    assert [rank.ask("a", value) for rank, value in zip(ranks, (640, 192), strict=True)] == [
+    assert [rank.ask_ranks("a", value) for rank, value in zip(ranks, (640, 192), strict=True)] == [
         None,
         None,
     ]
-    assert [rank.ask("a", 0) for rank in ranks] == [None, None], "asked, not answered yet"
-    assert [rank.ask("b", value) for rank, value in zip(ranks, (0, 64), strict=True)] == [
+    assert [rank.ask_ranks("a", 0) for rank in ranks] == [None, None], "asked, not answered yet"
+    assert [rank.ask_ranks("b", value) for rank, value in zip(ranks, (0, 64), strict=True)] == [
         None,
         None,
     ]
     exchange(ranks)
-    assert [rank.ask("b", 999) for rank in ranks] == [0, 0]
-    assert [rank.ask("a", 999) for rank in ranks] == [192, 192]
+    assert [rank.ask_ranks("b", 999) for rank in ranks] == [0, 0]
+    assert [rank.ask_ranks("a", 999) for rank in ranks] == [192, 192]
     exchange(ranks)
-    assert [rank.ask("a", 999) for rank in ranks] == [192, 192], "until it is forgotten"
+    assert [rank.ask_ranks("a", 999) for rank in ranks] == [192, 192], "until it is forgotten"
     for rank in ranks:
-        rank.forget("a")
-        rank.forget("never asked")
-    assert [rank.ask("a", 5) for rank in ranks] == [None, None]
+        rank.forget_question("a")
+        rank.forget_question("never asked")
+    assert [rank.ask_ranks("a", 5) for rank in ranks] == [None, None]
     exchange(ranks)
-    assert [(rank.ask("a", 9), rank.ask("b", 9)) for rank in ranks] == [(5, 0)] * 2
+    assert [(rank.ask_ranks("a", 9), rank.ask_ranks("b", 9)) for rank in ranks] == [(5, 0)] * 2
 
 
 def test_forgotten_question_gets_no_old_answer() -> None:
     ranks = make_ranks(2)
     for rank in ranks:
-        rank.ask("answered", 1)
+        rank.ask_ranks("answered", 1)
     exchange(ranks)
     for rank in ranks:
-        rank.ask("pending", 2)
+        rank.ask_ranks("pending", 2)
         rank.forget_all()
-        assert len(rank.offer()) == 0
-        assert rank.ask("answered", 3) is None
+        assert len(rank.values_to_send()) == 0
+        assert rank.ask_ranks("answered", 3) is None
     exchange(ranks)
-    assert [rank.ask("answered", 9) for rank in ranks] == [3, 3]
+    assert [rank.ask_ranks("answered", 9) for rank in ranks] == [3, 3]
 
 
 def test_untaken_answers_are_bounded_and_newest_stay() -> None:
     ranks = make_ranks(2)
     for number in range(MAX_ANSWERS + 10):
         for rank in ranks:
-            rank.ask(number, number)
+            rank.ask_ranks(number, number)
     exchange(ranks)
-    assert [rank.ask(0, 77) for rank in ranks] == [None, None]
-    assert [rank.ask(MAX_ANSWERS + 9, 77) for rank in ranks] == [MAX_ANSWERS + 9] * 2
+    assert [rank.ask_ranks(0, 77) for rank in ranks] == [None, None]
+    assert [rank.ask_ranks(MAX_ANSWERS + 9, 77) for rank in ranks] == [MAX_ANSWERS + 9] * 2
 
 
 def test_single_rank_agrees_with_itself_at_once() -> None:
     (alone,) = make_ranks(1, Rule.FIRST, Rule.LARGEST)
-    assert alone.share((1.0, NAN)) == (1.0, 7.0)
-    assert alone.ask("a", 5) == 5
-    assert len(alone.offer()) == 2, "no question waits for an exchange that never comes"
+    assert alone.share_values((1.0, NAN)) == (1.0, 7.0)
+    assert alone.ask_ranks("a", 5) == 5
+    assert len(alone.values_to_send()) == 2, "no question waits for an exchange that never comes"
 
 
 def test_wrong_number_of_values_is_refused() -> None:
@@ -147,7 +151,7 @@ def test_wrong_number_of_values_is_refused() -> None:
         RankAgreement((1.0,), (Rule.FIRST, Rule.FIRST), is_first=True, is_alone=True)
     (alone,) = make_ranks(1, Rule.FIRST)
     with pytest.raises(ValueError, match="2 values under 1 rules"):
-        alone.share((1.0, 2.0))
+        alone.share_values((1.0, 2.0))
 
 
 def test_ranks_that_share_at_random_never_differ() -> None:
@@ -160,15 +164,15 @@ def test_ranks_that_share_at_random_never_differ() -> None:
             exchange(ranks)
         seen = {
             (
-                rank.share((source.uniform(-1, 1), source.choice([NAN, source.random()]))),
-                rank.ask(question, source.randrange(1000)),
+                rank.share_values((source.uniform(-1, 1), source.choice([NAN, source.random()]))),
+                rank.ask_ranks(question, source.randrange(1000)),
             )
             for rank in ranks
         }
         assert len(seen) == 1
         if source.random() < 0.2:
             for rank in ranks:
-                rank.forget(question)
+                rank.forget_question(question)
 
 
 def test_integration_calls_no_collective_of_its_own() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_recent_requests_are_bounded_by_number_and_by_tokens(
+def test_recent_requests_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recent_requests, "_MAX_REQUESTS", 3)
@@ -20,7 +20,7 @@ def test_recent_requests_are_bounded_by_number_and_by_tokens(
     recent = RecentRequests()
 
     def note(rid: str, num_tokens: int) -> None:
-        recent.note(rid, Selector(array("q", range(num_tokens)), "tenant", None))
+        recent.note_request(rid, Selector(array("q", range(num_tokens)), "tenant", None))
 
     for rid in "abcd":
         note(rid, 10)

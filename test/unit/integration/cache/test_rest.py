@@ -59,7 +59,7 @@ def test_what_is_under_way_is_no_leftover(world: CacheWorld) -> None:
     world.cache.unlock(lock)
 
 
-def test_a_tree_gives_everything_up_but_a_lost_host_page(world: CacheWorld, tmp_path: Path) -> None:
+def test_only_a_lost_host_page_is_reported(world: CacheWorld, tmp_path: Path) -> None:
     orders = tmp_path / "orders"
     orders.write_text("first")
     assert told(world, orders) == []
@@ -71,7 +71,7 @@ def test_a_tree_gives_everything_up_but_a_lost_host_page(world: CacheWorld, tmp_
     assert "host-memory-lost" in line
 
 
-def test_a_host_lock_that_stays_is_told_as_lost_memory(world: CacheWorld, tmp_path: Path) -> None:
+def test_a_leaked_host_lock_counts_as_lost_memory(world: CacheWorld, tmp_path: Path) -> None:
     match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
     world.cache.inc_host_lock_ref(match.last_device_node)
     (tmp_path / "orders").write_text("only")

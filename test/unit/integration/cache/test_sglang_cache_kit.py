@@ -276,7 +276,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 @with_host_tier
-def test_kv_that_left_the_device_comes_back_from_host_memory_byte_for_byte(
+def test_evicted_kv_returns_from_host_byte_for_byte(
     kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig
 ) -> None:
     kit = kit_for(cfg)
@@ -293,7 +293,7 @@ def test_kv_that_left_the_device_comes_back_from_host_memory_byte_for_byte(
 
 
 @with_host_tier
-def test_stored_kv_comes_back_byte_for_byte_in_a_process_that_has_nothing_else(
+def test_stored_kv_survives_a_restart_byte_for_byte(
     kit_for: Callable[[CacheConfig], Kit],
     cfg: CacheConfig,
     tmp_path: Path,
@@ -316,7 +316,7 @@ def test_stored_kv_comes_back_byte_for_byte_in_a_process_that_has_nothing_else(
 
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16)
-def test_a_request_that_ended_while_it_loaded_leaves_no_host_memory_taken(
+def test_a_request_ended_while_loading_frees_host_memory(
     kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
 ) -> None:
     kit = kit_for(cfg)
@@ -339,7 +339,7 @@ def test_a_request_that_ended_while_it_loaded_leaves_no_host_memory_taken(
 
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.has_swa and cfg.page_size == 1)
-def test_locks_and_evictions_at_random_with_copies_and_stores_under_way_keep_the_tree_sound(
+def test_random_locks_and_evictions_keep_the_tree_sound(
     kit_for: Callable[[CacheConfig], Kit],
     cfg: CacheConfig,
     tmp_path: Path,
@@ -370,7 +370,7 @@ def test_locks_and_evictions_at_random_with_copies_and_stores_under_way_keep_the
 
 
 @configurations(lambda cfg: cfg == CONFIGS[0])
-def test_a_turn_of_a_session_over_stored_tiers_ends_with_nothing_locked(
+def test_a_sessions_turn_leaves_nothing_locked(
     kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
 ) -> None:
     kit = kit_for(cfg)
@@ -385,7 +385,7 @@ def test_a_turn_of_a_session_over_stored_tiers_ends_with_nothing_locked(
 
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16 and not cfg.has_swa)
-def test_events_of_device_and_host_memory_are_those_of_stock_and_ours_add_the_disk(
+def test_events_add_the_disk_to_those_of_stock(
     kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
 ) -> None:
     """The one expected difference: a reader that adds up tokens without looking at the medium

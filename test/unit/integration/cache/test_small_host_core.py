@@ -226,20 +226,20 @@ def insert_and_copy(small: SmallHost, letters: str) -> Any:
     return node
 
 
-def test_copies_of_what_the_device_holds_give_way_the_latest_first(small: SmallHost) -> None:
+def test_copies_of_device_nodes_go_latest_first(small: SmallHost) -> None:
     old, new = insert_and_copy(small, "aaaa"), insert_and_copy(small, "bbb")
     latest = insert_and_copy(small, "ccc")  # ten pages, where the host tier holds nine
     assert latest.backuped and old.backuped and not new.backuped and not new.evicted
 
 
-def test_a_copy_that_waits_for_its_store_does_not_give_way(small: SmallHost) -> None:
+def test_a_copy_stays_until_it_is_stored(small: SmallHost) -> None:
     old, new = insert_and_copy(small, "aaaa"), insert_and_copy(small, "bbb")
     small.core.may_give_up = lambda node_id: node_id != new.id
     assert insert_and_copy(small, "ccc").backuped
     assert new.backuped and not old.backuped
 
 
-def test_no_node_is_left_in_host_memory_below_one_that_is_not(small: SmallHost) -> None:
+def test_no_host_only_node_lacks_its_ancestors_copy(small: SmallHost) -> None:
     prefix = insert_and_copy(small, "a")
     small.host_memory_is_short(HOST_PAGES)
     suffix = insert_and_copy(small, "ab")
@@ -248,7 +248,7 @@ def test_no_node_is_left_in_host_memory_below_one_that_is_not(small: SmallHost) 
     assert small.nodes() == [prefix] and small.host.available_size() == small.host.logical_size
 
 
-def test_a_node_longer_than_a_copy_may_be_is_copied_in_parts(small: SmallHost) -> None:
+def test_a_node_too_long_is_copied_in_parts(small: SmallHost) -> None:
     small.core.max_copy_tokens = 3 * PAGE
     small.insert("abcabcabca")  # ten pages, where the host tier holds nine
     (node,) = small.nodes()
@@ -260,7 +260,7 @@ def test_a_node_longer_than_a_copy_may_be_is_copied_in_parts(small: SmallHost) -
     assert node.backuped
 
 
-def test_what_nvme_holds_is_not_copied_again_and_what_it_lost_is(small: SmallHost) -> None:
+def test_only_what_nvme_lost_is_copied_again(small: SmallHost) -> None:
     held = {"x"}
     small.core.is_stored = lambda last_hash: last_hash in held
     node = insert_and_copy(small, "a")
@@ -271,7 +271,7 @@ def test_what_nvme_holds_is_not_copied_again_and_what_it_lost_is(small: SmallHos
     assert insert_and_copy(small, "a").backuped
 
 
-def test_only_what_nvme_lacks_counts_as_lost_when_the_device_gives_it_up(small: SmallHost) -> None:
+def test_only_evicted_nodes_nvme_lacks_count_as_lost(small: SmallHost) -> None:
     first, second = insert_and_copy(small, "a"), insert_and_copy(small, "b")
     small.core.is_stored = lambda last_hash: last_hash == first.hash_value[-1]
     small.host_memory_is_short(HOST_PAGES)
@@ -283,7 +283,7 @@ def test_only_what_nvme_lacks_counts_as_lost_when_the_device_gives_it_up(small: 
     assert lost == [0, PAGE]
 
 
-def test_a_load_below_what_the_device_alone_holds_is_dropped(small: SmallHost) -> None:
+def test_a_load_below_device_only_nodes_is_dropped(small: SmallHost) -> None:
     insert_and_copy(small, "a")
     small.host_memory_is_short(HOST_PAGES)
     small.a_load_lands("ab")
@@ -294,7 +294,7 @@ def test_a_load_below_what_the_device_alone_holds_is_dropped(small: SmallHost) -
     assert len(small.nodes()) == 2
 
 
-def test_a_chain_gives_its_copies_up_in_one_go_however_it_came(small: SmallHost) -> None:
+def test_a_chain_gives_up_its_copies_at_once(small: SmallHost) -> None:
     for letters in ("ab", "abca", "abcabc"):
         small.a_load_lands(letters)
     small.load_back("abcabc")  # which notes the leaf first
@@ -302,7 +302,7 @@ def test_a_chain_gives_its_copies_up_in_one_go_however_it_came(small: SmallHost)
     assert small.cache.evict_host(6 * PAGE) >= 6 * PAGE
 
 
-def test_thousands_of_copies_that_may_not_go_are_not_all_looked_at(small: SmallHost) -> None:
+def test_eviction_looks_at_a_bounded_number_of_copies(small: SmallHost) -> None:
     node = insert_and_copy(small, "a")
     looks = []
     small.core.may_give_up = lambda node_id: bool(looks.append(node_id))
@@ -314,7 +314,7 @@ def test_thousands_of_copies_that_may_not_go_are_not_all_looked_at(small: SmallH
     assert len(looks) <= 2 * small_host_core.MAX_LOOKS
 
 
-def test_where_ranks_may_differ_a_refused_store_is_made_up_now_and_then(small: SmallHost) -> None:
+def test_with_several_ranks_refused_stores_are_retried_sometimes(small: SmallHost) -> None:
     small.core.is_stored = None
     node = insert_and_copy(small, "a")
     copied = []
@@ -326,7 +326,7 @@ def test_where_ranks_may_differ_a_refused_store_is_made_up_now_and_then(small: S
     assert 2 <= sum(copied) <= 5
 
 
-def test_a_lock_that_kept_a_node_in_host_memory_does_not_end_the_eviction(
+def test_a_released_host_lock_does_not_stop_eviction(
     small: SmallHost,
 ) -> None:
     insert_and_copy(small, "a")

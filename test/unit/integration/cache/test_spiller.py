@@ -140,9 +140,9 @@ class Tier:
         num_known = result.prefix_len // PAGE
         self.free_pages += pages[:num_known]
         if num_known < len(pages):
-            self.accounting.written(slots[result.prefix_len :])
+            self.accounting.note_written(slots[result.prefix_len :])
             if offer:
-                self.spiller.offer(result.inserted_host_node, self)  # type: ignore[arg-type]
+                self.spiller.offer_node(result.inserted_host_node, self)  # type: ignore[arg-type]
         return int(result.inserted_host_node)
 
     def work(self, number: int | None = None) -> None:
@@ -157,7 +157,7 @@ class Tier:
                 ok = self.engine.submit_store(run).ok
             ok += [False] * (len(hashes) - admitted)
             outcomes = store_outcomes(ok, admitted, self.gate.dropped_as)
-            self.accounting.stored(slots, outcomes)
+            self.accounting.note_stored(slots, outcomes)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
         del self.queued[:number]
@@ -174,7 +174,7 @@ class Tier:
         result = self.tree_core.drive_host_eviction(ComponentType.FULL, num_tokens)
         freed = 0
         for slots in result.host_frees.pop(ComponentType.FULL, ()):
-            self.accounting.freed(slots)
+            self.accounting.note_freed(slots)
             freed += len(slots)
             self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
         result.cache_actions.clear()
@@ -411,7 +411,7 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
     tier.tree_core.reset()
     tier.spiller.clear()
     tier.copies.clear()
-    tier.accounting.flushed()
+    tier.accounting.note_flushed()
     tier.is_healthy = True
     tier.run()
     assert tier.num_queued == [] and tier.accounting.left[EvictionOutcome.LOST_FLUSHED] == 4
@@ -482,7 +482,7 @@ def test_no_order_of_events_leaves_a_pin(
         elif not tier.ongoing_backup:  # as SGLang, which refuses to flush while stores are queued
             tier.tree_core.reset()
             tier.spiller.clear()
-            tier.accounting.flushed()
+            tier.accounting.note_flushed()
             tier.free_pages = list(range(HOST_PAGES))
         tier.spiller.queue.check_integrity()
         tier.clock.now += 0.1

@@ -120,7 +120,7 @@ def aligned(length: int) -> int:
     return length // PAGE * PAGE
 
 
-def test_whole_pages_of_each_finished_turn_are_anyones_prefix(talk: Conversation) -> None:
+def test_each_finished_turn_is_anyones_prefix(talk: Conversation) -> None:
     for end in (40, 75, 3 * PAGE + 75, 200):
         talk.end(talk.begin(end))
         assert talk.num_published(end) == aligned(end)
@@ -129,7 +129,7 @@ def test_whole_pages_of_each_finished_turn_are_anyones_prefix(talk: Conversation
     talk.close()
 
 
-def test_a_turn_that_others_computed_meanwhile_has_one_owner(talk: Conversation) -> None:
+def test_a_turn_computed_twice_has_one_owner(talk: Conversation) -> None:
     talk.end(talk.begin(40))
     turn = talk.begin(100)
     talk.world.compute(HISTORY[: aligned(100)])
@@ -140,7 +140,7 @@ def test_a_turn_that_others_computed_meanwhile_has_one_owner(talk: Conversation)
     talk.close()
 
 
-def test_a_turn_by_another_key_is_published_under_neither(talk: Conversation) -> None:
+def test_a_turn_by_another_key_stays_unpublished(talk: Conversation) -> None:
     """Another adapter may have computed it; or a tenant was purged, and must not be found again."""
     talk.end(talk.begin(40, "one"))
     talk.end(talk.begin(75, "two"))
@@ -150,7 +150,7 @@ def test_a_turn_by_another_key_is_published_under_neither(talk: Conversation) ->
     talk.close()
 
 
-def test_a_turn_whose_tokens_do_not_say_its_kv_is_published_by_no_later_one(
+def test_no_later_turn_publishes_an_uncacheable_one(
     talk: Conversation,
 ) -> None:
     talk.end(talk.begin(40))
@@ -162,7 +162,7 @@ def test_a_turn_whose_tokens_do_not_say_its_kv_is_published_by_no_later_one(
     talk.close()
 
 
-def test_a_retracted_turn_goes_on_with_its_record_and_is_published_at_its_end(
+def test_a_retracted_turn_is_published_at_its_end(
     talk: Conversation,
 ) -> None:
     talk.end(talk.begin(40))
@@ -174,7 +174,7 @@ def test_a_retracted_turn_goes_on_with_its_record_and_is_published_at_its_end(
     talk.close()
 
 
-def test_turns_without_input_find_that_their_last_token_is_not_yet_the_trees(
+def test_turns_without_input_do_not_shrink_the_prefix(
     talk: Conversation,
 ) -> None:
     """The last token of a prompt is computed again, and a session's prefix must not shrink."""
@@ -185,7 +185,7 @@ def test_turns_without_input_find_that_their_last_token_is_not_yet_the_trees(
 
 
 @pytest.mark.parametrize("has_window", [False, True])
-def test_a_turn_computes_the_token_that_no_verify_step_computed(
+def test_a_turn_computes_an_unverified_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_window: bool
 ) -> None:
     """A verify step may not have begun when a turn ends, and the last token's slot is reserved."""
@@ -199,7 +199,7 @@ def test_a_turn_computes_the_token_that_no_verify_step_computed(
         talk.close()
 
 
-def test_after_a_prompt_without_an_answer_a_turn_without_input_begins_anew(
+def test_an_empty_turn_after_no_answer_begins_anew(
     talk: Conversation,
 ) -> None:
     """Its last token is the tree's, which it must not compute again in place."""
@@ -212,7 +212,7 @@ def test_after_a_prompt_without_an_answer_a_turn_without_input_begins_anew(
     talk.close()
 
 
-def test_a_turn_of_which_nothing_is_new_is_found_by_its_id(talk: Conversation) -> None:
+def test_a_turn_without_news_is_found_by_id(talk: Conversation) -> None:
     talk.end_with_overlap(talk.begin(2 * PAGE))
     turn = talk.begin(2 * PAGE + 1)
     talk.end_without_answer(turn)
@@ -222,7 +222,7 @@ def test_a_turn_of_which_nothing_is_new_is_found_by_its_id(talk: Conversation) -
     talk.close()
 
 
-def test_an_aborted_turn_is_anyones_prefix_and_its_session_begins_anew(talk: Conversation) -> None:
+def test_an_aborted_turn_is_anyones_prefix(talk: Conversation) -> None:
     talk.end(talk.begin(75))
     talk.abort(talk.begin(150))
     assert talk.num_published(150) == aligned(150)
@@ -231,7 +231,7 @@ def test_an_aborted_turn_is_anyones_prefix_and_its_session_begins_anew(talk: Con
     talk.close()
 
 
-def test_an_aborted_turn_by_another_key_is_published_under_neither(talk: Conversation) -> None:
+def test_an_aborted_turn_by_another_key_stays_unpublished(talk: Conversation) -> None:
     talk.end(talk.begin(75, "one"))
     talk.abort(talk.begin(150, "two"))
     assert talk.num_published(150, "one") == aligned(75)
@@ -239,7 +239,7 @@ def test_an_aborted_turn_by_another_key_is_published_under_neither(talk: Convers
     talk.close()
 
 
-def test_with_windows_an_aborted_turn_is_published_by_the_sessions_first_key_only(
+def test_with_windows_only_the_first_key_publishes_aborts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's own way, where finished turns are not published."""
@@ -255,7 +255,7 @@ def test_with_windows_an_aborted_turn_is_published_by_the_sessions_first_key_onl
             world.allocator.clear()
 
 
-def test_an_aborted_turn_by_the_first_key_does_not_publish_what_another_computed(
+def test_an_abort_does_not_publish_another_keys_turn(
     talk: Conversation,
 ) -> None:
     talk.end(talk.begin(40, "one"))
@@ -266,7 +266,7 @@ def test_an_aborted_turn_by_the_first_key_does_not_publish_what_another_computed
     talk.close()
 
 
-def test_an_aborted_turn_does_not_publish_a_turn_whose_tokens_do_not_say_its_kv(
+def test_an_abort_does_not_publish_an_uncacheable_turn(
     talk: Conversation,
 ) -> None:
     talk.end(talk.begin(40))
@@ -278,7 +278,7 @@ def test_an_aborted_turn_does_not_publish_a_turn_whose_tokens_do_not_say_its_kv(
     talk.close()
 
 
-def test_an_aborted_turn_does_not_publish_a_retracted_one_by_another_key(
+def test_an_abort_does_not_publish_another_keys_retraction(
     talk: Conversation,
 ) -> None:
     talk.end(talk.begin(40, "one"))
@@ -288,7 +288,7 @@ def test_an_aborted_turn_does_not_publish_a_retracted_one_by_another_key(
     talk.close()
 
 
-def test_the_tree_is_asked_about_a_sessions_own_pages(talk: Conversation) -> None:
+def test_a_sessions_own_pages_are_no_tree_node(talk: Conversation) -> None:
     """SGLang looks for more below them when a turn comes, and the tree knows no such node."""
     talk.end(talk.begin(40))
     turn = talk.begin(75)

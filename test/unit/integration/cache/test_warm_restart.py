@@ -59,7 +59,7 @@ class Tier:
         request = SimpleNamespace(
             full_untruncated_fill_ids=tokens, extra_key=extra_key, cache_salt=cache_salt
         )
-        self.host.used(request, chain, 64, [])
+        self.host.note_loaded_back(request, chain, 64, [])
 
     def load_all(self) -> list[tuple[str | None, str | None]]:
         for _ in range(10):
@@ -97,14 +97,14 @@ def finished(purge: Future[bool]) -> bool:
 def test_purge_is_durable_once_the_list_forgot(
     tier: Tier,
 ) -> None:
-    assert finished(tier.host.purge(ACME))
+    assert finished(tier.host.purge_tenant(ACME))
     assert ACME not in tier.tenants()
     assert OTHER in tier.tenants()
-    assert finished(tier.host.purge(None))
+    assert finished(tier.host.purge_tenant(None))
     assert not tier.tenants()
 
 
-def test_a_full_disk_leaves_no_list_rather_than_one_that_names_a_purged_tenant(
+def test_a_full_disk_removes_a_purged_tenants_list(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(name: str, data: bytes) -> None:
@@ -112,12 +112,12 @@ def test_a_full_disk_leaves_no_list_rather_than_one_that_names_a_purged_tenant(
 
     with monkeypatch.context() as patch:
         patch.setattr(tier.notes._device, "replace_file", full)
-        assert finished(tier.host.purge(ACME))
+        assert finished(tier.host.purge_tenant(ACME))
         assert not tier.path.exists()
-    assert finished(tier.host.purge(None))
+    assert finished(tier.host.purge_tenant(None))
 
 
-def test_a_list_that_cannot_be_changed_keeps_the_purge_from_being_durable_until_it_can(
+def test_an_unwritable_list_fails_the_purge_and_retries(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_list_that_cannot_be_changed_keeps_the_purge_from_being_durable_until_
     with monkeypatch.context() as patch:
         patch.setattr(tier.notes._device, "replace_file", broken)
         patch.setattr(tier.notes._device, "unlink", broken)
-        assert not finished(tier.host.purge(ACME))
+        assert not finished(tier.host.purge_tenant(ACME))
         assert ACME in tier.tenants()
     deadline = time.monotonic() + TIMEOUT_S
     while ACME in tier.tenants():
@@ -140,21 +140,21 @@ def test_the_list_holds_no_key_and_no_salt(tier: Tier) -> None:
     assert b"acme" not in data and b"s3cret" not in data and b"other" not in data
 
 
-def test_a_tenants_prompts_are_loaded_once_a_request_has_named_its_keys(tier: Tier) -> None:
+def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
     again = Tier(tier.directory)
     assert again.load_all() == [(None, None)]
-    again.host.named("acme", "wrong")
+    again.host.name_keys("acme", "wrong")
     assert again.load_all() == [(None, None)]
-    again.host.named("acme", "s3cret")
-    again.host.named("acme", "s3cret")
+    again.host.name_keys("acme", "s3cret")
+    again.host.name_keys("acme", "s3cret")
     assert again.load_all() == [(None, None), ("acme", "s3cret")]
-    again.host.purge(OTHER)
-    again.host.named("other", None)
+    again.host.purge_tenant(OTHER)
+    again.host.name_keys("other", None)
     assert len(again.load_all()) == 2, "purged before it was named"
     again.host.close()
 
 
-def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_a_list_with_keys_is_removed_at_start(tmp_path: Path) -> None:
     first = {"version": 1, "chains": [{"tokens": bytes(512), "extra_key": "acme"}]}
     (tmp_path / WARM_NAME).write_bytes(seal(first))
     (tmp_path / (WARM_NAME + TEMPORARY_SUFFIX)).write_bytes(b"acme")
@@ -164,9 +164,7 @@ def test_a_list_with_keys_in_it_is_removed_at_the_next_start(tmp_path: Path) -> 
     tier.host.close()
 
 
-def test_without_the_flag_the_list_of_an_earlier_run_goes(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_an_earlier_list_goes(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_list(tier.notes)
     assert not tier.path.exists()
     remove_list(tier.notes)

@@ -87,7 +87,7 @@ class Decode:
         value = self.allocator.alloc(len(tokens))
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=value))
         num_pages = len(tokens) // self.page_size
-        self.until(lambda: self.cache.tier_stats().nvme.num_pages == num_pages)
+        self.until(lambda: self.cache.process_stats().nvme.num_pages == num_pages)
         self.until(lambda: not self.cache.ongoing_backup)
         self.cache.reset()
         self.allocator.clear()

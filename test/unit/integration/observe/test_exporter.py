@@ -13,9 +13,9 @@ from sglang_tiered.integration.observe.stats import (
     ObjectTierStats,
     PeerTierStats,
     PlannerStats,
+    ProcessStats,
     SpillStats,
     TierReads,
-    TierStats,
 )
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
@@ -52,9 +52,9 @@ ENGINE = EngineStats(
     reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
 )
 HOST = PageAccounting(256, 64)
-HOST.written(np.arange(64))
-HOST.freed(np.arange(64))  # before it was stored
-STATS = TierStats(
+HOST.note_written(np.arange(64))
+HOST.note_freed(np.arange(64))  # before it was stored
+STATS = ProcessStats(
     nvme=ENGINE,
     host=HOST,
     spill=SpillStats(waiting_tokens=640, flight_tokens=64, num_backups_skipped=12),
@@ -178,7 +178,7 @@ def test_health_is_one_only_while_running() -> None:
     assert list(samples(metric, dataclasses.replace(STATS, nvme=sick))) == [((), 0.0)]
 
 
-def with_pages_stored(number: int) -> TierStats:
+def with_pages_stored(number: int) -> ProcessStats:
     return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, num_pages_stored=number))
 
 

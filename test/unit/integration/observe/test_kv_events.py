@@ -135,10 +135,10 @@ def test_blocks_differ_from_those_of_device_memory(
     third = core.add(second, range(20, 28), **namespace)
     disk.keys.update(core.keys(third))
     if in_steps:
-        events.note(first)
-        events.note(second)
-    events.note(third)
-    mine = events.take()
+        events.announce_node(first)
+        events.announce_node(second)
+    events.announce_node(third)
+    mine = events.take_events()
     assert core.num_read == 3
     for node_id in (first, second, third):
         core.recorder.record_store(core.nodes[node_id])
@@ -151,14 +151,14 @@ def test_blocks_differ_from_those_of_device_memory(
 
 def test_page_is_announced_before_it_can_be_read(made: Made) -> None:
     node = made.core.add(0, range(12))
-    made.events.note(node)
-    assert made.events.take() == []
+    made.events.announce_node(node)
+    assert made.events.take_events() == []
     made.disk.keys.update(made.core.keys(node)[:2])  # admission dropped the rest
-    made.events.note(node)
-    assert len(stored(made.events.take())) == 2
+    made.events.announce_node(node)
+    assert len(stored(made.events.take_events())) == 2
     made.disk.keys.update(made.core.keys(node))
-    made.events.note(node)
-    events = made.events.take()
+    made.events.announce_node(node)
+    events = made.events.take_events()
     assert len(stored(events)) == 1
     assert events[0].token_ids == [8, 9, 10, 11]
     assert events[0].parent_block_hash is not None
@@ -168,97 +168,97 @@ def test_page_is_announced_again_and_again(made: Made) -> None:
     node = made.core.add(0, range(8))
     made.disk.keys.update(made.core.keys(node))
     for _ in range(3):
-        made.events.note(node)
-    assert len(stored(made.events.take())) == 2
-    made.events.note(node)
+        made.events.announce_node(node)
+    assert len(stored(made.events.take_events())) == 2
+    made.events.announce_node(node)
     made.events.sweep()
-    assert made.events.take() == []
+    assert made.events.take_events() == []
 
 
 def test_page_that_went_is_still_announced(made: Made) -> None:
     node = made.core.add(0, range(16))
     keys = made.core.keys(node)
     made.disk.keys.update(keys)
-    made.events.note(node)
-    blocks = stored(made.events.take())
+    made.events.announce_node(node)
+    blocks = stored(made.events.take_events())
     made.disk.keys -= {keys[0], keys[2]}
     made.events.sweep()
-    assert removed(made.events.take()) == [blocks[0], blocks[2]]
+    assert removed(made.events.take_events()) == [blocks[0], blocks[2]]
     made.events.sweep()
-    assert made.events.take() == []
+    assert made.events.take_events() == []
 
 
 def test_demotion_to_the_bucket_goes_unnoticed(made: Made) -> None:
     node = made.core.add(0, range(8))
     keys = made.core.keys(node)
     made.disk.keys.update(keys)
-    made.events.note(node)
-    (first,) = made.events.take()
+    made.events.announce_node(node)
+    (first,) = made.events.take_events()
     made.bucket.keys.update(keys)
     made.events.sweep()
-    (event,) = made.events.take()
+    (event,) = made.events.take_events()
     assert event.medium == "EXTERNAL"
     assert (event.block_hashes, event.token_ids) == (first.block_hashes, first.token_ids)
     made.disk.keys.clear()
     made.events.sweep()
-    events = made.events.take()
+    events = made.events.take_events()
     assert removed(events) == first.block_hashes and removed(events, EXTERNAL) == []
 
 
 def test_a_sick_tier_withdraws_what_it_announced(made: Made) -> None:
     node = made.core.add(0, range(8))
     made.disk.keys.update(made.core.keys(node))
-    made.events.note(node)
-    blocks = stored(made.events.take())
+    made.events.announce_node(node)
+    blocks = stored(made.events.take_events())
     made.disk.is_sick = True
     made.events.sweep()
-    assert removed(made.events.take()) == blocks
+    assert removed(made.events.take_events()) == blocks
     made.events.sweep()
-    assert made.events.take() == []
+    assert made.events.take_events() == []
     made.disk.is_sick = False
     made.events.sweep()
-    assert stored(made.events.take()) == blocks
+    assert stored(made.events.take_events()) == blocks
 
 
-def test_flush_leaves_the_router_without_what_the_disk_kept(made: Made) -> None:
+def test_flush_announces_again_what_the_disk_kept(made: Made) -> None:
     """SGLang's event for a flush clears all media."""
     node = made.core.add(0, range(8))
     made.disk.keys.update(made.core.keys(node))
-    made.events.note(node)
-    before = made.events.take()
+    made.events.announce_node(node)
+    before = made.events.take_events()
     assert len(stored(before)) == 2
     made.events.tree_was_reset()
-    assert made.events.take() == before
+    assert made.events.take_events() == before
 
 
 def test_memory_grows_with_the_tier(made: Made) -> None:
     first = made.core.add(0, range(24))
     made.disk.keys.update(made.core.keys(first))
-    made.events.note(first)
-    blocks = stored(made.events.take())
+    made.events.announce_node(first)
+    blocks = stored(made.events.take_events())
     second = made.core.add(0, range(100, 120))
     made.disk.keys.update(made.core.keys(second))
-    made.events.note(second)
+    made.events.announce_node(second)
     made.events.sweep()  # finds them all, also what is to be forgotten
-    events = made.events.take()
+    events = made.events.take_events()
     assert removed(events) == blocks[:3] and len(stored(events)) == 5
     made.events.sweep()
-    assert made.events.take() == []  # what is forgotten stays so until it is used
-    made.events.note(first)
-    assert stored(made.events.take()) == []  # its last page is remembered
+    assert made.events.take_events() == []  # what is forgotten stays so until it is used
+    made.events.announce_node(first)
+    assert stored(made.events.take_events()) == []  # its last page is remembered
 
 
 def test_a_take_is_as_long_as_the_backlog(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_PAGES_PER_TAKE", 3)
     node = made.core.add(0, range(32))
     made.disk.keys.update(made.core.keys(node))
-    made.events.note(node)
-    assert [len(stored(made.events.take())) for _ in range(4)] == [3, 3, 2, 0]
+    made.events.announce_node(node)
+    assert [len(stored(made.events.take_events())) for _ in range(4)] == [3, 3, 2, 0]
 
 
 def test_node_that_was_evicted_ends_the_scheduler(made: Made) -> None:
-    made.events.note(77)
-    assert made.events.take() == []
+    made.events.announce_node(77)
+    assert made.events.take_events() == []
 
 
 def test_sweep_and_scheduler_lose_a_change(made: Made) -> None:
@@ -286,16 +286,16 @@ def test_sweep_and_scheduler_lose_a_change(made: Made) -> None:
     try:
         for turn, node in enumerate(nodes):
             made.disk.keys.update(made.core.keys(node))
-            events.note(node)
+            events.announce_node(node)
             if turn % 3 == 0:
                 made.disk.keys.difference_update(made.core.keys(nodes[turn // 2]))
-            apply(events.take())
+            apply(events.take_events())
     finally:
         done.set()
         thread.join(timeout=60)
     assert not thread.is_alive()
     events.sweep()
-    while batch := events.take():
+    while batch := events.take_events():
         apply(batch)
     names = {int.from_bytes(key[:8], "big", signed=True) for key in made.disk.keys}
     assert known == names
@@ -344,7 +344,7 @@ def test_sick_engine_in_the_middle_of_a_lookup() -> None:
     assert engine_holds(engine)([b"a", b"b", b"c"]) is None
 
 
-def test_a_sick_bucket_is_no_bucket_that_lost_its_pages() -> None:
+def test_a_sick_bucket_has_not_lost_its_pages() -> None:
     """Its pages are told to be gone, and told of again when it is well."""
     core, bucket = Core(), SharedTier()
     stack = SimpleNamespace(nvme=MemoryEngine(1 << 20), bucket=bucket)
@@ -353,12 +353,12 @@ def test_a_sick_bucket_is_no_bucket_that_lost_its_pages() -> None:
     node = core.add(0, range(8))
     keys = core.keys(node)
     assert bucket.submit_store(Run(tuple(keys), ((memoryview(b"x"),),) * 2)).wait(5.0)
-    events.note(node)
-    blocks = stored(events.take(), EXTERNAL)
+    events.announce_node(node)
+    blocks = stored(events.take_events(), EXTERNAL)
     assert len(blocks) == 2
     bucket.sick = True
     events.sweep()
-    assert removed(events.take(), EXTERNAL) == blocks
+    assert removed(events.take_events(), EXTERNAL) == blocks
     bucket.sick = False
     events.sweep()
-    assert stored(events.take(), EXTERNAL) == blocks
+    assert stored(events.take_events(), EXTERNAL) == blocks

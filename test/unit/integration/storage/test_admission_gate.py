@@ -47,7 +47,7 @@ class Tier:
         self, pages: Sequence[str], prefix_tokens: int = 64, *, waits_s: float = 0.0
     ) -> None:
         """Queue an operation, and let it wait before the storage thread comes to it."""
-        self.gate.announce(pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens)
+        self.gate.announce_store(pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens)
         self.clock.now += waits_s
 
     def wait(self, seconds: float) -> None:
@@ -77,7 +77,7 @@ def test_idle_tier_takes_every_operation_whole() -> None:
     assert tier.gate.outcomes[Outcome.ADMITTED] == 900
 
 
-def test_operation_of_several_calls_is_decided_and_counted_once() -> None:
+def test_operation_of_several_calls_is_decided_once() -> None:
     tier = Tier()
     pages = hashes(*range(300))
     tier.announce(pages, VERY_LONG, waits_s=BUSY_S)
@@ -99,7 +99,7 @@ def test_other_pools_follow_the_kv_of_their_operation(prefix_tokens: int, admitt
     assert tier.store(pages) == admitted
 
 
-def test_window_of_another_pool_is_dropped_with_the_tail_of_its_kv() -> None:
+def test_window_is_dropped_with_its_kvs_tail() -> None:
     tier = Tier()
     tier.announce(hashes(*"ab"))
     tier.store(hashes(*"ab"))
@@ -115,7 +115,7 @@ def test_second_offer_of_a_dropped_operation_is_admitted() -> None:
         assert tier.store(hashes(*"ab")) == expected
 
 
-def test_node_that_begins_where_an_operation_broke_off_is_decided_for_itself() -> None:
+def test_node_behind_a_broken_operation_is_decided_anew() -> None:
     """SGLang leaves out the rest of an operation once a page of it was not stored."""
     tier = Tier()
     tier.store(hashes("a"))
@@ -126,7 +126,7 @@ def test_node_that_begins_where_an_operation_broke_off_is_decided_for_itself() -
     assert tier.store(pages[2:]) == 2
 
 
-def test_operation_nobody_announced_counts_as_short_and_is_decided_anew_each_time() -> None:
+def test_unannounced_operation_counts_as_short_each_time() -> None:
     tier = Tier()
     tier.make_busy()
     assert tier.store(hashes(*"ab"), is_kv=False) == 0
@@ -135,11 +135,11 @@ def test_operation_nobody_announced_counts_as_short_and_is_decided_anew_each_tim
     assert tier.gate.num_admitted([], is_kv=True) == 0
 
 
-def test_other_pools_nobody_announced_are_stored_while_everything_is() -> None:
+def test_unannounced_pools_are_stored_while_everything_is() -> None:
     assert Tier().store(hashes(*"ab"), is_kv=False) == 2
 
 
-def test_page_that_is_stored_already_passes_a_closed_tier() -> None:
+def test_stored_page_passes_a_closed_tier() -> None:
     tier = Tier()
     tier.store(hashes(*"ab"))
     tier.make_busy(EXHAUSTED_S)
@@ -148,7 +148,7 @@ def test_page_that_is_stored_already_passes_a_closed_tier() -> None:
     assert tier.gate.outcomes[Outcome.DROPPED_BACKLOG] == 1 + 1  # and the one that made it busy
 
 
-def test_wait_of_the_operation_that_began_last_is_known() -> None:
+def test_wait_of_the_last_operation_is_known() -> None:
     tier = Tier()
     tier.announce(hashes("a"), waits_s=1.5)
     tier.store(hashes("a"))
@@ -162,7 +162,7 @@ def test_drained_queue_opens_the_tier_again() -> None:
     assert tier.store(hashes("a")) == 1
 
 
-def test_host_memory_pinned_for_long_closes_the_tier_before_a_short_queue_would() -> None:
+def test_long_pinned_host_memory_closes_the_tier_first() -> None:
     tier = Tier(host_tokens=64 * 20)
     for number in range(20):
         tier.announce(hashes(number))
@@ -194,7 +194,7 @@ def test_idle_tier_wants_no_ancestors() -> None:
     assert not Tier().gate.wants_ancestors(1 << 30)
 
 
-def test_selective_tier_wants_what_it_dropped_of_a_chain_that_is_long_now() -> None:
+def test_selective_tier_wants_ancestors_of_grown_chains() -> None:
     tier = Tier()
     tier.make_busy()
     tier.store(hashes("dropped"))
@@ -208,7 +208,7 @@ def test_selective_tier_wants_what_it_dropped_of_a_chain_that_is_long_now() -> N
     assert not tier.gate.offer_again([], prefix_tokens=9999)
 
 
-def test_ancestor_that_still_waits_is_not_queued_twice_but_admitted_as_long() -> None:
+def test_waiting_ancestor_is_admitted_as_long_once() -> None:
     tier = Tier()
     tier.make_busy()
     tier.announce(hashes(*"ab"), prefix_tokens=128)
@@ -230,7 +230,7 @@ def test_reset_tree_leaves_no_announcement() -> None:
     assert len(tier.gate._pending) == 0
 
 
-def test_level_is_logged_when_it_changes_and_at_most_once_a_minute(
+def test_changed_level_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier = Tier()
@@ -246,33 +246,33 @@ def test_level_is_logged_when_it_changes_and_at_most_once_a_minute(
     assert caplog.records[-1].getMessage() == "NVMe tier admission is open now"
 
 
-def test_an_operation_carries_its_tenant_and_one_nobody_announced_none() -> None:
+def test_an_unannounced_operation_has_no_tenant() -> None:
     tier = Tier()
     pages = hashes(*"abc")
-    tier.gate.announce(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
     assert tier.store(pages) == 3 and tier.gate.tenant == b"a" * 16
     assert tier.store(hashes(*"xy")) == 2 and tier.gate.tenant == UNKNOWN_TENANT
 
 
 @pytest.mark.parametrize("tenant", [b"a" * 16, None])
-def test_what_a_purged_tenant_has_queued_is_not_stored(tenant: bytes | None) -> None:
+def test_purged_tenants_queued_stores_are_dropped(tenant: bytes | None) -> None:
     tier = Tier()
     mine, other = hashes(*"abc"), hashes(*"xyz")
-    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
-    tier.gate.announce(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
-    tier.gate.purge(tenant)
+    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
+    tier.gate.purge_tenant(tenant)
     assert tier.store(mine, is_kv=False) == tier.store(mine) == 0
     assert tier.store(other) == (0 if tenant is None else 3)
-    tier.gate.announce(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
+    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
     assert tier.store(mine) == 3, "what comes after the purge is stored"
 
 
-def test_an_operation_under_way_ends_with_the_purge_of_its_tenant() -> None:
+def test_a_purge_ends_its_tenants_running_operation() -> None:
     tier = Tier()
     pages = hashes(*range(300))
-    tier.gate.announce(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
+    tier.gate.announce_store(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
     assert tier.store(pages[:128]) == 128
-    tier.gate.purge(b"b" * 16)
+    tier.gate.purge_tenant(b"b" * 16)
     assert tier.store(pages[128:256]) == 128
-    tier.gate.purge(b"a" * 16)
+    tier.gate.purge_tenant(b"a" * 16)
     assert tier.store(pages[256:]) == 0

@@ -23,7 +23,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 from sglang_tiered.integration.identity.tenants import PurgedTenants, key_of_request, tenant_digest
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.admission import Outcome
@@ -80,7 +80,7 @@ def make(
         storage.close()
 
 
-def test_pages_come_back_into_other_slots_bit_for_bit(make: Fixture) -> None:
+def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
     pool = make_pool(0)
     storage = make.open(pool)
     before = pool.buffer.clone()
@@ -124,7 +124,7 @@ def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
         (PoolHitPolicy.TRAILING_PAGES, "ac", 2, (1, [1])),
     ],
 )
-def test_prefix_is_only_as_long_as_every_pool_can_restore(
+def test_prefix_ends_where_a_pool_cannot_restore(
     make: Fixture,
     policy: PoolHitPolicy,
     held: str,
@@ -142,7 +142,7 @@ def test_prefix_is_only_as_long_as_every_pool_can_restore(
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == expected
 
 
-def test_restart_finds_the_pages_and_another_geometry_does_not(make: Fixture) -> None:
+def test_restart_finds_pages_of_its_geometry_only(make: Fixture) -> None:
     make.open(make_pool(0)).batch_set_v1(hashes("a"), slots(0))
     make.opened.pop().close()
     again = make.open(make_pool(0))
@@ -153,7 +153,7 @@ def test_restart_finds_the_pages_and_another_geometry_does_not(make: Fixture) ->
     assert not make.open(other).exists(hashes("a")[0])
 
 
-def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
+def test_new_weights_store_nothing_before_the_flush(
     make: Fixture,
 ) -> None:
     storage = make.open(make_pool(0))
@@ -166,7 +166,7 @@ def test_new_weights_see_nothing_and_store_nothing_until_the_tree_is_flushed(
     assert storage.batch_exists(hashes("a")) == 1
 
 
-def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fixture) -> None:
+def test_a_role_switch_purges_nothing_stored(make: Fixture) -> None:
     """By SGLang's own function: it clears the storage, then resets the tree."""
     from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
 
@@ -188,13 +188,13 @@ def test_a_role_switch_empties_memory_and_purges_nothing_that_is_stored(make: Fi
     assert storage.region_engine.stats().num_pages_purged == 0
 
 
-def test_a_purge_of_a_tenant_reaches_its_pages_of_an_adapter(make: Fixture) -> None:
+def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
     storage, purged = make.open(make_pool(0)), PurgedTenants()
     sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)
         tenant = purged.tenant_of(key, "salt")
-        storage.gate.announce(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
+        storage.gate.announce_store(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
     assert is_true(storage.begin_purge(tenant_digest("acme", "salt")), 20.0)
     assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
@@ -220,10 +220,10 @@ def test_dropped_pages_are_answered_false_and_never_touched(
     pool = make_pool(0)
     storage = make.open(pool)
     gate_that_admits(monkeypatch, storage, 0, 2)
-    before = tier_stats(storage)
+    before = process_stats(storage)
     keys = hashes("a", "b", "c")
     assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
-    assert tier_stats(storage) == before
+    assert process_stats(storage) == before
     assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
     expected = pool.buffer.clone()
     assert storage.batch_exists(keys) == 2
@@ -231,7 +231,7 @@ def test_dropped_pages_are_answered_false_and_never_touched(
     assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
 
 
-def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
+def test_windows_lose_their_last_pages_first(
     make: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
@@ -243,13 +243,13 @@ def test_dropped_pages_of_another_pool_are_the_last_of_its_window(
     assert calls == [False, True]
 
 
-def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) -> None:
+def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
     for first in range(0, 24, 8):
         keys = hashes(*(str(number) for number in range(first, first + 8)))
-        storage.gate.announce(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
+        storage.gate.announce_store(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
         storage.batch_set_v1(keys, slots(*range(8)))
-    stats = tier_stats(storage)
+    stats = process_stats(storage)
     num_pages = stats.nvme.num_pages
     assert 8 <= num_pages < 12
     assert stats.nvme.bytes_written <= 4 * MiB
@@ -261,12 +261,12 @@ def test_exhausted_budget_drops_stores_and_serves_what_is_held(make: Fixture) ->
 
 def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
     storage = make.open(make_pool(0))
-    storage.gate.announce(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    storage.gate.announce_store(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
     storage.tree_was_reset()
     assert len(storage.gate._pending) == 0
 
 
-def test_every_rank_of_a_latent_attention_model_keeps_books_of_what_is_stored(
+def test_every_rank_of_latent_attention_keeps_books(
     make: Fixture,
 ) -> None:
     config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
@@ -275,7 +275,7 @@ def test_every_rank_of_a_latent_attention_model_keeps_books_of_what_is_stored(
 
 
 @pytest.mark.parametrize("make", [2], indirect=True)
-def test_replicas_with_equal_ranks_get_shards_of_their_own(make: Fixture) -> None:
+def test_replicas_with_equal_ranks_get_own_shards(make: Fixture) -> None:
     first, second = make.open(make_pool(0)), make.open(make_pool(0))
     first.batch_set_v1(hashes("a"), slots(0))
     assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
@@ -307,7 +307,7 @@ class HeldLock:
         self._lock.release()
 
 
-def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
+def test_stores_under_way_never_count_as_new_weights(
     make: Fixture,
 ) -> None:
     storage = make.open(make_pool(0))
@@ -327,7 +327,7 @@ def test_store_on_its_way_while_weights_change_is_not_kept_as_of_the_new_ones(
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
 
 
-def test_a_change_of_weights_waits_for_no_disk_and_what_lands_late_is_not_found(
+def test_late_stores_of_old_weights_are_not_found(
     make: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = make.open(make_pool(0))
@@ -370,9 +370,7 @@ def a_run_that_stored_a(make: Fixture, weights: Weights) -> None:
     make.opened.pop().close()
 
 
-def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
-    make: Fixture, weights: Weights
-) -> None:
+def test_stores_wait_until_the_weights_are_read(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     storage.settle_namespace()
@@ -388,9 +386,7 @@ def test_stores_wait_until_the_weights_are_read_and_are_found_after_a_restart(
     assert again.batch_get_v1(hashes("a"), slots(0)) == [True]
 
 
-def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
-    make: Fixture, weights: Weights
-) -> None:
+def test_pages_wait_for_weights_to_be_read(make: Fixture, weights: Weights) -> None:
     a_run_that_stored_a(make, weights)
     weights.are_fetched_anew()
     weights.take_long()
@@ -408,9 +404,7 @@ def test_pages_of_weights_that_look_the_same_are_used_only_once_they_are_read(
     assert storage.batch_get_v1(keys, slots(0)) == [True]
 
 
-def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
-    make: Fixture, weights: Weights
-) -> None:
+def test_pages_of_slightly_other_weights_are_never_used(make: Fixture, weights: Weights) -> None:
     a_run_that_stored_a(make, weights)
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
@@ -420,9 +414,7 @@ def test_pages_of_weights_with_a_few_other_numbers_are_never_used(
     assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
 
 
-def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read(
-    make: Fixture, weights: Weights
-) -> None:
+def test_without_a_note_earlier_pages_are_found(make: Fixture, weights: Weights) -> None:
     a_run_that_stored_a(make, weights)
     weights.are_forgotten()
     weights.take_long()
@@ -435,9 +427,7 @@ def test_pages_of_before_are_found_although_nothing_says_which_weights_were_read
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [True]
 
 
-def test_pages_of_other_weights_are_never_used_although_nothing_says_which_were_read(
-    make: Fixture, weights: Weights
-) -> None:
+def test_without_a_note_other_weights_stay_unused(make: Fixture, weights: Weights) -> None:
     a_run_that_stored_a(make, weights)
     weights.are_forgotten()
     weights.are_fetched_anew(edit=b"edit")
@@ -451,9 +441,7 @@ def test_pages_of_other_weights_are_never_used_although_nothing_says_which_were_
     assert storage.knows_namespace and not storage.exists(hashes("a")[0])
 
 
-def test_namespace_of_replaced_weights_is_not_what_the_next_start_tries(
-    make: Fixture, weights: Weights
-) -> None:
+def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights: Weights) -> None:
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     storage.batch_set_v1(hashes("a"), slots(0))
@@ -467,7 +455,7 @@ def test_namespace_of_replaced_weights_is_not_what_the_next_start_tries(
 
 
 @pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
-def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
+def test_a_damaged_namespace_note_costs_pages_only(
     make: Fixture, weights: Weights, note: bytes
 ) -> None:
     storage = make.open(make_pool(0))
@@ -485,7 +473,7 @@ def test_a_damaged_note_of_the_namespace_costs_a_start_its_pages_at_most(
     assert unseal(notes.read(NAMESPACE_NAME), bytes) == storage._namespace
 
 
-def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_was_right(
+def test_answer_while_opening_does_not_confirm_the_guess(
     make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run_that_stored_a(make, weights)
@@ -510,9 +498,7 @@ def test_answer_that_comes_while_the_tiers_open_is_not_taken_for_a_guess_that_wa
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
 
 
-def test_weights_replaced_before_they_were_read_get_a_namespace_of_their_own(
-    make: Fixture, weights: Weights
-) -> None:
+def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     storage.change_weights(tree_is_empty=True)
@@ -537,7 +523,7 @@ def bucket(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("bucket")
-def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
+def test_unfindable_pages_stay_out_of_the_bucket(
     make: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a server of their namespace nobody would ever collect them."""
@@ -551,7 +537,7 @@ def test_pages_that_nobody_will_find_are_not_put_into_the_bucket(
 
 
 @pytest.mark.usefixtures("bucket")
-def test_pages_of_a_nameless_setting_stay_out_of_the_bucket_although_the_weights_were_guessed(
+def test_nameless_pages_of_guessed_weights_skip_the_bucket(
     make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guess holds the same nameless part, so the answer equals it."""
@@ -573,9 +559,7 @@ def test_pages_of_a_nameless_setting_stay_out_of_the_bucket_although_the_weights
 
 
 @pytest.mark.usefixtures("bucket")
-def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
-    make: Fixture, weights: Weights
-) -> None:
+def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     assert storage._tiers.collector is None, "it would collect for nobody"
@@ -588,9 +572,7 @@ def test_pages_go_down_to_the_bucket_under_the_namespace_that_was_read(
     eventually(lambda: storage.stack.stack_stats().num_demoted > 0, timeout_s=TIMEOUT_S)
 
 
-def test_closing_waits_for_no_weights_also_where_the_tiers_did_not_open(
-    make: Fixture, weights: Weights
-) -> None:
+def test_closing_does_not_wait_for_weights(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     make.open(make_pool(0))
     with pytest.raises(StoreLockedError):

@@ -67,7 +67,7 @@ def open_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
         storage.close()
 
 
-def test_a_page_as_large_as_a_region_is_stored_in_a_larger_one(open_storage: Open) -> None:
+def test_a_large_page_gets_a_larger_region(open_storage: Open) -> None:
     pool = make_pool(0, page_bytes=16 * MiB, num_pages=4)
     before = pool.buffer[:, :2].clone()
     storage = open_storage(pool)
@@ -84,7 +84,7 @@ def test_a_page_as_large_as_a_region_is_stored_in_a_larger_one(open_storage: Ope
         ({"writes_per_day": 320 * MiB}, "--tier-nvme-writes-per-day leaves a rank 320MiB"),
     ],
 )
-def test_a_tier_too_small_for_the_pages_of_the_model_is_refused_in_one_sentence(
+def test_a_tier_too_small_for_pages_is_refused(
     open_storage: Open, bounds: dict[str, Any], says: str
 ) -> None:
     pool = make_pool(None, page_bytes=16 * MiB, num_pages=1)
@@ -92,7 +92,7 @@ def test_a_tier_too_small_for_the_pages_of_the_model_is_refused_in_one_sentence(
         open_storage(pool, **bounds)
 
 
-def test_two_of_sglangs_calls_fit_the_queue_of_stores(open_storage: Open) -> None:
+def test_two_of_sglangs_calls_fit_the_queue(open_storage: Open) -> None:
     """One is SGLang's; the room of the other is for what remote tiers bring, or it would cost the
     first its tail."""
     pool = make_pool(None, page_bytes=8 * MiB, num_pages=1)
@@ -100,9 +100,7 @@ def test_two_of_sglangs_calls_fit_the_queue_of_stores(open_storage: Open) -> Non
     assert engine._max_queued_store_bytes == 2 * STORAGE_BATCH_SIZE * 16 * MiB == 4 * GiB
 
 
-def test_the_leading_large_pages_that_a_bucket_brings_are_kept_on_nvme(
-    open_storage: Open, tmp_path: Path
-) -> None:
+def test_leading_large_bucket_pages_are_kept_on_nvme(open_storage: Open, tmp_path: Path) -> None:
     pool = make_pool(0, page_bytes=16 * MiB, num_pages=10)
     before = pool.buffer.clone()
     keys = hashes(*NAMES)

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.promises import is_true
@@ -93,13 +93,15 @@ def open_side(
 
 def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENANT) -> None:
     storage = side.storage
-    storage.gate.announce(keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant)
+    storage.gate.announce_store(
+        keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant
+    )
     transfer = PoolTransfer(PoolName.SWA, host_indices=pages, keys=keys)
     assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True] * len(keys)}
     assert storage.batch_set_v1(keys, pages) == [True] * len(keys)
 
 
-def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
+def test_every_pool_comes_from_peers_bit_for_bit(
     open_side: Callable[[str, int | None], Side],
 ) -> None:
     a, b = open_side("a", 7), open_side("b", None)
@@ -118,10 +120,10 @@ def test_pools_of_every_kind_come_from_the_other_bit_for_bit(
             found, expected = b.pools[name].buffer, a.pools[name].buffer
             assert torch.equal(found[:, target], expected[:, source])
     until(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
-    stats = tier_stats(b.storage).peer
+    stats = process_stats(b.storage).peer
     assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
     assert stats.tier.num_peers == 1
-    assert tier_stats(a.storage).peer.tier.num_served == 6
+    assert process_stats(a.storage).peer.tier.num_served == 6
 
 
 def test_what_the_other_holds_is_not_kept_here(
@@ -141,7 +143,7 @@ def test_what_the_other_holds_is_not_kept_here(
     assert b.storage.num_kept(keys) == 2
 
 
-def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
+def test_a_purge_reaches_peers_and_blocks_their_stores(
     open_side: Callable[[str, int | None], Side],
 ) -> None:
     a, b = open_side("a", 7), open_side("b", 7)
@@ -154,7 +156,7 @@ def test_a_purge_here_is_one_there_and_stores_wait_for_the_scheduler(
     until(lambda: b.storage.num_kept(keys) == 0, "still there")
     until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
     assert b.storage.num_kept(other) == 1
-    b.storage.gate.announce(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
+    b.storage.gate.announce_store(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
     assert b.storage.batch_set_v1(keys, slots(0, 1)) == [False] * 2, "memory may still hold it"
     store(b, hashes("new"), slots(3), tenant=b"b" * 16)
 
@@ -175,7 +177,7 @@ def test_after_a_weight_update_nothing_is_shared(
     assert b.storage.lookup_leading(keys) == 0
 
 
-def test_purge_that_comes_before_the_weights_are_read_reaches_the_others_then(
+def test_purge_before_weights_are_read_reaches_peers_later(
     open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the index and the bucket a purge is of a namespace, which nobody knows yet."""

@@ -25,26 +25,26 @@ class Disk:
         read_in_steps(self.read, num_pages, lambda: self.now)
 
 
-def test_a_burst_that_lets_one_page_pass_is_not_taken_for_a_fast_disk() -> None:
+def test_a_burst_is_not_a_fast_disk() -> None:
     disk = Disk(0.002, 1.2)
     disk.probe(16)
     assert disk.reads == [1, 16]
     assert disk.lessons == [16]
 
 
-def test_a_page_that_is_slow_by_itself_is_learnt_from_and_spares_the_rest() -> None:
+def test_one_slow_page_spares_the_larger_reads() -> None:
     disk = Disk(2 * MAX_PROBE_S)
     disk.probe(16)
     assert disk.reads == disk.lessons == [1]
 
 
-def test_a_fast_disk_is_read_often_enough_to_be_believed() -> None:
+def test_a_fast_disk_is_read_repeatedly() -> None:
     disk = Disk(*[0.001] * (1 + MAX_PROBE_READS))
     disk.probe(16)
     assert disk.lessons == [16] * MAX_PROBE_READS
 
 
-def test_a_tier_that_holds_a_single_page_is_measured_all_the_same() -> None:
+def test_a_tier_with_one_page_is_measured() -> None:
     disk = Disk(*[0.001] * (1 + MAX_PROBE_READS))
     disk.probe(1)
     assert disk.lessons == [1] * MAX_PROBE_READS

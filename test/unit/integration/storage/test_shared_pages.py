@@ -21,7 +21,7 @@ from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, ObjectConfig, Tie
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.observe.stats import tier_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import Tier
@@ -180,7 +180,7 @@ def load(storage: TieredStorage) -> list[bool]:
 SHARD = "shard-tp0of1-pp0of1-dp0-0"
 
 
-def test_pages_are_stored_once_and_loaded_by_every_rank(ranks: Ranks) -> None:
+def test_pages_stored_once_load_on_every_rank(ranks: Ranks) -> None:
     pools = [latent_pool(1), latent_pool(1), latent_pool(1)]
     storages = ranks.open(*pools)
     expected = pools[0].kv_buffer[0:3].clone()
@@ -198,17 +198,17 @@ def test_pages_are_stored_once_and_loaded_by_every_rank(ranks: Ranks) -> None:
     assert storages[0].region_engine.stats().capacity_bytes == 64 * MiB
 
 
-def test_a_server_with_another_number_of_ranks_finds_the_pages(ranks: Ranks) -> None:
+def test_a_server_with_other_ranks_finds_pages(ranks: Ranks) -> None:
     for number in (1, 3, 2, 1):
         storages = ranks.open(*(latent_pool(1) for _ in range(number)))
-        if number == 1 and not tier_stats(storages[0]).nvme.num_pages:
+        if number == 1 and not process_stats(storages[0]).nvme.num_pages:
             store(storages)
         assert [load(storage) for storage in storages] == [[True] * 3] * number
         ranks.close()
     assert ranks.shards() == [SHARD]
 
 
-def test_a_rank_that_took_other_weights_gets_no_page_of_them(ranks: Ranks) -> None:
+def test_a_rank_with_other_weights_gets_no_page(ranks: Ranks) -> None:
     ranks.identities = [{"model": "m"}, {"model": "of another revision"}]
     first, second = ranks.open(latent_pool(1), latent_pool(1))
     store([first, second])
@@ -216,7 +216,7 @@ def test_a_rank_that_took_other_weights_gets_no_page_of_them(ranks: Ranks) -> No
     assert load(second) == [False] * 3
 
 
-def test_a_rank_that_knows_its_weights_in_the_instant_it_opens_gets_their_pages(
+def test_a_rank_knowing_its_weights_early_gets_pages(
     ranks: Ranks,
 ) -> None:
     storages = ranks.open(latent_pool(1), latent_pool(None))
@@ -230,7 +230,7 @@ def test_a_rank_that_knows_its_weights_in_the_instant_it_opens_gets_their_pages(
     assert load(borrower) == [True] * 3
 
 
-def test_weights_changed_on_one_rank_before_another_mix_nothing(ranks: Ranks) -> None:
+def test_weights_changed_rank_by_rank_mix_nothing(ranks: Ranks) -> None:
     first, second = storages = ranks.open(latent_pool(1), latent_pool(1))
     store(storages)
     second.change_weights(tree_is_empty=True)
@@ -253,7 +253,7 @@ def test_purged_pages_are_gone_for_every_rank(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_tiers_that_one_rank_cannot_open_are_open_on_none(ranks: Ranks, failing: int) -> None:
+def test_tiers_one_rank_cannot_open_stay_closed(ranks: Ranks, failing: int) -> None:
     ranks.identities[failing] = ConfigError("the weights are gone")
     with pytest.raises(ConfigError, match="the weights are gone"):
         ranks.open(latent_pool(), latent_pool())
@@ -272,7 +272,7 @@ def test_all_ranks_answer_for_the_same_tiers(ranks: Ranks, tmp_path: Path) -> No
     assert first.pages_by_tier(KEYS) == second.pages_by_tier(KEYS) == {Tier.NVME: 3, Tier.OBJECT: 3}
 
 
-def test_what_only_the_bucket_holds_comes_to_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_bucket_pages_reach_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
     storages = ranks.open(latent_pool(1), latent_pool(1), object=bucket)
     store(storages)
@@ -291,9 +291,7 @@ def test_what_only_the_bucket_holds_comes_to_every_rank(ranks: Ranks, tmp_path: 
     assert torch.equal(pools[1].kv_buffer[5:8], expected)
 
 
-def test_of_ranks_that_share_pages_one_is_a_peer_of_other_servers(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks, tmp_path: Path) -> None:
     with RedisServer() as redis:
         index = IndexConfig(url=redis.url)
         (other,) = ranks.open(latent_pool(1), index=index)
@@ -303,18 +301,18 @@ def test_of_ranks_that_share_pages_one_is_a_peer_of_other_servers(
         pools = [latent_pool(), latent_pool()]
         first, second = ranks.open(*pools, index=index)
         deadline = time.monotonic() + TIMEOUT_S
-        while first.batch_exists(KEYS) < 3 or not tier_stats(other).peer.tier.num_peers:
+        while first.batch_exists(KEYS) < 3 or not process_stats(other).peer.tier.num_peers:
             assert time.monotonic() < deadline
         assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
         assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
         assert load(second) == [True] * 3
         assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
-        assert tier_stats(other).peer.tier.num_peers == 1
+        assert process_stats(other).peer.tier.num_peers == 1
         assert second.remote_purges is not None, "the first rank's news reach it"
         ranks.close()
 
 
-def test_the_part_of_all_ranks_needs_no_more_open_files_than_that_of_one(
+def test_the_lender_opens_no_more_files_than_allowed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_pages, "max_regions", lambda: 8)
@@ -326,7 +324,7 @@ def test_the_part_of_all_ranks_needs_no_more_open_files_than_that_of_one(
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_what_ranks_kept_of_another_model_takes_no_space(
+def test_shards_of_another_sharing_take_no_space(
     ranks: Ranks, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {True: ["tp0of1"], False: ["tp0of2", "tp1of2"]}

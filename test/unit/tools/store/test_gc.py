@@ -222,7 +222,12 @@ def test_what_is_not_ours_stays(cli: Cli, tier: Path, shard: Path, tmp_path: Pat
     assert set(os.listdir(shard)) == names
     assert (tier / "STORE.tmp-x").exists()
     outcome = cli("gc", tier)
-    for text in ("thesis.tex is not ours", "a symbolic link", "a FIFO", "PROBE is not a regular"):
+    for text in (
+        "thesis.tex does not belong to the store",
+        "a symbolic link",
+        "a FIFO",
+        "PROBE is not a regular",
+    ):
         assert text in outcome.out, text
     assert "\x1b" not in outcome.out
 
@@ -305,7 +310,7 @@ def test_a_lone_shard_with_foreign_files_is_kept(
     shard.rename(stray)
     outcome = cli("gc", stray, "--delete")
     assert outcome.code == 2
-    assert "'thesis.tex', which is not ours" in outcome.err
+    assert "'thesis.tex', which does not belong to the store" in outcome.err
     assert (stray / region_name(1)).exists()
     (stray / "thesis.tex").unlink()
     assert set(plan(cli, stray, "--delete")) == {region_name(1)}
@@ -350,6 +355,6 @@ def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shar
         {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
     ]
     outcome = cli("gc", tier, "--delete")
-    assert "is not ours" not in outcome.out
+    assert "does not belong to the store" not in outcome.out
     assert (shard / PURGES_NAME).exists()
     assert not (tier / name).exists()
