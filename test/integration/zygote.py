@@ -202,8 +202,8 @@ def main() -> int:
     """Fork a server per request until the input ends. Returns in the children too."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    # SGLang's shutdown finds the processes it waits for by their titles, and a title needs the place
-    # of the environment that a process starts with.
+    # SGLang's shutdown finds the processes it waits for by their titles, and a title needs the
+    # place of the environment that a process starts with.
     setproctitle.setproctitle("zygote")
     before = dict(os.environ)
     _import_sglang()
