@@ -174,7 +174,7 @@ def _inspect(path: Path) -> DirectoryState:
         return DirectoryState.OURS
     for name in sorted(names):
         if not _is_ours(path / name):
-            raise StoreForeignError(f"{path} holds {name!r}, which is foreign; {_WAY_OUT}")
+            raise StoreForeignError(f"{path} holds {name!r}, not a tier store's file; {_WAY_OUT}")
     for shard in sorted(name for name in names if is_shard_name(name)):
         _inspect_shard(path / shard)
     return DirectoryState.OURS_DAMAGED
@@ -190,7 +190,7 @@ def _is_ours(path: Path) -> bool:
 def _inspect_shard(shard: Path) -> None:
     for name in sorted(os.listdir(shard)):
         if not is_shard_file(name):
-            raise StoreForeignError(f"{shard} holds {name!r}, which is foreign; {_WAY_OUT}")
+            raise StoreForeignError(f"{shard} holds {name!r}, not a tier store's file; {_WAY_OUT}")
         if parse_region_name(name) is None:
             continue
         with _reading(shard / name) as fd:

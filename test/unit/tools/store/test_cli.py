@@ -98,10 +98,10 @@ def foreign_shard(path: Path) -> None:
     ("make", "what"),
     [
         (empty, "is empty"),
-        (foreign, "holds 'thesis.tex', which is not ours"),
+        (foreign, "holds 'thesis.tex', not a tier store's file"),
         (newer, "format 77, newer than"),
-        (fifo_as_manifest, "holds 'STORE', which is not ours"),
-        (foreign_shard, "holds 'thesis.tex', which is not ours"),
+        (fifo_as_manifest, "holds 'STORE', not a tier store's file"),
+        (foreign_shard, "holds 'thesis.tex', not a tier store's file"),
     ],
 )
 def test_a_directory_without_store_is_refused_untouched(
