@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["WORK_S", "make_durable"]
 
@@ -52,7 +51,7 @@ def make_durable(
         if all(held):
             break
         if stack.remote and not is_below and now >= brings_up_at:
-            _bring_up(storage, hashes, tenant, deadline)
+            _bring_up(storage, shard, hashes, tenant, deadline)
             brings_up_at = time.monotonic() + _AGAIN_S
         time.sleep(_LOOK_S)
     left_s = max(1.0, deadline - time.monotonic())
@@ -68,6 +67,7 @@ def make_durable(
 
 def _bring_up(
     storage: TieredStorage,
+    shard: RegionEngine,
     hashes: Sequence[str],
     tenant: bytes,
     deadline: float,
@@ -79,7 +79,7 @@ def _bring_up(
     for at, page_bytes in enumerate(_page_bytes(storage)):
         of_pool = keys[at * number : (at + 1) * number]
         pages = zip(
-            of_pool, stack.nvme.contains(of_pool), stack.contains_remote(of_pool), strict=True
+            of_pool, shard.view.contains(of_pool), stack.contains_remote(of_pool), strict=True
         )
         lacking = [key for key, is_here, is_far in pages if is_far and not is_here]
         size = max(1, _BATCH_BYTES // page_bytes)
@@ -95,13 +95,13 @@ def _bring_up(
             job = stack.submit_load(Run(batch, buffers), deadline_s=left_s, tenant=tenant)
             job.wait()
             loaded = [key for key, is_ok in zip(batch, job.ok, strict=True) if is_ok]
-            if not loaded or not _wait_until_kept(stack, loaded, deadline):
+            if not loaded or not _wait_until_kept(shard, loaded, deadline):
                 return
 
 
-def _wait_until_kept(stack: TierStack, keys: Sequence[bytes], deadline: float) -> bool:
+def _wait_until_kept(shard: RegionEngine, keys: Sequence[bytes], deadline: float) -> bool:
     deadline = min(deadline, time.monotonic() + _AGAIN_S)
-    while not all(stack.nvme.contains(keys)):
+    while not all(shard.view.contains(keys)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_LOOK_S)

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
@@ -175,8 +176,12 @@ class TierStack(WriteTier):
         return [False] * len(keys) if source is None else source.contains(keys)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        held = self.contains_remote(keys)
-        return [here or there for here, there in zip(self.nvme.contains(keys), held, strict=True)]
+        held = self.nvme.contains(keys)
+        lacking = [key for key, is_here in zip(keys, held, strict=True) if not is_here]
+        if not lacking or not self.remote:
+            return held
+        beyond = iter(self.contains_remote(lacking))
+        return [is_here or next(beyond) for is_here in held]
 
     def contains_remote(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether any tier beyond NVMe could serve each key now. Memory only."""
@@ -252,13 +257,15 @@ class TierStack(WriteTier):
         durable there. Blocks; never on the scheduler thread."""
         if self.bucket is None or self._demoter is None:
             return [False] * len(keys)
+        assert isinstance(self.nvme, RegionEngine), "it has a bucket below it"
         deadline = self._clock() + timeout_s
         pause_s = _LOOK_S
         while True:
             held = self.bucket.contains(keys)
             lacking = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
             left_s = deadline - self._clock()
-            there = any(self.nvme.contains(lacking))
+            # Whatever its health: NVMe pauses for seconds, and the pages are still there.
+            there = any(self.nvme.view.contains(lacking))
             if not there or left_s <= 0 or self._closed:
                 return held
             begun = self._demoter.prioritize(lacking, NO_TENANT)
@@ -356,10 +363,15 @@ class TierStack(WriteTier):
             self._closed = True
         if self._demoter is not None:
             self._demoter.close()
-        for remote in self.remote.values():
-            remote.close()
-        self.nvme.close()
-        self._loader.close()
+        # Peers serve from NVMe, whose last checkpoint must not wait for a silent bucket.
+        with ExitStack() as closing:  # the last one added first, whatever another raises
+            closing.callback(self._loader.close)
+            if self.bucket is not None:
+                closing.callback(self.bucket.close)
+            closing.callback(self.nvme.close)
+            for tier, remote in self.remote.items():
+                if tier is not Tier.OBJECT:
+                    closing.callback(remote.close)
 
     def check_integrity(self) -> None:
         for tier in self._all:

@@ -522,6 +522,34 @@ def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Tiers, make_run: MakeR
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
+def test_flush_outlasts_a_pause_of_nvme(tiers: Tiers, make_run: MakeRun) -> None:
+    tiers.bucket.known = False  # nothing is copied unless asked for
+    engine = tiers.open()
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(run))
+    assert isinstance(engine.nvme, RegionEngine)
+    engine.nvme._health.fault("a test")  # for a second
+    assert engine.nvme.health is not Health.RUNNING
+    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+
+
+def test_nvme_is_closed_whatever_its_bucket_does(
+    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiers.open()
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(run))
+
+    def close() -> None:
+        raise OSError("the bucket does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.bucket, "close", close)
+        with pytest.raises(OSError, match="does not answer"):
+            engine.close()
+    assert tiers.open().lookup(run.keys).num_hits == 4
+
+
 def test_jobs_end_when_their_engine_is_closed(
     tiers: Tiers, make_run: MakeRun, blank: Blank
 ) -> None:
