@@ -1,4 +1,6 @@
-"""Write the tables of the documents from what the code declares: write_tables.py [--check].
+"""Write the tables of the documents from what the code declares.
+
+    python scripts/write_tables.py [--check]
 
 Between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` of a page stands the table of that
 name. ``--check`` writes nothing and exits with 1 where a page says something else.
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not is_check:
                 path.write_text(after, encoding="utf-8")
     for name in stale:
-        print(f"{name}: {'stale; run scripts/write_tables.py' if is_check else 'written'}")
+        print(f"{name}: {'stale; run python scripts/write_tables.py' if is_check else 'written'}")
     return 1 if is_check and stale else 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -199,6 +199,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Object store below NVMe that servers share: `s3://bucket/prefix`, `gs://`, `az://`, "
             "or the path of a shared directory. Credentials come from the environment.",
             default="none",
+            is_secret=True,
         ),
     ]
     capacity_bytes: Annotated[
@@ -336,6 +337,9 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"IndexConfig({self.shown_url!r}, {self.host!r}, {self.port}, {self.keys_directory})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("url", self.shown_url)]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -578,7 +582,7 @@ def default_region_bytes(
 def cache_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
     """``$XDG_CACHE_HOME``, by default ``~/.cache``."""
     base = environment.get("XDG_CACHE_HOME")
-    return Path(base) if base else Path.home() / ".cache"
+    return Path(base).expanduser() if base else Path.home() / ".cache"
 
 
 def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:

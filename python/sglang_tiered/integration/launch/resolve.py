@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,10 @@ LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 # SGLang admits a request without its stored prefix once it has re-issued the load this often.
 # A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
 MAX_LOAD_REISSUES = 1_000_000
+
+# Values of AWS_SERVER_SIDE_ENCRYPTION that obstore knows, and those that take a key's name.
+_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", "sse-c")
+_NAMING_A_KEY = ("aws:kms", "aws:kms:dsse")
 
 # SGLang flags that select another cache below, beside or instead of the radix cache, or that change
 # a request's key behind our back, where no purge would find it.
@@ -301,7 +306,24 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
     if config.codec != NO_CODEC:  # the lossy ones compress too
         require(f"--tier-object-codec {config.codec}", "zstandard")
     rank_settings(config, num_ranks=1)
+    if config.url.startswith("s3://"):
+        _check_encryption(os.environ)
     return config
+
+
+def _check_encryption(environment: Mapping[str, str]) -> None:
+    """Refuse what S3 would refuse at the first write, or what would be ignored."""
+    algorithm = environment.get("AWS_SERVER_SIDE_ENCRYPTION", "")
+    if algorithm and algorithm not in _ENCRYPTIONS:
+        raise ConfigError(
+            f"AWS_SERVER_SIDE_ENCRYPTION={algorithm} is unknown; set it to one of "
+            f"{', '.join(_ENCRYPTIONS)}, or unset it for what the bucket says."
+        )
+    if environment.get("AWS_SSE_KMS_KEY_ID") and algorithm not in _NAMING_A_KEY:
+        raise ConfigError(
+            "AWS_SSE_KMS_KEY_ID needs AWS_SERVER_SIDE_ENCRYPTION=aws:kms beside it, or no page "
+            "would be encrypted with that key; set it, or unset the key."
+        )
 
 
 def _num_ranks(explicit: Mapping[str, Any]) -> int:

@@ -45,8 +45,9 @@ def parse_index_url(text: str) -> IndexUrl:
         options = parse_url(text)  # type: ignore[no-untyped-call]
         parts = urllib.parse.urlsplit(text)
         kind = options.pop("connection_class", Connection)
-        kind(**options)  # connects to nothing, and refuses values that it does not know
         usable = _is_usable(parts, options)
+        if usable:
+            kind(**options)  # connects to nothing, and refuses values that it does not know
     except (ValueError, TypeError, RedisError):
         usable = False
     if not usable:  # raised here, where no error is at hand whose text would be shown with it

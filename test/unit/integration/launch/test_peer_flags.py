@@ -107,6 +107,7 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
         ({"tier_index": "redis://:hunter2@"}, "cannot be used; write redis://"),
         ({"tier_index": "redis://:hunter2@host:99999"}, "--tier-index"),
         ({"tier_index": "redis://:hun/ter2@host"}, "--tier-index"),
+        ({"tier_index": "redis://:hunter2@host?maint_notifications_config=1"}, "--tier-index"),
         ({"tier_index": URL, "tier_peer_port": "0"}, "--tier-peer-port 0 must be from 1 to 65535"),
         ({"tier_index": URL, "tier_peer_port": "65536"}, "must be from 1 to 65535"),
         ({"tier_index": URL, "tier_peer_port": "-1"}, "must be from 1 to 65535"),
