@@ -25,7 +25,7 @@ from sglang_tiered.config import TieredConfig, TierMode, cache_directory, format
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration import compat
 from sglang_tiered.storage.region import directory as store_directory
-from sglang_tiered.storage.region.lock import DirectoryLock
+from sglang_tiered.storage.region.directory import DirectoryLock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ from sglang_tiered.integration.storage.tiers import open_shard
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format
-from sglang_tiered.storage.region.lock import DirectoryLock
+from sglang_tiered.storage.region.directory import DirectoryLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

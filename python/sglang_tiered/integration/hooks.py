@@ -210,7 +210,7 @@ def _register_decode_loads() -> None:
 
 
 def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    from sglang_tiered.integration.cache.immediate_query import around_prefetch
+    from sglang_tiered.integration.cache.load_scheduler import around_prefetch
 
     return around_prefetch(original, *arguments, **named)
 

@@ -17,11 +17,10 @@ Pure: seconds, tokens and bytes in, decisions out. Not thread-safe.
 from __future__ import annotations
 
 import enum
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from sglang_tiered.policy.online_estimate import OnlineCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +29,7 @@ __all__ = [
     "CostModel",
     "LoadDecision",
     "LoadPlan",
+    "OnlineCost",
     "PrefillCost",
     "TYPICAL_TRANSFER_BYTES",
     "TransferCost",
@@ -70,6 +70,104 @@ MAX_SPANS = 8
 
 MIN_GAIN = 0.02
 """The share of the replaced prefill that a load must save to be worth its reads."""
+
+PRIOR_WEIGHT = 0.05
+"""The weight of each prior price, in observations of that price alone."""
+
+MAX_SURPRISE = 2.0
+"""The largest quotient of observed and expected seconds that moves the prices; the rest of it
+counts as a change of level."""
+
+MAX_LEVEL_STEP = math.log(1000)
+"""The largest change of the log level by one observation: a clock that jumped must not decide
+alone."""
+
+SWEEPS = 12
+"""Sweeps of coordinate descent an observation, from the last solution on."""
+
+TINY_S = 1e-9
+
+
+class OnlineCost:
+    """Predicts seconds from features and learns from what they took, as a sum of priced parts:
+    ``level * (price_1 * feature_1 + price_2 * feature_2 + ...)``.
+
+    The level follows the last few observations, in logarithms: a disk that becomes a hundred times
+    slower is believed after two or three, and a recovery as soon. The prices say how the parts
+    compare (the fixed part with the part per byte) and move slowly, by least squares with
+    exponential forgetting (Haykin, Adaptive Filter Theory) on relative errors and with no price
+    below zero. Both start from a prior, which keeps deciding about parts that no observation
+    contains. An observation takes about 50 microseconds.
+
+    ``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary case:
+    together they give the share of each price. An observation counts half for the level after
+    ``level_half_life`` others, and for the prices after ``price_half_life``.
+    """
+
+    def __init__(
+        self,
+        prior: Sequence[float],
+        typical: Sequence[float],
+        *,
+        level_half_life: float,
+        price_half_life: float,
+    ) -> None:
+        if len(prior) != len(typical) or not prior:
+            raise ValueError(f"{len(prior)} prices do not fit {len(typical)} features")
+        if min(prior) < 0 or min(typical) <= 0 or not any(prior):
+            raise ValueError("prices must not be negative, and typical sizes must be positive")
+        self._level_gain = 1 - 0.5 ** (1 / level_half_life)
+        self._kept = 0.5 ** (1 / price_half_life)
+        self._prior = tuple(prior)
+        total = sum(p * t for p, t in zip(prior, typical, strict=True))
+        # A prior price counts as an observation of its own part, relative to the typical cost.
+        self._ridge = tuple(PRIOR_WEIGHT * (t / total) ** 2 for t in typical)
+        self._squares = [[0.0] * len(prior) for _ in prior]
+        self._targets = [0.0] * len(prior)
+        self._prices = self._prior
+        self._log_level = 0.0
+        self.num_observed = 0
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Current estimates, in seconds per unit of each feature."""
+        level = math.exp(self._log_level)
+        return tuple(level * price for price in self._prices)
+
+    def predict(self, features: Sequence[float]) -> float:
+        """Return the expected seconds."""
+        return math.exp(self._log_level) * self._shape(features)
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """Learn that these features took ``seconds``. No time or no work is ignored."""
+        if not 0 < seconds < math.inf or not any(features):
+            return
+        expected = max(TINY_S, self._shape(features))
+        surprise = math.log(seconds / expected) - self._log_level
+        gain = max(self._level_gain, 1 / (1 + self.num_observed))
+        self._log_level += gain * max(-MAX_LEVEL_STEP, min(MAX_LEVEL_STEP, surprise))
+        self.num_observed += 1
+        ratio = seconds / expected / math.exp(self._log_level)
+        self._learn_prices(features, expected, min(MAX_SURPRISE, max(1 / MAX_SURPRISE, ratio)))
+
+    def _shape(self, features: Sequence[float]) -> float:
+        return sum(p * f for p, f in zip(self._prices, features, strict=True))
+
+    def _learn_prices(self, features: Sequence[float], expected: float, ratio: float) -> None:
+        weight = 1 / (expected * expected)
+        for i, row in enumerate(self._squares):
+            for j in range(len(row)):
+                row[j] = self._kept * row[j] + weight * features[i] * features[j]
+            self._targets[i] *= self._kept
+            self._targets[i] += weight * features[i] * expected * ratio
+        values = list(self._prices)
+        for _ in range(SWEEPS):
+            for i, row in enumerate(self._squares):
+                others = sum(row[j] * value for j, value in enumerate(values) if j != i)
+                top = self._targets[i] + self._ridge[i] * self._prior[i] - others
+                values[i] = max(0.0, top / (row[i] + self._ridge[i]))
+        if any(values):
+            self._prices = tuple(values)
 
 
 class PrefillCost:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
-from sglang_tiered.policy.online_estimate import OnlineCost
+from sglang_tiered.policy.cost_model import CostModel, OnlineCost, PrefillCost, TransferCost
 
 BATCH_S, TOKEN_S, PAIR_S = 4e-3, 4.5e-4, 1.5e-8  # two CPU cores
 LOAD_S, BYTE_S = 3e-3, 1 / 0.8e9

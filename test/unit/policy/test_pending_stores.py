@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kit.clock import Clock
-from sglang_tiered.policy import pending_stores
-from sglang_tiered.policy.pending_stores import PendingStore, PendingStores
+from sglang_tiered.policy import admission
+from sglang_tiered.policy.admission import PendingStore, PendingStores
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -74,7 +74,7 @@ def test_node_without_pages_is_no_operation() -> None:
 
 
 def test_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_stores, "MAX_WAITING", 5)
+    monkeypatch.setattr(admission, "MAX_PENDING_STORES", 5)
     table = announced(*"abcdefghij")
     assert len(table) == 5 and table.num_tokens == 5
     assert table.take_store("e") is None and table.take_store("f") is not None

@@ -17,8 +17,13 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
-from sglang_tiered.policy.admission import Admission, Level, WriteBudget, backlog_pressure
-from sglang_tiered.policy.pending_stores import PendingStores
+from sglang_tiered.policy.admission import (
+    Admission,
+    Level,
+    PendingStores,
+    WriteBudget,
+    backlog_pressure,
+)
 from sglang_tiered.storage.base import Stop
 
 if TYPE_CHECKING:

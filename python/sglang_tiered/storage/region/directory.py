@@ -1,4 +1,4 @@
-"""The tier directory: recognize it, refuse a foreign one, make it ready.
+"""The tier directory: recognize it, refuse a foreign one, make it ready, lock it.
 
 ::
 
@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import fcntl
 import os
 import re
 import resource
 import stat
+import time
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -45,13 +47,14 @@ from sglang_tiered.storage.region.format import (
     other_version,
     parse_region_name,
 )
-from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from types import TracebackType
 
 __all__ = [
+    "DirectoryLock",
     "DirectoryState",
     "allow_regions",
     "inspect",
@@ -64,6 +67,7 @@ __all__ = [
 
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
+_POLL_S = 0.05
 _RESERVED = 512  # of a process, for sockets, libraries and the other files of its tiers
 
 
@@ -297,3 +301,74 @@ def _num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0  # it was only to be exact
+
+
+class DirectoryLock:
+    """One process per directory: holds ``path/LOCK`` from construction until ``release``, or until
+    the kernel drops it because the process died. Usable as a context manager.
+
+    ``timeout_s`` waits that long for the present holder, such as a server that is shutting down.
+    Raises ``StoreLockedError`` when the time is up and ``StoreError`` when the lock file cannot
+    be made. The file itself stays: unlinking it would let two processes hold different ones.
+    """
+
+    def __init__(
+        self, path: Path, *, timeout_s: float = 0.0, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._path = path
+        file = path / LOCK_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd: int | None = os.open(file, flags, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"the lock {file} cannot be opened ({error.strerror}); "
+                "make the directory writable or pass another --tier-dir"
+            ) from error
+        try:
+            self._acquire(self._fd, time.monotonic() + timeout_s, sleep)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            # The pid only serves the message of others; a full disk must not keep the lock away.
+            if error.errno != errno.ENOSPC:
+                self.release()
+                raise StoreError(
+                    f"the lock {file} cannot be taken ({error.strerror}); "
+                    "pass a --tier-dir on a local filesystem"
+                ) from error
+        except StoreLockedError:
+            self.release()
+            raise
+
+    def _acquire(self, fd: int, deadline: float, sleep: Callable[[float], None]) -> None:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                    raise StoreLockedError(
+                        f"{self._path} is in use by process {holder}; "
+                        "stop it or pass another --tier-dir"
+                    ) from None
+            sleep(_POLL_S)
+
+    def release(self) -> None:
+        """Let the next process in. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -30,7 +30,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.directory import allow_regions
+from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
@@ -42,7 +42,6 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
-from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.pending import PurgeOrder
 from sglang_tiered.storage.region.purger import Purger

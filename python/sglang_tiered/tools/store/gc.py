@@ -18,7 +18,12 @@ import numpy as np
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, StoreError, StoreForeignError
-from sglang_tiered.storage.region.directory import DirectoryState, inspect, remove_shards
+from sglang_tiered.storage.region.directory import (
+    DirectoryLock,
+    DirectoryState,
+    inspect,
+    remove_shards,
+)
 from sglang_tiered.storage.region.files import (
     IGNORED_NAMES,
     LEFTOVER_NAMES,
@@ -29,7 +34,6 @@ from sglang_tiered.storage.region.files import (
     is_tier_temporary,
 )
 from sglang_tiered.storage.region.format import FORMAT_VERSION
-from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.report import MAX_LISTED, describe, holder_json
 from sglang_tiered.tools.store.scan import ShardReader, identities, totals

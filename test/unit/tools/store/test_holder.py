@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
-from sglang_tiered.storage.region.lock import DirectoryLock
 from sglang_tiered.tools.store import holder
 from sglang_tiered.tools.store.holder import Holder, find_holder
 

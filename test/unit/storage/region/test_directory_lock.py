@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglang_tiered.errors import StoreError, StoreLockedError
+from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
-from sglang_tiered.storage.region.lock import DirectoryLock
 
 if TYPE_CHECKING:
     from pathlib import Path
