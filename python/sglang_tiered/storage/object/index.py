@@ -1,6 +1,6 @@
 """What is held where: the page table of the region log over the objects that are known. No I/O.
 
-A page takes 61 bytes of columns and 8 to 16 of hash table, an object some 500 bytes beside them.
+A page takes 65 bytes of columns and 8 to 16 of hash table, an object some 500 bytes beside them.
 Nothing here locks: the owner's lock guards every call.
 """
 

@@ -1,4 +1,4 @@
-"""key -> where the page is, in 61 bytes of columns and 8 to 16 of hash table per page. No I/O.
+"""key -> where the page is, in 65 bytes of columns and 8 to 16 of hash table per page. No I/O.
 
 An open-addressing hash table (linear probing, at most 60% full) of row numbers, over columns with
 one row per page. Every operation takes a whole run and works on arrays, so that a chain of a
@@ -30,6 +30,7 @@ _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
 _MIN_TABLE = 1 << 10
 _GROWTH = 1.25
+_NO_ROWS = np.zeros(0, np.int32)
 _LEADING = (16, 240)  # keys looked at first: most lookups of a cold prompt miss at once
 
 
@@ -62,6 +63,8 @@ class PageIndex:
         self._tenants = TenantTable()
         self._swept = 0  # where the next sweep of purged rows goes on
         self._live = np.zeros(0, np.int64)  # by region slot
+        # Rows by the region slot they were put in; they may be of another region by now, or free.
+        self._rows_put: dict[int, list[npt.NDArray[np.int32]]] = {}
         self._num_pages = 0
         self._stored_bytes = 0
 
@@ -170,6 +173,7 @@ class PageIndex:
         self._slots[rows] = slot
         self._hits[rows] = 0
         self._live[slot] += len(rows)
+        self._rows_put.setdefault(slot, []).append(rows.astype(np.int32))
         self._stored_bytes += int(lengths.sum(dtype=np.int64))
         self._owners[rows] = placed
         self._tenants.add(placed, lengths.astype(np.int64))
@@ -191,8 +195,9 @@ class PageIndex:
         return same[:limit]
 
     def rows_of(self, slot: int) -> npt.NDArray[np.int64]:
-        """Return the rows of all pages in a region; linear in the size of the index."""
-        return np.flatnonzero(self._slots[: self._num_rows] == slot)
+        """Return the rows of all pages in a region, in ascending order."""
+        rows = np.unique(np.concatenate([_NO_ROWS, *self._rows_put.get(slot, ())])).astype(np.int64)
+        return rows[self._slots[rows] == slot]
 
     def live_rows(self, slot: int) -> npt.NDArray[np.int64]:
         """Return the rows of the pages in a region that a lookup can hit."""
@@ -249,8 +254,10 @@ class PageIndex:
         return self.drop_regions([slot])
 
     def drop_regions(self, slots: Sequence[int]) -> int:
-        """Do ``drop_region`` for several, in one pass over the index."""
-        rows = np.flatnonzero(np.isin(self._slots[: self._num_rows], slots))
+        """Do ``drop_region`` for several."""
+        rows = np.concatenate([_NO_ROWS, *map(self.rows_of, slots)]).astype(np.int64)
+        for slot in slots:
+            self._rows_put.pop(slot, None)
         num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
         self._remove(rows)
         return num_live
