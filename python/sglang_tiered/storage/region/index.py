@@ -196,8 +196,10 @@ class PageIndex:
 
     def rows_of(self, slot: int) -> npt.NDArray[np.int64]:
         """Return the rows of all pages in a region, in ascending order."""
-        rows = np.unique(np.concatenate([_NO_ROWS, *self._rows_put.get(slot, ())])).astype(np.int64)
-        return rows[self._slots[rows] == slot]
+        put = np.concatenate([_NO_ROWS, *self._rows_put.get(slot, ())])
+        rows = np.unique(put).astype(np.int64)
+        still_there: npt.NDArray[np.int64] = rows[self._slots[rows] == slot]
+        return still_there
 
     def live_rows(self, slot: int) -> npt.NDArray[np.int64]:
         """Return the rows of the pages in a region that a lookup can hit."""
