@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import MAX_COPIES_PER_STEP, HostCopies
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Cache:
@@ -56,7 +50,7 @@ class World(SimpleNamespace):
 
     def __init__(self) -> None:
         cache: Any = Cache()
-        super().__init__(cache=cache, clock=Clock(), waiting=set())
+        super().__init__(cache=cache, clock=Clock(100.0), waiting=set())
         self.storage = SimpleNamespace(takes_stores=True)
         self.copies = HostCopies(
             cache,

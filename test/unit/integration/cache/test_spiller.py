@@ -17,8 +17,9 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import HostCopies
-from sglang_tiered.integration.cache.spiller import MAX_STORES_PER_STEP, RETRY_S, Spiller
+from sglang_tiered.integration.cache.spiller import RETRY_S, STORES_S_PER_STEP, Spiller
 from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
@@ -35,13 +36,6 @@ PAGE = 64
 HOST_PAGES = 1 << 12
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Tier:
     """A host tier over a real tree; its cache's bookkeeping, and a disk that works when told.
 
@@ -49,8 +43,11 @@ class Tier:
     the engine's, what is left out is device memory.
     """
 
-    def __init__(self, *, alone: bool = True, writes_per_day: int | None = None) -> None:
+    def __init__(
+        self, *, alone: bool = True, writes_per_day: int | None = None, store_s: float = 0.0
+    ) -> None:
         self.clock = Clock()
+        self._store_s = store_s  # of the scheduler's time
         params: Any = CacheInitParams(
             disable=False,
             req_to_token_pool=None,
@@ -108,6 +105,7 @@ class Tier:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         if spec is None:
             return None
+        self.clock.now += self._store_s
         operation = len(self.num_queued)
         self.num_queued.append(node_id)
         self.queued.append((operation, list(spec.hash_value), spec.host_value))
@@ -219,13 +217,23 @@ def test_several_ranks_queue_stores_at_once_unpinned() -> None:
 
 
 def test_step_hands_over_no_more_than_its_share() -> None:
-    tier = Tier()
-    for seed in range(3 * MAX_STORES_PER_STEP):
+    tier = Tier(store_s=STORES_S_PER_STEP / 4)
+    for seed in range(10):
         tier.insert(chain(seed, 1))
     tier.step()
-    assert len(tier.num_queued) == MAX_STORES_PER_STEP
+    assert len(tier.num_queued) == 4
     tier.run()
-    assert len(tier.num_queued) == 3 * MAX_STORES_PER_STEP
+    assert len(tier.num_queued) == 10
+
+
+def test_slow_store_leaves_the_others_their_turn() -> None:
+    """One store takes longer than a step may; the next step begins the next."""
+    tier = Tier(store_s=3 * STORES_S_PER_STEP)
+    for seed in range(3):
+        tier.insert(chain(seed, 1))
+    for number in range(1, 4):
+        tier.run()
+        assert len(tier.num_queued) >= number
 
 
 def test_node_split_while_waiting_is_stored_whole() -> None:
