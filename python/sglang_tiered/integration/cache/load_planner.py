@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
@@ -51,6 +52,10 @@ MAX_WAITING = 100_000
 
 MAX_FINISHED = 1024
 
+MAX_LATE_READS = 8
+"""Reads under way that are looked at to see whether they are late: the oldest, since a tier reads
+in order."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlightRead:
@@ -73,8 +78,9 @@ class TierTiming:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._lock = threading.Lock()
-        self._in_flight: list[InFlightRead] = []
+        self._in_flight: dict[InFlightRead, None] = {}  # oldest first
         self._finished: deque[tuple[int, float, bool]] = deque(maxlen=MAX_FINISHED)
+        self._last_end_at = -math.inf
         self._measured_at = clock()
         self.num_loads = 0
         self.load_s = 0.0
@@ -83,14 +89,22 @@ class TierTiming:
         """Note that a load (or a probe) begins to read."""
         read = InFlightRead(self, num_bytes, self._clock())
         with self._lock:
-            self._in_flight.append(read)
+            self._in_flight[read] = None
         return read
 
     def end(self, read: InFlightRead, *, is_complete: bool) -> None:
         """Note the end of a read: all bytes arrived, or it failed."""
+        now = self._clock()
         with self._lock:
-            self._in_flight.remove(read)
-        self._finished.append((read.num_bytes, self._clock() - read.begun_at, is_complete))
+            del self._in_flight[read]
+            seconds = now - self._turn_of(read)
+            self._last_end_at = now
+        self._finished.append((read.num_bytes, seconds, is_complete))
+
+    def _turn_of(self, read: InFlightRead) -> float:
+        """Return since when the tier has been at a read: reads that overlap share its speed, and
+        count as if they followed each other."""
+        return max(read.begun_at, self._last_end_at)
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -105,6 +119,7 @@ class TierTiming:
         return True
 
     def learn(self) -> None:
+        """Take in the reads that have ended, and the oldest under way if they are late."""
         while self._finished:
             num_bytes, seconds, is_complete = self._finished.popleft()
             if is_complete:
@@ -114,15 +129,17 @@ class TierTiming:
                 continue  # a quick failure says nothing of speed; one that took long does
             self.cost.observe(num_bytes, seconds)
             self._measured_at = self._clock()
+        if not self._in_flight:
+            return
         with self._lock:
-            reads = list(self._in_flight)
-        for read in reads:
+            oldest = list(islice(self._in_flight, MAX_LATE_READS))
+        for read in oldest:
             self._learn_from(read)
 
     def _learn_from(self, read: InFlightRead) -> None:
         """Learn from a read that takes twice as long as expected, and again each time that doubles:
         otherwise one request after the other would wait for a disk that hangs."""
-        elapsed_s = self._clock() - read.begun_at
+        elapsed_s = self._clock() - self._turn_of(read)
         expected_s = self.cost.seconds(read.num_bytes)
         if elapsed_s > 2 * max(expected_s, read.reported_s):
             read.reported_s = elapsed_s
@@ -168,6 +185,7 @@ class LoadPlanner(Generic[Request]):
         self._waiting: dict[Request, float] = {}
         self._waiting_s = 0.0
         self._yielding: dict[Request, float] = {}  # since when
+        self._deadline_is_due = False
 
     # ---- What things take ----
 
@@ -186,8 +204,13 @@ class LoadPlanner(Generic[Request]):
 
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether the tier was not measured for long. Ask only when a load was declined."""
-        self._learn()
+        self.learn()
         return self.timings[tier].wants_probe()
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the measured speed of NVMe; None before it was measured. Any thread."""
+        return self.timings[Tier.NVME].bytes_per_s
 
     def far_order(self) -> list[Tier]:
         """Return the tiers beyond NVMe, the fastest for a typical load first. Any thread."""
@@ -206,9 +229,17 @@ class LoadPlanner(Generic[Request]):
             },
         )
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
+        """Take in what reads took; called once in every step too."""
         for timing in self.timings.values():
             timing.learn()
+
+    def step(self) -> None:
+        """Begin a step of the scheduler."""
+        self.learn()
+        if self._deadline_is_due:
+            self._deadline_is_due = False
+            self._set_deadline()
 
     # ---- From arrival to admission ----
 
@@ -236,7 +267,7 @@ class LoadPlanner(Generic[Request]):
         ``num_before`` cached ones. The tiers hold the first ``num_held`` of them, in ``spans`` of
         so many tokens (empty: NVMe holds all). A load may end after any page, or where ``ends``
         says. Returns how many tokens to load."""
-        self._learn()
+        self.learn()
         is_new = not self.knows(request)
         self.leaves(request)
         plan = LoadPlan((num_held,), 0.0, 0.0)
@@ -279,16 +310,18 @@ class LoadPlanner(Generic[Request]):
             if load.queued_at is None:
                 self._count(load, 1)
             load.queued_at = self._clock()
-            self._set_deadline()
+            if not self._always:
+                saved_s = load.plan.saved_s if load.plan.num_remote else 0.0
+                self.far_deadline_s = max(self.far_deadline_s, saved_s + self._waiting_s)
+                self._deadline_is_due = True
 
     def _set_deadline(self) -> None:
         """Bound reads of remote tiers: any of them is useless once the longest prefill that a load
         replaces would have been computed."""
-        if not self._always:
-            begun = (load for load in self._loads.values() if load.queued_at is not None)
-            saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
-            longest_s = max(saved, default=0.0) + self._waiting_s
-            self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
+        begun = (load for load in self._loads.values() if load.queued_at is not None)
+        saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
+        longest_s = max(saved, default=0.0) + self._waiting_s
+        self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
 
     def _count(self, load: _Load, sign: int) -> None:
         for tier, num_tokens in enumerate(load.plan.parts):
@@ -326,7 +359,6 @@ class LoadPlanner(Generic[Request]):
         load = self._loads.get(request)
         if load is None or self._always or self.follows:
             return load is not None
-        self._learn()
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
         return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
@@ -357,7 +389,6 @@ class LoadPlanner(Generic[Request]):
         request stops waiting for a hung disk after what computing costs. Of ranks that share pages,
         the one that keeps them decides: the speed of the others says nothing about its tiers.
         """
-        self._learn()
         if self._always or self.follows:
             return True
         now = self._clock()

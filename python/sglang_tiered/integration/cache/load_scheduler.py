@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
@@ -24,13 +24,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
-from sglang_tiered.integration.cache.load_planner import LoadPlanner
-from sglang_tiered.integration.cache.prefill_prior import probe_prefill
-from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -39,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
+    from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.rank_consensus import RankAgreement
     from sglang_tiered.integration.identity.tenants import PurgedTenants
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -51,12 +48,18 @@ __all__ = [
     "PlannedHits",
     "Prefetch",
     "around_prefetch",
-    "make_planner",
 ]
 
-MAX_ASKS_PER_STEP = 32
+MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
 the step must not pay for each."""
+
+MAX_LOOKS_PER_STEP = 8
+"""Loads under way for which a step asks whether to wait on: so many in queue order, and as many in
+turn, so that one that hangs behind others is found. Those that have ended are not among them."""
+
+MAX_YIELDED_TO = 32
+"""Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
 
 _HITS = "_sglang_tiered_hits"
 """The attribute of a controller whose queries are answered here."""
@@ -121,25 +124,6 @@ class LoadingCache(LockingCache, Protocol):
         ...
 
 
-def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPlanner[Any]:
-    """Make the planner of a cache's loads, whose first guesses fit this machine and model.
-    ``always``: load everything, whatever it costs."""
-    page_size = int(cache.page_size)
-    bytes_per_token = max(1, storage.page_bytes() // page_size)
-    pool = cache.token_to_kv_pool_allocator.get_kvcache()
-    model = get_model()
-    prefill = probe_prefill(
-        model.model_path,
-        model.revision,
-        model.download_dir,
-        dtype=getattr(pool, "dtype", torch.float16),
-        device=str(cache.device),
-        num_ranks=int(cache.tp_world_size * cache.pp_size),
-    )
-    costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
-    return LoadPlanner(costs, always=always, follows=storage.borrows)
-
-
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
     """Name the question that ranks ask about a request whose load was put off."""
     return "gains by its turn", request
@@ -167,6 +151,12 @@ class LoadScheduler:
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
         self._soonest_load_s: float | None = None  # of the loads under way; None until computed
+        self._num_looks_left = 0
+        self._num_steps = 0
+        self._is_served: bool | None = None  # whether the tiers serve loads; None until asked
+        self._num_begun = 0
+        self._look_numbers: dict[str, int] = {}  # of loads under way, by rid
+        self._num_unused: int | None = None  # host tokens that were loaded; None until counted
         # What was or will be loaded for a request that was not admitted yet: the prefix while it
         # loads, then how many tokens came, whose host copies are locked.
         self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
@@ -230,6 +220,8 @@ class LoadScheduler:
         if request not in self._cache.ongoing_prefetch:
             return
         self.planner.begins(request)
+        self._look_numbers[request.rid] = self._num_begun
+        self._num_begun += 1
         whole = array("q", call.matched_prefix_tokens or ()) + array("q", call.new_input_tokens)
         self._loading_keys[request] = RadixKey(
             whole, extra_key=call.extra_key, cache_salt=call.cache_salt
@@ -325,27 +317,45 @@ class LoadScheduler:
 
     def num_tokens(self) -> int:
         """Return the host tokens of loads in flight and of loads not yet used by their request."""
+        if self._num_unused is None:
+            unused = {**self._cache.prefetch_loaded_tokens_by_reqid, **self._num_loaded}
+            self._num_unused = sum(unused.values())
         loading: int = self._cache.cache_controller.prefetch_tokens_occupied
-        unconsumed = {**self._cache.prefetch_loaded_tokens_by_reqid, **self._num_loaded}
-        return loading + sum(unconsumed.values())
+        return loading + self._num_unused
 
     def step(self) -> None:
         """Begin a step of the scheduler."""
+        self.planner.step()
         self._num_asks_left = [MAX_ASKS_PER_STEP, MAX_ASKS_PER_STEP]
+        self._num_looks_left = MAX_LOOKS_PER_STEP
+        self._num_steps += 1
+        self._is_served = None
         self._soonest_load_s = None
+        self._num_unused = None
+
+    def rests(self, request: CacheRequestHandle) -> bool:
+        """Whether a request waits for a load and is not looked at again in this step. Decided by
+        what all ranks know: the order of the questions and of the loads."""
+        rid = request.rid
+        if self._window.is_put_off(rid):
+            # What waits only for the other ranks' answer must not wait behind loads.
+            loads = self._window.num_tokens(rid) > 0
+            if self._num_asks_left[loads] == 0:
+                return True
+            self._num_asks_left[loads] -= 1
+            return False
+        number = self._look_numbers.get(rid)
+        if number is None:
+            return False
+        if self._num_looks_left > 0:
+            self._num_looks_left -= 1
+            return False
+        stride = len(self._look_numbers) // MAX_LOOKS_PER_STEP
+        return stride > 1 and (number + self._num_steps) % stride > 0
 
     def is_put_off(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits for the other ranks, or for its load's turn."""
         return self._window.is_put_off(request.rid)
-
-    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
-        """Whether a request that was put off goes on waiting, of those looked at in this step."""
-        # What waits only for the other ranks' answer must not wait behind loads.
-        loads = self._window.num_tokens(request.rid) > 0
-        if self._num_asks_left[loads] == 0:
-            return True
-        self._num_asks_left[loads] -= 1
-        return self._awaits_its_turn(request, storage)
 
     def yields(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits a moment for loads of others that are nearly there."""
@@ -355,13 +365,13 @@ class LoadScheduler:
         if self._soonest_load_s is None:
             under_way = [
                 self.planner.left_s(handle)
-                for handle, info in loads.items()
+                for handle, info in islice(loads.items(), MAX_YIELDED_TO)
                 if info.operation.completed_tokens < info.operation.storage_hit_count
             ]
             self._soonest_load_s = min(under_way, default=math.inf)
         return self.planner.yields(request, self._soonest_load_s)
 
-    def _awaits_its_turn(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
+    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
         """Whether a request whose load was put off goes on waiting; begins it when it has room."""
         num_tokens = self._window.num_tokens(request.rid)
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
@@ -385,7 +395,7 @@ class LoadScheduler:
         each other in the next step."""
         # A store is taken to last as long as a load.
         num_ahead = self._cache.cache_controller.prefetch_tokens_occupied + num_stored_first
-        gains = storage.serves_loads and self.planner.gains_by_its_turn(
+        gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
             request, num_ahead=num_ahead
         )
         question = _gain_of(request)
@@ -397,7 +407,7 @@ class LoadScheduler:
     def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
         stopped serving. Asked when the request could be admitted; SGLang reduces it over ranks."""
-        if not storage.serves_loads:
+        if not self._serves_loads(storage):
             return True
         is_read = operation.host_indices is not None
         num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
@@ -419,12 +429,23 @@ class LoadScheduler:
             num_lost=operation.completed_tokens if is_all_or_nothing else 0,
         )
 
+    def _serves_loads(self, storage: TieredStorage) -> bool:
+        """Whether waiting for a load can still pay off, as of this step."""
+        if self._is_served is None:
+            self._is_served = storage.serves_loads
+        return self._is_served
+
     # ---- It has ended ----
+
+    def revoked(self, request: CacheRequestHandle) -> None:
+        """Look no more at a load that SGLang gave up before it read anything."""
+        self._look_numbers.pop(request.rid, None)
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
         """Keep in host memory what a load brought until its request is admitted. In a long queue
         the loads of later requests would evict it before."""
         key = self._loading_keys.pop(request, None)
+        self._look_numbers.pop(request.rid, None)
         self.unlock_loaded(request)
         if key is None or num_loaded == 0:
             return
@@ -438,6 +459,7 @@ class LoadScheduler:
         """Unlock what was loaded for a request: it was admitted, and the copy to the device locks
         it."""
         self._num_loaded.pop(request, None)
+        self._num_unused = None
         self._locks.unlock(request)
 
     def unlock_last_loaded(self) -> bool:
@@ -452,6 +474,8 @@ class LoadScheduler:
         """Load nothing more for a request, which is about to be admitted."""
         self.planner.leaves(request)
         self._loading_keys.pop(request, None)
+        self._look_numbers.pop(request.rid, None)
+        self._num_unused = None
         self._copies.stops_waiting(request)
 
     def forget(self, request: CacheRequestHandle) -> None:
@@ -477,7 +501,9 @@ class LoadScheduler:
     def clear(self) -> None:
         """Forget all loads: the tree was emptied, and no request is left."""
         self._loading_keys.clear()
+        self._look_numbers.clear()
         self._num_loaded.clear()
+        self._num_unused = None
         self._locks.clear()
         self._num_asks_left = [0, 0]
         self._window.clear()

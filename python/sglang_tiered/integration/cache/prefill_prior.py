@@ -9,13 +9,19 @@ cost (attention) keeps the prior's share.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.runtime_context import get_model
 
+from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.identity.model import find_weight_files
-from sglang_tiered.policy.cost_model import PRIOR_PREFILL, PrefillCost
+from sglang_tiered.policy.cost_model import PRIOR_PREFILL, CostModel, PrefillCost
 
-__all__ = ["probe_prefill"]
+if TYPE_CHECKING:
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+__all__ = ["make_planner", "probe_prefill"]
 
 ROWS, SIDE = 512, 2048
 NUM_TIMES = 7
@@ -64,3 +70,22 @@ def _operations_per_s(dtype: torch.dtype, device: str) -> float | None:
     except (RuntimeError, NotImplementedError):
         return None
     return 2 * ROWS * SIDE * SIDE / min(times)
+
+
+def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPlanner[Any]:
+    """Make the planner of a cache's loads, whose first guesses fit this machine and model.
+    ``always``: load everything, whatever it costs."""
+    page_size = int(cache.page_size)
+    bytes_per_token = max(1, storage.page_bytes() // page_size)
+    pool = cache.token_to_kv_pool_allocator.get_kvcache()
+    model = get_model()
+    prefill = probe_prefill(
+        model.model_path,
+        model.revision,
+        model.download_dir,
+        dtype=getattr(pool, "dtype", torch.float16),
+        device=str(cache.device),
+        num_ranks=int(cache.tp_world_size * cache.pp_size),
+    )
+    costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
+    return LoadPlanner(costs, always=always, follows=storage.borrows)

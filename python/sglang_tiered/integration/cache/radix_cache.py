@@ -44,7 +44,8 @@ from sglang_tiered.integration.cache.host_size import (
     least_of_ranks,
     target_host_bytes,
 )
-from sglang_tiered.integration.cache.load_scheduler import Prefetch, make_planner
+from sglang_tiered.integration.cache.load_scheduler import Prefetch
+from sglang_tiered.integration.cache.prefill_prior import make_planner
 from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
@@ -272,8 +273,12 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
-        if self.tiering is not None and self.tiering.loads.is_put_off(request):
-            return not self.tiering.stays_put_off(request)
+        tiering = self.tiering
+        if tiering is not None:
+            if tiering.loads.rests(request):
+                return False
+            if tiering.loads.is_put_off(request):
+                return not tiering.stays_put_off(request)
         return bool(super().check_prefetch_progress(request))
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
@@ -292,10 +297,15 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.storage is not None and num_loaded > 0:
             self.storage.accounting.note_loaded(host_indices[end - num_loaded : end])
 
+    def revoke_pending_prefetch(self, request: CacheRequestHandle) -> None:
+        super().revoke_pending_prefetch(request)
+        if self.tiering is not None:
+            self.tiering.loads.revoked(request)
+
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
         if self.tiering is not None:
             self.tiering.loads.leaves(request)
-        span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
         return span
 
     def finish_storage_prefetch_admission(
@@ -355,14 +365,19 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             super().write_backup_storage(node_id)
 
     def _drain_storage_control_queues_impl(
-        self, n_storage_hit: int | None, n_ack_prefetch: int | None, *args: Any, **kwargs: Any
+        self,
+        n_storage_hit: int | None,
+        n_ack_prefetch: int | None,
+        n_backup: int | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        before = dict(self.ongoing_backup)
+        before = {} if n_backup == 0 else dict(self.ongoing_backup)
         with self._loads_under_way.noting_ends(
             self.cache_controller, n_storage_hit, n_ack_prefetch
         ):
             super()._drain_storage_control_queues_impl(
-                n_storage_hit, n_ack_prefetch, *args, **kwargs
+                n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
         ended = [node for each, (node, _) in before.items() if each not in self.ongoing_backup]
         if ended and self.tiering is not None:

@@ -136,12 +136,12 @@ def test_only_the_end_of_a_store_is_told(made: Made) -> None:
     noted: list[int] = []
     made.cache._observer = SimpleNamespace(announce_node=noted.append)
     made.cache.ongoing_backup.update({5: (50, None), 6: (60, None)})
-    made.cache._drain_storage_control_queues_impl(0, 0)
+    made.cache._drain_storage_control_queues_impl(0, 0, 1)
     assert made.parts.num_ends == 0 and noted == []
     made.upstream["_drain_storage_control_queues_impl"] = lambda *_: made.cache.ongoing_backup.pop(
         5
     )
-    made.cache._drain_storage_control_queues_impl(0, 0)
+    made.cache._drain_storage_control_queues_impl(0, 0, 1)
     assert made.parts.num_ends == 1 and noted == [50]
 
 

@@ -45,7 +45,7 @@ from sglang.test.kits.unified_radix_cache.storage import (
 )
 
 from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.cache import load_scheduler
+from sglang_tiered.integration.cache import prefill_prior
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
@@ -239,7 +239,7 @@ def kit_for(
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
     slow = PrefillCost((1.0, 1.0, 0.0))  # so that every load pays
-    monkeypatch.setattr(load_scheduler, "probe_prefill", lambda *_, **__: slow)
+    monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
     kits: list[Kit] = []
 
     def make(cfg: CacheConfig) -> Kit:

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.cache import load_scheduler
+from sglang_tiered.integration.cache import prefill_prior
 from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.rank_consensus import RankAgreement
@@ -162,7 +162,7 @@ def decode(
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
     # Slow enough that every load pays.
     slow = PrefillCost((1.0, 1.0, 0.0))
-    monkeypatch.setattr(load_scheduler, "probe_prefill", lambda *_, **__: slow)
+    monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
     flags = {
         flag.lstrip("-").replace("-", "_"): value
         for flag, value in _storage_arguments(page_size).items()

@@ -1,0 +1,151 @@
+"""Many requests wait for loads at once: a step looks at a few of them, and at each in its turn."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from sglang_tiered.integration import hooks
+from sglang_tiered.integration.cache.load_scheduler import MAX_LOOKS_PER_STEP
+from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+    """Loads of one page that NVMe holds, of a disk that gives nothing while
+    ``world.disk`` is not set; nor does SGLang's I/O thread while ``world.thread`` is not."""
+    disk, readv = threading.Event(), FileDevice.readv
+    disk.set()
+
+    def wait_and_read(*given: Any) -> int:
+        assert disk.wait(60)
+        return readv(*given)
+
+    monkeypatch.setattr(FileDevice, "readv", wait_and_read)
+    thread, transfer = threading.Event(), HybridCacheController._page_transfer
+    thread.set()
+
+    def wait_and_transfer(controller: Any, operation: Any) -> Any:
+        assert thread.wait(60)
+        return hooks._around_page_transfer(transfer, controller, operation)  # as the plugin has it
+
+    monkeypatch.setattr(HybridCacheController, "_page_transfer", wait_and_transfer)
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        try:
+            world.store(*(prompt(number, 1) for number in range(NUM_LOADS)))
+            world.cache.tiering.loads._window = PrefetchWindow(2 * NUM_LOADS * PAGE)
+            disk.clear()
+            world.disk, world.thread = disk, thread  # type: ignore[attr-defined]
+            yield world
+        finally:
+            disk.set()
+            thread.set()
+
+
+def ask_all(world: CacheWorld) -> list[Any]:
+    requests = [world.asks(f"r{number}", prompt(number, 1)) for number in range(NUM_LOADS)]
+    assert len(world.cache.ongoing_prefetch) == NUM_LOADS
+    return requests
+
+
+def looked_at(world: CacheWorld, requests: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests of which one step asks whether to wait on."""
+    seen: list[str] = []
+    planner = world.cache.tiering.planner
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "should_wait", lambda request, **_: seen.append(request.rid) or True)
+        world.cache.check_hicache_events()
+        assert not any(world.cache.check_prefetch_progress(request) for request in requests)
+    return seen
+
+
+def test_step_looks_at_few_loads_and_misses_none(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = ask_all(world)
+    steps = [looked_at(world, requests, monkeypatch) for _ in range(2 * MAX_LOOKS_PER_STEP)]
+    assert all(MAX_LOOKS_PER_STEP <= len(seen) <= 2 * MAX_LOOKS_PER_STEP for seen in steps)
+    assert {rid for seen in steps for rid in seen} == {request.rid for request in requests}
+
+
+def test_all_ranks_look_at_the_same_loads(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has arrived differs between ranks, and a question is a reduction that all take part in:
+    with the disk of one rank open, it looks at no others."""
+    requests = ask_all(world)
+    loads = world.cache.tiering.loads
+    loads.step()
+    before = [loads.rests(request) for request in requests]
+    for info in world.cache.ongoing_prefetch.values():
+        monkeypatch.setattr(info.operation, "completed_tokens", PAGE)
+    loads._num_steps -= 1
+    loads.step()
+    assert [loads.rests(request) for request in requests] == before
+
+
+def test_late_load_behind_others_is_given_up(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of many in the queue computes, though those before it wait on."""
+    requests = ask_all(world)
+    last = requests[-1]
+    planner = world.cache.tiering.planner
+    monkeypatch.setattr(planner, "should_wait", lambda request, **_: request != last)
+    for _ in range(NUM_LOADS):
+        world.cache.check_hicache_events()
+        ended = [each for each in requests if world.cache.load_has_ended(each)]
+        if ended:
+            break
+    assert ended == [last]
+
+
+def test_ended_load_starts_in_the_next_step(world: CacheWorld) -> None:
+    requests = ask_all(world)
+    world.disk.set()  # type: ignore[attr-defined]
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    assert all(world.cache.check_prefetch_progress(request) for request in requests)
+
+
+def test_aborted_load_gives_its_room_back(world: CacheWorld) -> None:
+    requests = ask_all(world)
+    loads = world.cache.tiering.loads
+    assert loads.num_tokens() == NUM_LOADS * PAGE
+    for request in requests:
+        world.cache.release_aborted_request(request)
+    world.disk.set()  # type: ignore[attr-defined]
+    world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
+    assert not any(loads.rests(request) for request in requests)
+
+
+def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
+    """Aborted in the queue: reads of several loads are under way, and no other may get their host
+    pages before these reads have ended."""
+    host = world.cache.cache_controller.mem_pool_host
+    before = host.available_size()
+    world.thread.clear()  # type: ignore[attr-defined]
+    requests = ask_all(world)
+    world.until(lambda: world.cache.cache_controller.prefetch_buffer.qsize() == NUM_LOADS - 1)
+    world.thread.set()  # type: ignore[attr-defined]
+    nvme = world.cache.storage.stack.nvme
+    world.until(lambda: nvme.stats().num_inflight_jobs > 1)
+    for request in requests:
+        world.cache.release_aborted_request(request)
+    for _ in range(50):
+        world.cache.check_hicache_events()
+        assert host.available_size() <= before - nvme.stats().num_inflight_jobs * PAGE
+    assert world.cache.has_loads_under_way
+    world.disk.set()  # type: ignore[attr-defined]
+    world.until(lambda: host.available_size() == before)
+    assert not world.cache.has_loads_under_way
