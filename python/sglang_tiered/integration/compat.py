@@ -81,6 +81,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}._prefetch_deadline_expired": ("self", "operation"),
     f"{_TREE}.release_aborted_request": ("self", "request"),
     f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),
+    f"{_TREE}.revoke_pending_prefetch": ("self", "request"),
     f"{_CACHE}.storage_prefetch:StoragePrefetchRetries.refetch": (
         "self",
         "req_id",
@@ -125,6 +126,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "assume_stored",
     ),
     f"{_CONTROLLER}._storage_hit_query": ("self", "operation"),
+    f"{_CONTROLLER}._page_transfer": ("self", "operation"),
     f"{_CONTROLLER}._sync_prefetch_hit_query": ("self", "operation", "storage_hit_count"),
     "sglang.srt.managers.scheduler:Scheduler.is_fully_idle": (
         "self",

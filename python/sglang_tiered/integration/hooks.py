@@ -28,7 +28,8 @@
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
-| HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``immediate_query``) |
+| HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
+| HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -108,6 +109,12 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.prefetch",
         _around_prefetch,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+        "._page_transfer",
+        _around_page_transfer,
         HookType.AROUND,
     )
     HookRegistry.register(f"{_SCHEDULER}.__init__", _around_scheduler, HookType.AROUND)
@@ -213,6 +220,15 @@ def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any
     from sglang_tiered.integration.cache.load_scheduler import around_prefetch
 
     return around_prefetch(original, *arguments, **named)
+
+
+def _around_page_transfer(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+    storage = controller.storage_backend
+    if not isinstance(storage, TieredStorage):
+        return original(controller, operation)
+    return storage.reads.carry_out(original, controller, operation)
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

@@ -41,7 +41,7 @@ from sglang_tiered.integration.storage.tiers import (
     open_remote_tiers,
     open_shard,
 )
-from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
+from sglang_tiered.integration.storage.transfers import ReadAhead, ReadPlanner, TierTransfers
 from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.storage.base import Health, Run, Stop, Tier
@@ -115,6 +115,7 @@ class TieredStorage(ZeroCopyStorage):
         self._storing: Job | None = None  # on the backup thread
         self._planner: ReadPlanner | None = None
         self.transfers: TierTransfers  # from when the host pools are registered
+        self.reads: ReadAhead  # the same
         self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # no other process will have this namespace
@@ -189,7 +190,7 @@ class TieredStorage(ZeroCopyStorage):
             self._tiers.collect()
         if self.knows_namespace and not search.is_nameless:
             self._remember_namespace()
-        self.transfers = TierTransfers(self.stack, self.page_bytes())
+        self._make_transfers()
         stats = region.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
@@ -212,8 +213,17 @@ class TieredStorage(ZeroCopyStorage):
         self._search = search if answer is None else None
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=None)
-        self.transfers = TierTransfers(self.stack, self.page_bytes())
+        self._make_transfers()
         self._set_claim()
+
+    def _make_transfers(self) -> None:
+        self.transfers = TierTransfers(self.stack, self.page_bytes())
+        self.reads = ReadAhead(
+            partial(self._begin_load, PoolName.KV),
+            lambda: self.transfers.bytes_per_s,
+            page_bytes=self.page_bytes(),
+            page_size=self._page_size(),
+        )
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
         self.accounting = PageAccounting(self.mem_pool_host.logical_size, self._page_size())
@@ -517,7 +527,7 @@ class TieredStorage(ZeroCopyStorage):
         host_indices: torch.Tensor,  # [pages * page_size] int64
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._load(PoolName.KV, keys, host_indices)
+        return self.reads.read(keys, host_indices) if keys else []
 
     def batch_set_v1(
         self,
@@ -546,8 +556,11 @@ class TieredStorage(ZeroCopyStorage):
     ) -> list[bool]:
         if not hashes or host_indices is None:
             return [False] * len(hashes)
+        return self.transfers.wait_for(self._begin_load(pool, hashes, host_indices))
+
+    def _begin_load(self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self.transfers.load_pages(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
+        return self.transfers.begin_load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None

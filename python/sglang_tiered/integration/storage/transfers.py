@@ -1,6 +1,7 @@
 """``TierTransfers``: begins jobs of the tiers for SGLang's storage threads, and waits for them.
 
-Tells the planner of every read, and measures a tier when asked.
+Tells the planner of every read, and measures a tier when asked. ``ReadAhead`` keeps several reads
+under way at once.
 """
 
 from __future__ import annotations
@@ -9,32 +10,49 @@ import threading
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
 from sglang_tiered.storage.base import Run, Tier
 from sglang_tiered.storage.stack.tiers import ReadObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from queue import Queue
+
+    import torch
 
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.stack import TierStack
 
-__all__ = ["ReadPlanner", "TierTransfers", "read_in_steps"]
+__all__ = ["ReadAhead", "ReadPlanner", "TierTransfers", "read_in_steps"]
 
 MAX_EXPECTED_PAGES = 1 << 16
 MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
 MAX_FAR_PROBE_BYTES, MAX_FAR_PROBE_S = 4 << 20, 10.0
 MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
+PART_S = 0.02
+MAX_PART_BYTES = 64 << 20
+NUM_PARTS = 2
+"""Full parts under way: one that is waited for, and one that keeps the disk busy meanwhile."""
+
+MAX_LOADS_AHEAD = 64
+"""Queued loads that are looked at for something to read."""
+
 
 class ReadPlanner(ReadObserver, Protocol):
     """Learns from every read, and says how long those of remote tiers may take. Any thread."""
 
     far_deadline_s: float
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the measured speed of NVMe; None before it was measured."""
+        ...
 
     def far_order(self) -> Sequence[Tier]:
         """Return the tiers beyond NVMe, the fastest for a typical load first."""
@@ -72,18 +90,19 @@ class TierTransfers:
         job.wait()
         return job.ok
 
-    def load_pages(self, run: Run, first_hash: str) -> list[bool]:
-        """Read pages for a request; the planner learns from it."""
-        return self.wait_for(self._begin(run, first_hash))
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the speed at which NVMe was measured; None before."""
+        return None if self._planner is None else self._planner.bytes_per_s
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares those of this one. Any thread."""
         if not self._stack.remote:
             return self._stack.nvme.submit_load(run)
-        return self._begin(run, run.keys[0].hex())
+        return self.begin_load(run, run.keys[0].hex())
 
-    def _begin(self, run: Run, first_hash: str) -> Job:
-        """Begin a load; the stack tells the planner of each tier's reads."""
+    def begin_load(self, run: Run, first_hash: str) -> Job:
+        """Begin to read pages for a request; the planner learns from each tier's reads."""
         planner = self._planner
         deadline_s = None if planner is None else planner.far_deadline_s
         with self._lock:
@@ -126,6 +145,121 @@ class TierTransfers:
             read_in_steps(read, len(hashes))
         else:
             read(len(hashes), 0.0)  # once: such reads cost money, or time of another server
+
+
+class _Part(NamedTuple):
+    job: Job
+    num_pages: int
+
+
+class ReadAhead:
+    """Several reads under way for SGLang's prefetch I/O thread, which does one load at a time.
+
+    The thread asks for up to 128 pages, waits for them, tells the scheduler, and asks for the next:
+    between two calls the disk is idle, and 128 pages of a large model are a gigabyte, within which
+    no abort is noticed. Here a call is read in parts of ``PART_S`` as the tier was measured, and
+    while the thread waits for one part, the next ones are being read: of this load, and of those
+    that SGLang has queued behind it. Results go to SGLang in its own order.
+
+    Memory that is being read into must stay the load's own. SGLang gives the pages of an aborted
+    load back when its thread is through with it, so ``carry_out`` waits there for what was begun.
+
+    ``begin`` begins to read KV pages into host slots; ``bytes_per_s`` is the measured speed of the
+    tier, None before it was measured. On that thread only.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Sequence[str], torch.Tensor], Job],
+        bytes_per_s: Callable[[], float | None],
+        *,
+        page_bytes: int,
+        page_size: int,
+    ) -> None:
+        self._begin_read = begin
+        self._bytes_per_s = bytes_per_s
+        self._page_bytes = page_bytes
+        self._page_size = page_size
+        self._under_way: dict[tuple[Any, int], _Part] = {}  # by load and first page
+        self._num_pages = 0  # of these
+        self._load: Any = None  # that SGLang's thread is at
+        self._queue: Queue[Any] | None = None
+        self._next_page = 0
+
+    def carry_out(
+        self, original: Callable[[Any, Any], Any], controller: Any, operation: Any
+    ) -> Any:
+        """Wrap ``HybridCacheController._page_transfer``, which reads one load."""
+        self._load, self._queue, self._next_page = operation, controller.prefetch_buffer, 0
+        try:
+            return original(controller, operation)
+        finally:
+            self._load = self._queue = None
+            for key in [key for key in self._under_way if key[0] is operation]:
+                self._take(key).job.wait()
+
+    def read(self, hashes: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        """Read the next pages of the load; return which arrived. Stops at the first that did not,
+        and when the load was aborted."""
+        load = self._load
+        if load is None:  # not SGLang's own thread
+            return self._wait_for(self._begin_read(hashes, host_indices))
+        served: list[bool] = []
+        while len(served) < len(hashes) and all(served) and not load.is_terminated():
+            key = load, self._next_page
+            if key not in self._under_way:
+                self._begin(*key)
+            self._begin_more()
+            part = self._take(key)
+            served += self._wait_for(part.job)
+            self._next_page += part.num_pages
+        return served + [False] * (len(hashes) - len(served))
+
+    def _wait_for(self, job: Job) -> list[bool]:
+        job.wait()
+        return job.ok
+
+    @property
+    def _part_pages(self) -> int:
+        speed = self._bytes_per_s()
+        num_bytes = MAX_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
+        num_pages: int = min(STORAGE_BATCH_SIZE, int(num_bytes // self._page_bytes))
+        return max(1, num_pages)
+
+    def _begin(self, load: Any, start: int) -> None:
+        # No part goes beyond a call, which takes whole parts.
+        batch_end = (start // STORAGE_BATCH_SIZE + 1) * STORAGE_BATCH_SIZE
+        end = min(start + self._part_pages, batch_end, len(load.hash_value))
+        slots = load.host_indices[start * self._page_size : end * self._page_size]
+        job = self._begin_read(load.hash_value[start:end], slots)
+        self._under_way[load, start] = _Part(job, end - start)
+        self._num_pages += end - start
+
+    def _take(self, key: tuple[Any, int]) -> _Part:
+        part = self._under_way.pop(key)
+        self._num_pages -= part.num_pages
+        return part
+
+    def _begin_more(self) -> None:
+        """Begin to read what SGLang's thread asks for next."""
+        limit = NUM_PARTS * self._part_pages
+        if self._num_pages >= limit:
+            return
+        for load in self._loads():
+            start = self._next_page if load is self._load else 0
+            while start < len(load.hash_value) and not load.is_terminated():
+                if (load, start) not in self._under_way:
+                    self._begin(load, start)
+                    if self._num_pages >= limit:
+                        return
+                start += self._under_way[load, start].num_pages
+
+    def _loads(self) -> Iterator[Any]:
+        assert self._queue is not None
+        yield self._load
+        with self._queue.mutex:
+            queued = list(islice(self._queue.queue, MAX_LOADS_AHEAD))
+        yield from (load for load in queued if load is not None)  # None: wake up
 
 
 def read_in_steps(
