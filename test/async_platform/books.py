@@ -25,7 +25,7 @@ touch what copies touch.
 | ``left-over-at-rest`` | an idle scheduler with locks on the device, or an unsound tree |
 | ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not free all its pages: locks, or pages without a node |
 | ``copy-failed`` | a copy raised, such as after ``destroy`` |
-| ``too-many-lessons`` | the cost model learnt from a prefill that waited for copies, or twice from one |
+| ``too-many-lessons`` | the cost model learnt twice from one prefill |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _buffers(pool: Any) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Lessons:
-    """Each prefill may teach the cost model once, and none that waited for copies from the host."""
+    """Each prefill may teach the cost model once."""
 
     report: Report
     num_forwards: int = 0

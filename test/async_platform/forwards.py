@@ -38,7 +38,7 @@ def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[A
             overlaps = stream is self.forward_stream
             if overlaps:
                 stream.called("forward", lazy=False)
-            if forward_batch.forward_mode.is_extend() and not _waits_for_loads(self):
+            if forward_batch.forward_mode.is_extend():
                 bed.lessons.num_forwards += 1
             written = _written(self, forward_batch, slots_of)
             with bed.device.lock:
@@ -103,11 +103,6 @@ def _read(runner: Any, batch: Any) -> Any:
     requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False)
     slots = [table[request, :length].numpy() for request, length in requests]
     return np.concatenate(slots).astype(np.int64) if slots else np.zeros(0, np.int64)
-
-
-def _waits_for_loads(runner: Any) -> bool:
-    counter = getattr(runner.token_to_kv_pool, "layer_transfer_counter", None)
-    return counter is not None and counter.consumer_index >= 0
 
 
 def _rows(written: Written) -> list[list[torch.Tensor]]:

@@ -437,18 +437,6 @@ def prefill_that_teaches_twice(world: World) -> None:
         LoadScheduler.note_batch(loads, [(PAGE, 0)], 0.1)
 
 
-@noticed_as("too-many-lessons")
-def prefill_that_teaches_although_it_waits_for_a_load(world: World) -> None:
-    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-
-    _, host = world.backed_up(1)
-    world.bed.lessons.num_lessons = world.bed.lessons.num_forwards
-    slots, consumer = world.load_back(host)
-    world.forward(world.allocator.alloc(PAGE), slots, consumer)
-    loads: Any = SimpleNamespace(planner=SimpleNamespace(note_batch=lambda *_: None))
-    LoadScheduler.note_batch(loads, [(PAGE, 0)], 0.1)
-
-
 def main(names: Iterable[str]) -> None:
     from sglang.srt.plugins import load_plugins
 

@@ -377,11 +377,11 @@ def _storage(module: ModuleType) -> None:
 
 def _load_scheduling(module: ModuleType) -> None:
     def counting(original: Any) -> Any:
-        def note_batch(self: Any, spans: Any, seconds: float) -> None:
+        def note_batch(self: Any, spans: Any, seconds: float, num_copied: int = 0) -> None:
             BED.report.ran("lesson")
             if "books" in BED.parts:
                 BED.lessons.note()
-            original(self, spans, seconds)
+            original(self, spans, seconds, num_copied)
 
         return note_batch
 

@@ -74,12 +74,12 @@ def test_a_plan_never_loads_what_costs_more(
         return taken
 
     def total_s(num_tokens: int) -> float:
-        rest = costs.prefill.seconds(num_new - num_tokens, num_tokens)
+        everything = costs.prefill.seconds(num_new, 0)
         if not num_tokens:
-            return rest
-        saved = costs.prefill.seconds(num_new, 0) - rest
+            return everything
+        saved = costs.prefill.saved_seconds(num_tokens, num_new, 0)
         load_s = costs.load_seconds(parts(num_tokens))
-        return max(0.0, load_s - queue_wait_s) + rest + MIN_GAIN * saved
+        return max(0.0, load_s - queue_wait_s) + everything - (1 - MIN_GAIN) * saved
 
     assert plan.num_tokens % PAGE == 0
     assert list(plan.parts or (0, 0, 0)) == parts(plan.num_tokens)
@@ -209,7 +209,7 @@ def test_a_read_may_take_its_prefills_time() -> None:
     assert planner.far_deadline_s == MIN_FAR_DEADLINE_S
     arrive(planner, "r", 0, 6400)
     planner.begins("r")
-    assert planner.far_deadline_s >= planner.costs.prefill.seconds(6400, 0)
+    assert planner.far_deadline_s >= planner.costs.prefill.saved_seconds(6400, 6400, 0) > 0.5
 
 
 def test_far_tiers_are_asked_fastest_first() -> None:

@@ -39,6 +39,10 @@ __all__ = [
 PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 """Seconds per batch, per token, per pair, before any batch was seen: 20,000 tokens per second."""
 
+PRIOR_COPY_S = 3e-6
+"""Seconds that a batch waits for the copy of a token to the device, before any was seen: 128 KiB at
+40 GB/s. Copies that computing hides cost nothing, and that is learnt."""
+
 TYPICAL_PREFILL_TOKENS = 2048
 
 MIN_OBSERVED_TOKENS = 64
@@ -171,13 +175,14 @@ class OnlineCost:
 
 
 class PrefillCost:
-    """Seconds of prefill, estimated from batches."""
+    """Seconds of prefill, and of the copies to the device that it waits for, estimated from
+    batches. Those with copies teach too: after a restart every request may return."""
 
     def __init__(self, prior: Sequence[float] = PRIOR_PREFILL) -> None:
         n = TYPICAL_PREFILL_TOKENS
         self._cost = OnlineCost(
-            prior,
-            (1.0, n, n * n / 2),
+            (*prior, PRIOR_COPY_S),
+            (1.0, n, n * n / 2, n),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
             price_half_life=PRICE_HALF_LIFE,
         )
@@ -185,26 +190,34 @@ class PrefillCost:
     @property
     def prices(self) -> tuple[float, ...]:
         """Seconds per batch, per new token, per pair of tokens."""
-        return self._cost.prices
+        return self._cost.prices[:3]
 
     @property
     def num_observed(self) -> int:
         return self._cost.num_observed
 
-    def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Learn that a batch of ``(new tokens, tokens before them)`` per request took
-        ``seconds``."""
+    def observe(
+        self, spans: Sequence[tuple[int, int]], seconds: float, num_copied: int = 0
+    ) -> None:
+        """Learn that a batch of ``(new tokens, tokens before them)`` per request, of which
+        ``num_copied`` were copied to the device meanwhile, took ``seconds``."""
         num_tokens = sum(new for new, _ in spans)
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         num_pairs = sum(_pairs(new, before) for new, before in spans)
-        self._cost.observe((1.0, num_tokens, num_pairs), seconds)
+        self._cost.observe((1.0, num_tokens, num_pairs, num_copied), seconds)
 
     def seconds(self, new: int, before: int) -> float:
         """Return the prefill time of ``new`` tokens behind ``before`` others, without the batch's
         fixed time: a request prefills at least its last token, so no load saves that."""
-        _, per_token, per_pair = self._cost.prices
+        _, per_token, per_pair, _ = self._cost.prices
         return per_token * new + per_pair * _pairs(new, before)
+
+    def saved_seconds(self, num_saved: int, new: int, before: int) -> float:
+        """Return how much sooner ``new`` tokens behind ``before`` others are done, if the first
+        ``num_saved`` of them need not be computed but copied to the device."""
+        rest_s = self.seconds(new - num_saved, before + num_saved)
+        return self.seconds(new, before) - rest_s - self._cost.prices[3] * num_saved
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -332,9 +345,8 @@ class CostModel:
         for num_tokens in self._cuts(num_held, spans, ends):
             parts = self._parts(num_tokens, spans)
             load_s = self.load_seconds(parts, ahead)
-            rest_s = self.prefill.seconds(num_new - num_tokens, num_before + num_tokens)
-            saved_s = everything - rest_s
-            total_s = max(0.0, load_s - queue_wait_s) + rest_s + MIN_GAIN * saved_s
+            saved_s = self.prefill.saved_seconds(num_tokens, num_new, num_before)
+            total_s = max(0.0, load_s - queue_wait_s) + everything - (1 - MIN_GAIN) * saved_s
             if total_s <= best_s:
                 best, best_s = LoadPlan(parts, load_s, saved_s), total_s
         return best
@@ -342,7 +354,7 @@ class CostModel:
     def should_wait(self, *, num_saved: int, num_before: int, left_s: float) -> bool:
         """Return whether a request that could start now should wait ``left_s`` for a load that
         saves the prefill of ``num_saved`` tokens behind ``num_before`` others."""
-        return left_s < self.prefill.seconds(num_saved, num_before)
+        return left_s < self.prefill.saved_seconds(num_saved, num_saved, num_before)
 
     def _cuts(
         self, num_held: int, spans: Sequence[tuple[int, int]], ends: Sequence[int] | None

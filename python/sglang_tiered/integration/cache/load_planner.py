@@ -198,9 +198,12 @@ class LoadPlanner(Generic[Request]):
         """Note the end of a read: all bytes arrived, or it failed. Any thread."""
         read.timing.end(read, is_complete=is_complete)
 
-    def note_batch(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Note how long a prefill batch of ``(new tokens, tokens before them)`` took."""
-        self.costs.prefill.observe(spans, seconds)
+    def note_batch(
+        self, spans: Sequence[tuple[int, int]], seconds: float, num_copied: int = 0
+    ) -> None:
+        """Note how long a prefill batch of ``(new tokens, tokens before them)`` took, of which
+        ``num_copied`` tokens were copied to the device meanwhile."""
+        self.costs.prefill.observe(spans, seconds, num_copied)
 
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether the tier was not measured for long. Ask only when a load was declined."""

@@ -2,17 +2,20 @@
 
 On a CPU a forward runs within ``Scheduler.run_batch``. On an accelerator ``run_batch`` only
 launches it, and ``process_batch_result`` begins by waiting for its end; the batch then took the
-time since its launch, or since the batch before it ended if that was later.
+time since its launch, or since the batch before it ended if that was later. Copies of cached
+tokens to the device run beside the batch that needs them, and are told with its time.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sglang_tiered.integration.cache.tiering import Tiering
 
 __all__ = ["PrefillClock"]
 
@@ -26,18 +29,24 @@ class PrefillClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended_at = 0.0
-        self._launched: deque[int] = deque(maxlen=MAX_LAUNCHED)
+        # Batches without a result, and how many tokens were copied to the device for them.
+        self._launched: OrderedDict[int, int] = OrderedDict()
 
     def around_run(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+        tiering = _tiering_of(scheduler)
+        if tiering is None:
+            return run(scheduler, batch, *rest)
+        # Asked now: under overlap the result comes with a copy of the batch, which has neither the
+        # device nor the load that the batch waits for.
+        num_copied = tiering.take_copied() if _waits_for_a_load(batch) else 0
         begun = self._clock()
         result = run(scheduler, batch, *rest)
-        # Asked now: under overlap the result comes with a copy of the batch, which has neither the
-        # device nor the load that the batch waited for.
-        if not _waits_for_a_load(batch):
-            if str(batch.device).startswith("cpu"):
-                self._tell(scheduler, batch, self._clock() - begun)
-            else:
-                self._launched.append(batch.forward_iter)
+        if str(batch.device).startswith("cpu"):
+            self._tell(tiering, batch, self._clock() - begun, num_copied)
+        else:
+            self._launched[batch.forward_iter] = num_copied
+            if len(self._launched) > MAX_LAUNCHED:
+                self._launched.popitem(last=False)
         return result
 
     def around_result(
@@ -45,24 +54,27 @@ class PrefillClock:
     ) -> Any:
         returned = process(scheduler, batch, result)
         ended = self._clock()
+        tiering = _tiering_of(scheduler)
         if batch.forward_iter in self._launched and batch.launch_ts is not None:
-            self._launched.remove(batch.forward_iter)
-            self._tell(scheduler, batch, ended - max(batch.launch_ts, self._ended_at))
+            num_copied = self._launched.pop(batch.forward_iter)
+            if tiering is not None:
+                seconds = ended - max(batch.launch_ts, self._ended_at)
+                self._tell(tiering, batch, seconds, num_copied)
         self._ended_at = ended
         return returned
 
     @staticmethod
-    def _tell(scheduler: Any, batch: Any, seconds: float) -> None:
-        from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-        cache = scheduler.tree_cache
-        if not isinstance(cache, TieredRadixCache) or cache.tiering is None:
-            return
-        if not batch.forward_mode.is_extend():
-            return
-        if batch.extend_lens and batch.prefix_lens:
+    def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
+        if batch.forward_mode.is_extend() and batch.extend_lens and batch.prefix_lens:
             spans = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
-            cache.tiering.loads.note_batch(spans, seconds)
+            tiering.loads.note_batch(spans, seconds, num_copied)
+
+
+def _tiering_of(scheduler: Any) -> Tiering | None:
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+
+    cache = scheduler.tree_cache
+    return cache.tiering if isinstance(cache, TieredRadixCache) else None
 
 
 def _waits_for_a_load(batch: Any) -> bool:

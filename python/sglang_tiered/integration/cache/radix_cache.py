@@ -331,7 +331,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._observer is not None:
             self._observer.announce_node(params.best_match_node)
         if self.tiering is not None:
-            self.tiering.loaded_back(params)
+            self.tiering.loaded_back(params, 0 if result is None else result[0])
         return result
 
     # ---- Copies to host memory, and stores ----

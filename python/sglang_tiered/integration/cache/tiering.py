@@ -102,6 +102,7 @@ class Tiering:
             if warms
             else ColdStart(storage.notes)
         )
+        self._num_copied = 0  # to the device, for the next batch
         # Of the attached storage, where it hears of other servers' purges.
         self._purges: PurgeExchange | None = None
         storage.use_planner(planner)
@@ -181,8 +182,15 @@ class Tiering:
             or (not is_base and self.loads.unlock_last_loaded())
         )
 
-    def loaded_back(self, params: Any) -> None:
-        """Note the use of a prefix that was matched and copied to the device."""
+    def take_copied(self) -> int:
+        """Return how many tokens were copied to the device for the batch that runs now."""
+        num_copied, self._num_copied = self._num_copied, 0
+        return num_copied
+
+    def loaded_back(self, params: Any, num_tokens: int) -> None:
+        """Note the use of a prefix that was matched, and of which so many tokens are copied to the
+        device."""
+        self._num_copied += num_tokens
         node_id, core = params.best_match_node, self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
         # Between a purge and the next reset, keys carry marks that mean nothing later.

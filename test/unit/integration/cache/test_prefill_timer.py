@@ -19,10 +19,17 @@ class Cache(TieredRadixCache):
 
     def __init__(self) -> None:
         self.told: list[tuple[list[tuple[int, int]], float]] = []
-        self.tiering: Any = SimpleNamespace(loads=self)
+        self.copied: list[int] = []
+        self.num_copied = 0  # for the next batch that waits for copies
+        self.tiering: Any = SimpleNamespace(loads=self, take_copied=self.take_copied)
 
-    def note_batch(self, spans: list[tuple[int, int]], seconds: float) -> None:
+    def take_copied(self) -> int:
+        num_copied, self.num_copied = self.num_copied, 0
+        return num_copied
+
+    def note_batch(self, spans: list[tuple[int, int]], seconds: float, num_copied: int) -> None:
         self.told.append((spans, seconds))
+        self.copied.append(num_copied)
 
 
 def make_batch(device: str, *, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
@@ -88,12 +95,28 @@ def test_accelerator_batch_pays_not_for_the_last() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_decodes_and_waiting_batches_teach_nothing(device: str, overlaps: bool) -> None:
+def test_decodes_teach_nothing(device: str, overlaps: bool) -> None:
     machine = Machine()
-    for batch in (make_batch(device, extends=False), make_batch(device, consumer=2)):
-        machine.launch(batch, 0.5)
-        machine.process(batch, ends_at=20.0, overlaps=overlaps)
+    batch = make_batch(device, extends=False)
+    machine.launch(batch, 0.5)
+    machine.process(batch, ends_at=20.0, overlaps=overlaps)
     assert machine.told == []
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batch_that_waits_for_copies_says_how_many(device: str, overlaps: bool) -> None:
+    """After a restart every request may return, so each batch has copies to wait for."""
+    machine = Machine()
+    batches = [make_batch(device), make_batch(device, consumer=2), make_batch(device)]
+    for number, batch in enumerate(batches):
+        if number:  # by now the copies for the batch after the next are being prepared
+            machine.tree_cache.num_copied += 100 * number
+        machine.launch(batch, 0.5)
+    for batch in batches:
+        machine.process(batch, ends_at=machine.now + 1.0, overlaps=overlaps)
+    assert machine.tree_cache.copied == [0, 100, 0]
+    assert machine.tree_cache.num_copied == 200
 
 
 def test_batch_with_a_late_result_teaches_once() -> None:
@@ -108,10 +131,10 @@ def test_batch_with_a_late_result_teaches_once() -> None:
 
 def test_batch_is_forgotten_with_its_own_result() -> None:
     machine = Machine()
-    waits, learns = make_batch("cuda", consumer=1), make_batch("cuda")
-    machine.launch(waits, 0.0)
+    decodes, learns = make_batch("cuda", extends=False), make_batch("cuda")
+    machine.launch(decodes, 0.0)
     machine.launch(learns, 0.0)
-    machine.process(waits, ends_at=12.0, overlaps=True)
+    machine.process(decodes, ends_at=12.0, overlaps=True)
     machine.process(learns, ends_at=15.0, overlaps=True)
     machine.process(learns, ends_at=16.0, overlaps=True)
     assert machine.told == [(SPANS, 3.0)]
