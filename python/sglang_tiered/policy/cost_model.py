@@ -247,9 +247,9 @@ class TransferCost:
     def num_observed(self) -> int:
         return self._cost.num_observed
 
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """Learn that a load took ``seconds`` from its turn to its end."""
-        self._cost.observe((1.0, num_bytes), seconds)
+    def observe(self, num_bytes: int, seconds: float, num_loads: int = 1) -> None:
+        """Learn that loads took ``seconds`` in all, from their turn to their end."""
+        self._cost.observe((num_loads, num_bytes), seconds)
 
     def seconds(self, num_bytes: int, num_loads: int = 1) -> float:
         return self._cost.predict((num_loads, num_bytes))

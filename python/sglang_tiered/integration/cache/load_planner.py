@@ -13,8 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.policy.cost_model import (
@@ -50,11 +49,11 @@ batch: without it, a load that ends a moment too late waits for a whole prefill 
 
 MAX_WAITING = 100_000
 
-MAX_FINISHED = 1024
+MAX_WINDOWS = 1024
 
-MAX_LATE_READS = 8
-"""Reads under way that are looked at to see whether they are late: the oldest, since a tier reads
-in order."""
+WINDOW_READS = 8
+"""Reads that overlap share a tier's speed in a way that is not known, so they are learnt from
+together: so many at a time, or fewer when the tier has nothing more to read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +63,17 @@ class InFlightRead:
     timing: TierTiming
     num_bytes: int
     begun_at: float
-    reported_s: float = 0.0
+
+
+class _Window(NamedTuple):
+    """Describes reads that ended, and the seconds in which the tier was at them."""
+
+    num_read: int = 0
+    bytes_read: int = 0
+    num_failed: int = 0
+    bytes_failed: int = 0
+    seconds: float = 0.0
+    is_tail: bool = False  # what it read was mostly read in the window before
 
 
 class TierTiming:
@@ -78,33 +87,51 @@ class TierTiming:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._lock = threading.Lock()
-        self._in_flight: dict[InFlightRead, None] = {}  # oldest first
-        self._finished: deque[tuple[int, float, bool]] = deque(maxlen=MAX_FINISHED)
-        self._last_end_at = -math.inf
+        self._in_flight: dict[InFlightRead, None] = {}
+        self._since = 0.0  # when the tier began with what is in flight, or ended the last read
+        self._window = _Window()
+        self._goes_on = False  # a window ended, and the tier has not been idle since
+        self._windows: deque[_Window] = deque(maxlen=MAX_WINDOWS)
+        self._reported_s = 0.0
         self._measured_at = clock()
         self.num_loads = 0
         self.load_s = 0.0
 
     def begin(self, num_bytes: int) -> InFlightRead:
         """Note that a load (or a probe) begins to read."""
-        read = InFlightRead(self, num_bytes, self._clock())
         with self._lock:
+            read = InFlightRead(self, num_bytes, self._clock())
+            if not self._in_flight:
+                self._since = read.begun_at
             self._in_flight[read] = None
         return read
 
     def end(self, read: InFlightRead, *, is_complete: bool) -> None:
-        """Note the end of a read: all bytes arrived, or it failed."""
-        now = self._clock()
+        """Note the end of a read: all bytes arrived, or it failed. A quick failure says nothing of
+        speed; one that took long does."""
         with self._lock:
             del self._in_flight[read]
-            seconds = now - self._turn_of(read)
-            self._last_end_at = now
-        self._finished.append((read.num_bytes, seconds, is_complete))
-
-    def _turn_of(self, read: InFlightRead) -> float:
-        """Return since when the tier has been at a read: reads that overlap share its speed, and
-        count as if they followed each other."""
-        return max(read.begun_at, self._last_end_at)
+            now, window = self._clock(), self._window
+            seconds = now - self._since
+            took_s = now - max(self._since, read.begun_at)
+            if is_complete or took_s >= self.cost.seconds(read.num_bytes):
+                self._since = now
+                self._reported_s = 0.0
+                self._window = window = _Window(
+                    window.num_read + is_complete,
+                    window.bytes_read + is_complete * read.num_bytes,
+                    window.num_failed + (not is_complete),
+                    window.bytes_failed + (not is_complete) * read.num_bytes,
+                    window.seconds + seconds,
+                )
+            num_ended = window.num_read + window.num_failed
+            is_over = not self._in_flight
+            if num_ended and (is_over or num_ended >= WINDOW_READS):
+                self._windows.append(window._replace(is_tail=is_over and self._goes_on))
+                self._window = _Window()
+                self._goes_on = not is_over
+            elif is_over:
+                self._goes_on = False
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -119,32 +146,38 @@ class TierTiming:
         return True
 
     def learn(self) -> None:
-        """Take in the reads that have ended, and the oldest under way if they are late."""
-        while self._finished:
-            num_bytes, seconds, is_complete = self._finished.popleft()
-            if is_complete:
-                self.num_loads += 1
-                self.load_s += seconds
-            elif seconds < self.cost.seconds(num_bytes):
-                continue  # a quick failure says nothing of speed; one that took long does
-            self.cost.observe(num_bytes, seconds)
-            self._measured_at = self._clock()
-        if not self._in_flight:
-            return
-        with self._lock:
-            oldest = list(islice(self._in_flight, MAX_LATE_READS))
-        for read in oldest:
-            self._learn_from(read)
+        """Take in the reads that have ended, and those under way if they are late."""
+        while self._windows:
+            window = self._windows.popleft()
+            self.num_loads += window.num_read
+            self.load_s += window.seconds
+            num_loads = window.num_read + window.num_failed
+            num_bytes = window.bytes_read + window.bytes_failed
+            if window.num_failed and window.seconds < self.cost.seconds(num_bytes, num_loads):
+                num_loads, num_bytes = window.num_read, window.bytes_read
+            if num_loads and not window.is_tail:
+                self._observe(num_bytes, window.seconds, num_loads)
+        if self._in_flight:
+            self._learn_from_late()
 
-    def _learn_from(self, read: InFlightRead) -> None:
-        """Learn from a read that takes twice as long as expected, and again each time that doubles:
-        otherwise one request after the other would wait for a disk that hangs."""
-        elapsed_s = self._clock() - self._turn_of(read)
-        expected_s = self.cost.seconds(read.num_bytes)
-        if elapsed_s > 2 * max(expected_s, read.reported_s):
-            read.reported_s = elapsed_s
-            self.cost.observe(read.num_bytes, elapsed_s)
-            self._measured_at = self._clock()
+    def _learn_from_late(self) -> None:
+        """Learn from reads of which none ended in twice the time expected of all of them, and again
+        each time that doubles: otherwise one request after the other would wait for a disk that
+        hangs."""
+        with self._lock:
+            num_reads = len(self._in_flight)
+            num_bytes = sum(read.num_bytes for read in self._in_flight)
+            elapsed_s = self._clock() - self._since
+        if not num_reads:
+            return
+        expected_s = self.cost.seconds(num_bytes, num_reads)
+        if elapsed_s > 2 * max(expected_s, self._reported_s):
+            self._reported_s = elapsed_s
+            self._observe(num_bytes, elapsed_s, num_reads)
+
+    def _observe(self, num_bytes: int, seconds: float, num_loads: int) -> None:
+        self.cost.observe(num_bytes, seconds, num_loads)
+        self._measured_at = self._clock()
 
 
 @dataclass(slots=True)

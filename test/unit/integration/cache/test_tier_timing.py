@@ -1,0 +1,121 @@
+"""Reads that overlap are priced by what the tier moves, and none is late behind another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kit.clock import Clock
+from sglang_tiered.integration.cache.load_planner import WINDOW_READS, TierTiming
+from sglang_tiered.policy.cost_model import TransferCost
+
+MB = 1 << 20
+BYTE_S = 1e-9  # 1 GB/s
+
+
+def make(clock: Clock, *, load_s: float = 1e-4, byte_s: float = BYTE_S) -> TierTiming:
+    return TierTiming(TransferCost((load_s, byte_s)), clock, stale_after_s=3.0)
+
+
+def share(
+    timing: TierTiming, clock: Clock, sizes: list[int], depth: int, bytes_per_s: float
+) -> None:
+    """Reads of these sizes, so many at a time, of a disk that serves all of them at once."""
+    waiting = list(reversed(sizes))
+    left: dict[object, float] = {}
+    while waiting or left:
+        while waiting and len(left) < depth:
+            size = waiting.pop()
+            left[timing.begin(size)] = size
+        read, size = min(left.items(), key=lambda item: item[1])
+        clock.now += size * len(left) / bytes_per_s
+        for each in left:
+            left[each] -= size
+        del left[read]
+        timing.end(read, is_complete=True)  # type: ignore[arg-type]
+        timing.learn()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_overlapping_reads_are_priced_by_what_moves(depth: int, seed: int) -> None:
+    """A slow volume must not look faster because its reads end in pairs."""
+    clock, source = Clock(100.0), random.Random(seed)
+    timing = make(clock)
+    sizes = [source.choice([1, 2, 3]) * MB for _ in range(400)]
+    share(timing, clock, sizes, depth, 150e6)
+    found = [timing.cost.bytes_per_s or 0.0]
+    for _ in range(20):
+        share(timing, clock, [source.choice([1, 2, 3]) * MB for _ in range(20)], depth, 150e6)
+        found.append(timing.cost.bytes_per_s or 0.0)
+    assert min(found) > 0.7 * 150e6 and max(found) < 1.6 * 150e6
+
+
+def test_small_read_behind_a_large_one_is_not_late() -> None:
+    clock = Clock(100.0)
+    timing = make(clock)
+    before = timing.cost.seconds(16 * MB)
+    large, small = timing.begin(64 * MB), timing.begin(MB // 4)
+    for _ in range(6):
+        clock.now += 0.01
+        timing.learn()
+    assert timing.cost.seconds(16 * MB) == before
+    clock.now += 64 * MB * BYTE_S - 0.06
+    timing.end(large, is_complete=True)
+    timing.learn()
+    timing.end(small, is_complete=True)
+    timing.learn()
+    assert timing.cost.seconds(16 * MB) == pytest.approx(before, rel=0.1)
+
+
+def test_hanging_reads_are_believed_before_they_end() -> None:
+    clock = Clock(100.0)
+    timing = make(clock)
+    reads = [timing.begin(MB) for _ in range(3)]
+    for _ in range(10):
+        clock.now += 1.0
+        timing.learn()
+    assert timing.cost.seconds(MB) > 1.0
+    for read in reads:
+        timing.end(read, is_complete=False)
+    timing.learn()
+    assert timing.cost.seconds(MB) > 1.0 and timing.num_loads == 0
+
+
+def test_quick_failure_hides_no_slow_read() -> None:
+    """Misses end at once beside a read that takes long."""
+    clock = Clock(100.0)
+    timing = make(clock)
+    slow = timing.begin(MB)
+    for _ in range(5 * WINDOW_READS):
+        failed = timing.begin(MB)
+        timing.end(failed, is_complete=False)
+        clock.now += 0.1
+    timing.end(slow, is_complete=True)
+    timing.learn()
+    assert timing.load_s == pytest.approx(0.5 * WINDOW_READS)
+    assert timing.cost.seconds(MB) > 0.3
+
+
+def test_quick_failures_alone_teach_nothing() -> None:
+    clock = Clock(100.0)
+    timing = make(clock)
+    before = timing.cost.prices
+    for _ in range(3 * WINDOW_READS):
+        timing.end(timing.begin(16 * MB), is_complete=False)
+        timing.learn()
+    assert timing.cost.prices == before
+
+
+def test_time_without_reads_is_not_theirs() -> None:
+    clock = Clock(100.0)
+    timing = make(clock)
+    for _ in range(20):
+        read = timing.begin(MB)
+        clock.now += MB * BYTE_S
+        timing.end(read, is_complete=True)
+        clock.now += 50.0
+        timing.learn()
+    assert timing.load_s == pytest.approx(20 * MB * BYTE_S)
+    assert timing.cost.seconds(16 * MB) == pytest.approx(16 * MB * BYTE_S, rel=0.2)
