@@ -31,6 +31,7 @@ _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains
 _MIN_TABLE = 1 << 10
 _GROWTH = 1.25
 _NO_ROWS = np.zeros(0, np.int32)
+_MAX_ARRAYS = 64
 _LEADING = (16, 240)  # keys looked at first: most lookups of a cold prompt miss at once
 
 
@@ -173,11 +174,17 @@ class PageIndex:
         self._slots[rows] = slot
         self._hits[rows] = 0
         self._live[slot] += len(rows)
-        self._rows_put.setdefault(slot, []).append(rows.astype(np.int32))
+        self._note_rows(slot, rows.astype(np.int32))
         self._stored_bytes += int(lengths.sum(dtype=np.int64))
         self._owners[rows] = placed
         self._tenants.add(placed, lengths.astype(np.int64))
         self._tenants.free_empty(np.concatenate([before, named]))
+
+    def _note_rows(self, slot: int, rows: npt.NDArray[np.int32]) -> None:
+        put = self._rows_put.setdefault(slot, [])
+        put.append(rows)
+        if len(put) > _MAX_ARRAYS:  # an array takes more memory than the rows of a short run
+            self._rows_put[slot] = [np.concatenate(put)]
 
     def drop(self, key: bytes, slot: int, offset: int) -> None:
         """Forget a key if it still points there."""
@@ -257,7 +264,8 @@ class PageIndex:
 
     def drop_regions(self, slots: Sequence[int]) -> int:
         """Do ``drop_region`` for several."""
-        rows = np.concatenate([_NO_ROWS, *map(self.rows_of, slots)]).astype(np.int64)
+        each = map(self.rows_of, dict.fromkeys(slots))
+        rows = np.concatenate([_NO_ROWS, *each]).astype(np.int64)
         for slot in slots:
             self._rows_put.pop(slot, None)
         num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
