@@ -54,6 +54,9 @@ MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
 the step must not pay for each."""
 
+MAX_ANSWERS_PER_STEP = 256
+"""The same of those that wait only for the answer of other ranks, which is there or not."""
+
 MAX_LOOKS_PER_STEP = 8
 """Loads under way for which a step asks whether to wait on: so many in queue order, and as many in
 turn, so that one that hangs behind others is found. Those that have ended are not among them."""
@@ -326,7 +329,7 @@ class LoadScheduler:
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.planner.step()
-        self._num_asks_left = [MAX_ASKS_PER_STEP, MAX_ASKS_PER_STEP]
+        self._num_asks_left = [MAX_ANSWERS_PER_STEP, MAX_ASKS_PER_STEP]
         self._num_looks_left = MAX_LOOKS_PER_STEP
         self._num_steps += 1
         self._is_served = None

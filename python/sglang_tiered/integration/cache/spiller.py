@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Spiller", "SpillingCache"]
 
-STORES_S_PER_STEP = 1e-3
+STORES_S_PER_STEP = 5e-4
 """How long a step may take to begin stores, about 55 us each; one is always begun. A server of 100
 requests a second makes about 200 nodes a second and as few as 20 steps."""
 

@@ -220,9 +220,10 @@ class TieredStorage(ZeroCopyStorage):
         self.transfers = TierTransfers(self.stack, self.page_bytes())
         self.reads = ReadAhead(
             partial(self._begin_load, PoolName.KV),
-            lambda: self.transfers.bytes_per_s,
+            lambda: self.transfers.part_bytes,
             page_bytes=self.page_bytes(),
             page_size=self._page_size(),
+            reads_queued=self._storage_config.pp_size == 1,
         )
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:

@@ -6,6 +6,7 @@ under way at once.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -91,9 +92,13 @@ class TierTransfers:
         return job.ok
 
     @property
-    def bytes_per_s(self) -> float | None:
-        """Return the speed at which NVMe was measured; None before."""
-        return None if self._planner is None else self._planner.bytes_per_s
+    def part_bytes(self) -> float:
+        """Return how much to read at once: what NVMe reads in ``PART_S``. Remote tiers take their
+        time for any read and serve many at once, so with them it is all that is asked for."""
+        if self._stack.remote:
+            return math.inf
+        speed = None if self._planner is None else self._planner.bytes_per_s
+        return MAX_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares those of this one. Any thread."""
@@ -164,20 +169,23 @@ class ReadAhead:
     Memory that is being read into must stay the load's own. SGLang gives the pages of an aborted
     load back when its thread is through with it, so ``carry_out`` waits there for what was begun.
 
-    ``begin`` begins to read KV pages into host slots; ``bytes_per_s`` is the measured speed of the
-    tier, None before it was measured. On that thread only.
+    ``begin`` begins to read KV pages into host slots; ``part_bytes`` says how much to read at once.
+    ``reads_queued`` is false for a stage of a pipeline, which does not know when a queued load that
+    was aborted is over, and may empty its memory meanwhile. On that thread only.
     """
 
     def __init__(
         self,
         begin: Callable[[Sequence[str], torch.Tensor], Job],
-        bytes_per_s: Callable[[], float | None],
+        part_bytes: Callable[[], float],
         *,
         page_bytes: int,
         page_size: int,
+        reads_queued: bool,
     ) -> None:
         self._begin_read = begin
-        self._bytes_per_s = bytes_per_s
+        self._part_bytes = part_bytes
+        self._reads_queued = reads_queued
         self._page_bytes = page_bytes
         self._page_size = page_size
         self._under_way: dict[tuple[Any, int], _Part] = {}  # by load and first page
@@ -221,10 +229,8 @@ class ReadAhead:
 
     @property
     def _part_pages(self) -> int:
-        speed = self._bytes_per_s()
-        num_bytes = MAX_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
-        num_pages: int = min(STORAGE_BATCH_SIZE, int(num_bytes // self._page_bytes))
-        return max(1, num_pages)
+        num_pages: float = min(STORAGE_BATCH_SIZE, self._part_bytes() // self._page_bytes)
+        return max(1, int(num_pages))
 
     def _begin(self, load: Any, start: int) -> None:
         # No part goes beyond a call, which takes whole parts.
@@ -249,7 +255,12 @@ class ReadAhead:
             start = self._next_page if load is self._load else 0
             while start < len(load.hash_value) and not load.is_terminated():
                 if (load, start) not in self._under_way:
-                    self._begin(load, start)
+                    try:
+                        self._begin(load, start)
+                    except Exception:
+                        if load is self._load:
+                            raise
+                        break  # it fails in its own turn, where SGLang expects that
                     if self._num_pages >= limit:
                         return
                 start += self._under_way[load, start].num_pages
@@ -257,6 +268,8 @@ class ReadAhead:
     def _loads(self) -> Iterator[Any]:
         assert self._queue is not None
         yield self._load
+        if not self._reads_queued:
+            return
         with self._queue.mutex:
             queued = list(islice(self._queue.queue, MAX_LOADS_AHEAD))
         yield from (load for load in queued if load is not None)  # None: wake up

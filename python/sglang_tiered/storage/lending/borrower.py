@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["BorrowedEngine"]
 
 NUM_THREADS = 2
-"""Loads that are under way at once; SGLang reads one after the other."""
+"""Loads that are under way at once: the one that SGLang waits for, and the next."""
 
 RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""

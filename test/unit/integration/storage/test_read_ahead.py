@@ -11,13 +11,13 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
-from sglang_tiered.integration.storage.transfers import MAX_PART_BYTES, NUM_PARTS, ReadAhead
+from sglang_tiered.integration.storage.transfers import NUM_PARTS, ReadAhead
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PAGE = 4
+PAGE, PAGE_BYTES = 4, 1 << 20
 DEADLINE_S = 30.0
 
 
@@ -65,12 +65,13 @@ class Load:
         return self.aborted
 
 
-def make(disk: Disk, *, part_pages: int = 2) -> ReadAhead:
+def make(disk: Disk, *, part_pages: int = 2, reads_queued: bool = True) -> ReadAhead:
     return ReadAhead(
         disk.begin,
-        lambda: None,
-        page_bytes=MAX_PART_BYTES // part_pages,
+        lambda: part_pages * PAGE_BYTES,
+        page_bytes=PAGE_BYTES,
         page_size=PAGE,
+        reads_queued=reads_queued,
     )
 
 
@@ -162,6 +163,36 @@ def test_memory_of_aborted_load_waits_for_its_reads() -> None:
     disk.jobs[1].finish()
     thread.join(DEADLINE_S)
     assert through.is_set() and len(disk.asked) == 2
+
+
+def test_a_pipelines_stage_reads_no_queued_load() -> None:
+    """It may empty its memory while an aborted load is still queued."""
+    disk = Disk()
+    reads = make(disk, part_pages=1, reads_queued=False)
+    thread = threading.Thread(target=transfer, args=(reads, Load(0, 2), [Load(10, 2)]))
+    thread.start()
+    wait_until(lambda: disk.num_under_way == 2)
+    disk.finish()
+    thread.join(DEADLINE_S)
+    assert disk.asked == [("0",), ("1",)]
+
+
+def test_queued_load_that_cannot_begin_fails_alone() -> None:
+    disk = Disk()
+    disk.finish()
+    begin = disk.begin
+
+    def refuse(hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
+        if "10" in hashes:
+            raise ValueError("no such pages")
+        return begin(hashes, host_indices)
+
+    disk.begin = refuse  # type: ignore[method-assign]
+    reads, bad = make(disk), Load(10, 2)
+    assert transfer(reads, Load(0, 3), [bad]) == [True] * 3
+    with pytest.raises(ValueError, match="no such pages"):
+        transfer(reads, bad)
+    assert transfer(reads, Load(20, 3)) == [True] * 3
 
 
 def test_abort_ends_a_load_between_two_parts() -> None:
