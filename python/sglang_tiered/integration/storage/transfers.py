@@ -6,6 +6,7 @@ under way at once.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["ReadAhead", "ReadPlanner", "TierTransfers", "read_in_steps"]
+
+logger = logging.getLogger(__name__)
 
 MAX_EXPECTED_PAGES = 1 << 16
 MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
@@ -164,7 +168,9 @@ class ReadAhead:
     between two calls the disk is idle, and 128 pages of a large model are a gigabyte, within which
     no abort is noticed. Here a call is read in parts of ``PART_S`` as the tier was measured, and
     while the thread waits for one part, the next ones are being read: of this load, and of those
-    that SGLang has queued behind it. Results go to SGLang in its own order.
+    that SGLang has queued behind it. Results go to SGLang in its own order; where it has no other
+    rank to compare them with, it hears of each part, so that a request which waits no longer keeps
+    what has arrived, and what is left is known better.
 
     Memory that is being read into must stay the load's own. SGLang gives the pages of an aborted
     load back when its thread is through with it, so ``carry_out`` waits there for what was begun.
@@ -192,6 +198,7 @@ class ReadAhead:
         self._num_pages = 0  # of these
         self._load: Any = None  # that SGLang's thread is at
         self._queue: Queue[Any] | None = None
+        self._acks: Queue[PrefetchAck] | None = None  # where parts are told of
         self._next_page = 0
 
     def carry_out(
@@ -199,10 +206,14 @@ class ReadAhead:
     ) -> Any:
         """Wrap ``HybridCacheController._page_transfer``, which reads one load."""
         self._load, self._queue, self._next_page = operation, controller.prefetch_buffer, 0
+        # Ranks send equal numbers of acks; and pages count once those of all pools are there.
+        is_alone = self._reads_queued and not controller.prefetch_completion_sync_groups
+        if is_alone and not operation.pool_transfers:
+            self._acks = controller.prefetch_sync_queue
         try:
             return original(controller, operation)
         finally:
-            self._load = self._queue = None
+            self._load = self._queue = self._acks = None
             for key in [key for key in self._under_way if key[0] is operation]:
                 self._take(key).job.wait()
 
@@ -215,12 +226,21 @@ class ReadAhead:
         served: list[bool] = []
         while len(served) < len(hashes) and all(served) and not load.is_terminated():
             key = load, self._next_page
-            if key not in self._under_way:
-                self._begin(*key)
-            self._begin_more()
+            try:
+                if key not in self._under_way:
+                    self._begin(*key)
+                self._begin_more()
+            except Exception:
+                if not served:
+                    raise  # SGLang logs it and goes on without this load
+                logger.exception("the rest of a load cannot be read; its request computes it")
+                break  # SGLang was told of what is there, and ends itself over a smaller number
             part = self._take(key)
             served += self._wait_for(part.job)
             self._next_page += part.num_pages
+            if self._acks is not None and all(served) and len(served) < len(hashes):
+                num_tokens = self._next_page * self._page_size
+                self._acks.put(PrefetchAck(load.request_id, load, num_tokens))
         return served + [False] * (len(hashes) - len(served))
 
     def _wait_for(self, job: Job) -> list[bool]:

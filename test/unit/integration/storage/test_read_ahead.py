@@ -59,6 +59,8 @@ class Load:
     def __init__(self, first: int, num_pages: int) -> None:
         self.hash_value = [str(number) for number in range(first, first + num_pages)]
         self.host_indices = torch.arange(first * PAGE, (first + num_pages) * PAGE)
+        self.request_id = f"r{first}"
+        self.pool_transfers: list[Any] = []
         self.aborted = False
 
     def is_terminated(self) -> bool:
@@ -76,7 +78,12 @@ def make(disk: Disk, *, part_pages: int = 2, reads_queued: bool = True) -> ReadA
 
 
 def transfer(
-    reads: ReadAhead, load: Load, queue: Sequence[Load | None] = (), after: Callable[[], Any] = int
+    reads: ReadAhead,
+    load: Load,
+    queue: Sequence[Load | None] = (),
+    *,
+    acks: Queue[Any] | None = None,
+    sync_groups: Sequence[Any] = (),
 ) -> list[bool]:
     """What SGLang's ``_page_transfer`` does with a load, with these queued behind it."""
     waiting: Queue[Any] = Queue()
@@ -91,9 +98,13 @@ def transfer(
             hashes = operation.hash_value[start : start + STORAGE_BATCH_SIZE]
             slots = operation.host_indices[start * PAGE : (start + len(hashes)) * PAGE]
             served.extend(reads.read(hashes, slots))
-            after()
 
-    reads.carry_out(in_batches, SimpleNamespace(prefetch_buffer=waiting), load)
+    controller = SimpleNamespace(
+        prefetch_buffer=waiting,
+        prefetch_sync_queue=acks or Queue(),
+        prefetch_completion_sync_groups=list(sync_groups),
+    )
+    reads.carry_out(in_batches, controller, load)
     return served
 
 
@@ -211,6 +222,59 @@ def test_abort_ends_a_load_between_two_parts() -> None:
         100 - len(disk.asked) + NUM_PARTS - 1
     )
     assert len(disk.asked) <= 3 + NUM_PARTS
+
+
+def told(load: Load, *, missing: Sequence[str] = (), sync_groups: Sequence[Any] = ()) -> list[int]:
+    """Tokens that SGLang hears of before its thread's own acks."""
+    disk, acks = Disk(), Queue[Any]()
+    disk.finish()
+    disk.missing = set(missing)
+    transfer(make(disk, part_pages=4), load, acks=acks, sync_groups=sync_groups)
+    found = []
+    while not acks.empty():
+        ack = acks.get()
+        assert ack.operation is load and ack.rid == load.request_id and not ack.completed_req
+        found.append(ack.completed_tokens)
+    return found
+
+
+def test_each_part_that_arrived_counts_at_once() -> None:
+    assert told(Load(0, 10)) == [4 * PAGE, 8 * PAGE]
+    batch = STORAGE_BATCH_SIZE
+    assert told(Load(0, batch + 9)) == [
+        *range(4 * PAGE, batch * PAGE, 4 * PAGE),
+        (batch + 4) * PAGE,
+        (batch + 8) * PAGE,
+    ]
+
+
+def test_no_part_counts_behind_a_missing_page() -> None:
+    assert told(Load(0, 20), missing=["5"]) == [4 * PAGE]
+
+
+def test_pages_that_were_told_of_stay_served() -> None:
+    """SGLang's scheduler ends over an ack of fewer tokens than before."""
+    disk, acks, load = Disk(), Queue[Any](), Load(0, 20)
+    disk.finish()
+    begin = disk.begin
+
+    def refuse(hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
+        if "8" in hashes:
+            raise ValueError("no such pages")
+        return begin(hashes, host_indices)
+
+    disk.begin = refuse  # type: ignore[method-assign]
+    served = transfer(make(disk, part_pages=4), load, acks=acks)
+    assert acks.get().completed_tokens == 4 * PAGE and acks.empty()
+    assert served == [True] * 4 + [False] * 16
+
+
+def test_parts_count_only_where_ranks_and_pools_agree() -> None:
+    """Other ranks send another number of acks; of another pool fewer pages may be there."""
+    assert told(Load(0, 20), sync_groups=["a group"]) == []
+    load = Load(0, 20)
+    load.pool_transfers = ["another pool"]
+    assert told(load) == []
 
 
 def test_what_follows_a_missing_page_is_not_served() -> None:
