@@ -58,8 +58,10 @@ def copies_count_as_done_at_once(scheduler: Any) -> None:
 
 def nodes_are_stored_while_they_are_copied(scheduler: Any) -> None:
     """As a checkpoint did that was asked for after every insertion."""
+    from sglang_tiered.integration.cache.host_copies import HostCopies
+
+    HostCopies.is_being_copied = lambda self, node_id: False  # type: ignore[method-assign]
     cache = type(scheduler.tree_cache)
-    cache._is_being_copied = lambda self, node_id: False
     check = cache.check_hicache_events
 
     def check_and_store(self: Any) -> None:
@@ -69,7 +71,7 @@ def nodes_are_stored_while_they_are_copied(scheduler: Any) -> None:
                 path = self.tree_core.collect_path_info([pending.publish_node_ids[-1]])[0]
             except KeyError:
                 continue
-            self.store_soon(path)
+            self.tiering.store_soon(path)
         check(self)
 
     cache.check_hicache_events = check_and_store
@@ -94,14 +96,15 @@ def copies_begin_at_once_without_a_fence(scheduler: Any) -> None:
 
 
 def prefills_teach_twice(scheduler: Any) -> None:
-    cache = type(scheduler.tree_cache)
-    note = cache.tiering.loads.note_batch
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+
+    note = LoadScheduler.note_batch
 
     def note_again(self: Any, *arguments: Any) -> None:
         note(self, *arguments)
         note(self, *arguments)
 
-    cache.tiering.loads.note_batch = note_again
+    LoadScheduler.note_batch = note_again  # type: ignore[method-assign]
 
 
 MUTATIONS: dict[str, Callable[[Any], None]] = {

@@ -351,28 +351,29 @@ def _storage(module: ModuleType) -> None:
         return _store
 
     def loading(original: Any) -> Any:
-        def _load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor | None) -> Any:
-            book = pages_of(self._pool(pool)) if host_indices is not None and hashes else None
-            if book is None or host_indices is None:
+        def _begin_load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
+            book = pages_of(self._pool(pool))
+            if book is None:
                 return original(self, pool, hashes, host_indices)
             BED.report.ran("load")
             with BED.device.lock:
                 book.begin_write(host_indices, "load")
-            loaded: list[bool] = [False] * len(hashes)
-            try:
-                loaded = original(self, pool, hashes, host_indices)
-                return loaded
-            finally:
+
+            def note_end(job: Any) -> None:
                 with BED.device.lock:
                     book.end_write(host_indices)
-                    for page, is_there in zip(host_indices.split(book.size), loaded, strict=True):
+                    for page, is_there in zip(host_indices.split(book.size), job.ok, strict=True):
                         if not is_there:
                             book.not_written(page)
 
-        return _load
+            job = original(self, pool, hashes, host_indices)
+            job.call_at_end(note_end)
+            return job
+
+        return _begin_load
 
     wrap(module.TieredStorage, "_store", storing)
-    wrap(module.TieredStorage, "_load", loading)
+    wrap(module.TieredStorage, "_begin_load", loading)
 
 
 def _load_scheduling(module: ModuleType) -> None:

@@ -223,12 +223,10 @@ def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any
 
 
 def _around_page_transfer(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    from sglang_tiered.integration.storage.backend import TieredStorage
-
-    storage = controller.storage_backend
-    if not isinstance(storage, TieredStorage):
+    reads = getattr(controller.storage_backend, "reads", None)  # of the tiers alone
+    if reads is None:
         return original(controller, operation)
-    return storage.reads.carry_out(original, controller, operation)
+    return reads.carry_out(original, controller, operation)
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
