@@ -39,11 +39,12 @@ __all__ = [
 PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 """Seconds per batch, per token, per pair, before any batch was seen: 20,000 tokens per second."""
 
-PRIOR_COPY_S = 3e-6
-"""Seconds that a batch waits for the copy of a token to the device, before any was seen: 128 KiB at
-40 GB/s. Copies that computing hides cost nothing, and that is learnt."""
+PRIOR_COPY_S = 2.5e-11
+"""Seconds that a batch waits for a byte that is copied to the device, before any was seen: 40 GB/s.
+Copies that computing hides cost nothing, and that is learnt."""
 
 TYPICAL_PREFILL_TOKENS = 2048
+TYPICAL_TOKEN_BYTES = 1 << 17
 
 MIN_OBSERVED_TOKENS = 64
 """Smaller batches (warm-up, the last tokens of a hit) measure the fixed part alone, and would move
@@ -178,10 +179,12 @@ class PrefillCost:
     """Seconds of prefill, and of the copies to the device that it waits for, estimated from
     batches. Those with copies teach too: after a restart every request may return."""
 
-    def __init__(self, prior: Sequence[float] = PRIOR_PREFILL) -> None:
+    def __init__(
+        self, prior: Sequence[float] = PRIOR_PREFILL, *, token_bytes: int = TYPICAL_TOKEN_BYTES
+    ) -> None:
         n = TYPICAL_PREFILL_TOKENS
         self._cost = OnlineCost(
-            (*prior, PRIOR_COPY_S),
+            (*prior, PRIOR_COPY_S * token_bytes),
             (1.0, n, n * n / 2, n),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
             price_half_life=PRICE_HALF_LIFE,
@@ -202,7 +205,7 @@ class PrefillCost:
         """Learn that a batch of ``(new tokens, tokens before them)`` per request, of which
         ``num_copied`` were copied to the device meanwhile, took ``seconds``."""
         num_tokens = sum(new for new, _ in spans)
-        if num_tokens < MIN_OBSERVED_TOKENS:
+        if num_tokens + num_copied < MIN_OBSERVED_TOKENS:
             return
         num_pairs = sum(_pairs(new, before) for new, before in spans)
         self._cost.observe((1.0, num_tokens, num_pairs, num_copied), seconds)

@@ -15,7 +15,7 @@ __all__ = ["PrefetchWindow"]
 
 Request = TypeVar("Request")
 
-MAX_IGNORED_ASKS = 10
+MAX_IGNORED_ASKS = 100
 """Questions in a row without a new attempt, after which the request is taken to load no longer."""
 
 

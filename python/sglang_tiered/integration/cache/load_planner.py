@@ -51,9 +51,10 @@ MAX_WAITING = 100_000
 
 MAX_WINDOWS = 1024
 
-WINDOW_READS = 8
+WINDOW_READS, WINDOW_S, MAX_WINDOW_READS = 8, 0.05, 64
 """Reads that overlap share a tier's speed in a way that is not known, so they are learnt from
-together: so many at a time, or fewer when the tier has nothing more to read."""
+together: at least so many or for so long, with all that were under way when the first of them
+ended, or fewer when the tier has nothing more to read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +79,7 @@ class _Window(NamedTuple):
 
 class TierTiming:
     """Times the reads of one tier. ``begin`` and ``end`` run on any thread, the rest on the
-    scheduler thread, which learns from what they noted. Calls nothing while it holds its lock."""
+    scheduler thread, which learns from what they noted."""
 
     def __init__(
         self, cost: TransferCost, clock: Callable[[], float], *, stale_after_s: float
@@ -90,6 +91,7 @@ class TierTiming:
         self._in_flight: dict[InFlightRead, None] = {}
         self._since = 0.0  # when the tier began with what is in flight, or ended the last read
         self._window = _Window()
+        self._left: set[InFlightRead] = set()  # under way when the first of the window ended
         self._goes_on = False  # a window ended, and the tier has not been idle since
         self._windows: deque[_Window] = deque(maxlen=MAX_WINDOWS)
         self._reported_s = 0.0
@@ -102,7 +104,7 @@ class TierTiming:
         with self._lock:
             read = InFlightRead(self, num_bytes, self._clock())
             if not self._in_flight:
-                self._since = read.begun_at
+                self._since, self._reported_s = read.begun_at, 0.0
             self._in_flight[read] = None
         return read
 
@@ -110,13 +112,18 @@ class TierTiming:
         """Note the end of a read: all bytes arrived, or it failed. A quick failure says nothing of
         speed; one that took long does."""
         with self._lock:
+            if read not in self._in_flight:
+                return  # of a storage that was detached
             del self._in_flight[read]
+            self._left.discard(read)
             now, window = self._clock(), self._window
             seconds = now - self._since
             took_s = now - max(self._since, read.begun_at)
             if is_complete or took_s >= self.cost.seconds(read.num_bytes):
                 self._since = now
                 self._reported_s = 0.0
+                if window.num_read + window.num_failed == 0:
+                    self._left = set(self._in_flight)
                 self._window = window = _Window(
                     window.num_read + is_complete,
                     window.bytes_read + is_complete * read.num_bytes,
@@ -125,13 +132,22 @@ class TierTiming:
                     window.seconds + seconds,
                 )
             num_ended = window.num_read + window.num_failed
+            is_full = num_ended >= WINDOW_READS or window.seconds >= WINDOW_S
+            is_full = (is_full and not self._left) or num_ended >= MAX_WINDOW_READS
             is_over = not self._in_flight
-            if num_ended and (is_over or num_ended >= WINDOW_READS):
-                self._windows.append(window._replace(is_tail=is_over and self._goes_on))
+            if num_ended and (is_over or is_full):
+                is_tail = self._goes_on and not is_full
+                self._windows.append(window._replace(is_tail=is_tail))
                 self._window = _Window()
-                self._goes_on = not is_over
-            elif is_over:
-                self._goes_on = False
+            self._goes_on = not is_over and (self._goes_on or is_full)
+
+    def forget_reads(self) -> None:
+        """Forget reads under way of a storage that was detached: one may hang for ever."""
+        with self._lock:
+            self._in_flight.clear()
+            self._left.clear()
+            self._window = _Window()
+            self._goes_on = False
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -168,12 +184,11 @@ class TierTiming:
             num_reads = len(self._in_flight)
             num_bytes = sum(read.num_bytes for read in self._in_flight)
             elapsed_s = self._clock() - self._since
-        if not num_reads:
-            return
-        expected_s = self.cost.seconds(num_bytes, num_reads)
-        if elapsed_s > 2 * max(expected_s, self._reported_s):
+            expected_s = self.cost.seconds(num_bytes, num_reads)
+            if not num_reads or elapsed_s <= 2 * max(expected_s, self._reported_s):
+                return
             self._reported_s = elapsed_s
-            self._observe(num_bytes, elapsed_s, num_reads)
+        self._observe(num_bytes, elapsed_s, num_reads)
 
     def _observe(self, num_bytes: int, seconds: float, num_loads: int) -> None:
         self.cost.observe(num_bytes, seconds, num_loads)
@@ -252,6 +267,11 @@ class LoadPlanner(Generic[Request]):
         """Return the tiers beyond NVMe, the fastest for a typical load first. Any thread."""
         far = REMOTE_TIERS
         return sorted(far, key=lambda tier: self.timings[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
+
+    def forget_reads(self) -> None:
+        """Forget the reads under way of a storage that was detached."""
+        for timing in self.timings.values():
+            timing.forget_reads()
 
     def stats(self) -> PlannerStats:
         """Take a snapshot. Any thread."""

@@ -37,13 +37,15 @@ def probe_prefill(
     dtype: torch.dtype,
     device: str,
     num_ranks: int,
+    token_bytes: int,
 ) -> PrefillCost:
     """Return a cost with a prior for this machine and model. Takes about 100 ms on a CPU, less on
     a GPU.
 
     ``dtype`` is that of the KV pool; where KV is kept in 8 bits, products are taken to run in
-    bfloat16. Returns the prior of ``policy.cost_model`` where no weights can be found
-    (``--load-format dummy``) or the format has no matrix product here.
+    bfloat16. ``token_bytes``: KV of one token on this rank. Returns the prior of
+    ``policy.cost_model`` where no weights can be found (``--load-format dummy``) or the format has
+    no matrix product here.
     """
     dtype = dtype if dtype in PRODUCT_TYPES else torch.bfloat16
     files = find_weight_files(model_path, revision, download_dir)
@@ -51,10 +53,11 @@ def probe_prefill(
     num_weights //= dtype.itemsize * max(1, num_ranks)
     rate = _operations_per_s(dtype, device) if num_weights else None
     if not rate:
-        return PrefillCost()
+        return PrefillCost(token_bytes=token_bytes)
     per_batch, per_token, per_pair = PRIOR_PREFILL
     scale = 2 * num_weights / rate / per_token
-    return PrefillCost((per_batch, scale * per_token, scale * per_pair))
+    prior = (per_batch, scale * per_token, scale * per_pair)
+    return PrefillCost(prior, token_bytes=token_bytes)
 
 
 def _operations_per_s(dtype: torch.dtype, device: str) -> float | None:
@@ -86,6 +89,7 @@ def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPla
         dtype=getattr(pool, "dtype", torch.float16),
         device=str(cache.device),
         num_ranks=int(cache.tp_world_size * cache.pp_size),
+        token_bytes=bytes_per_token,
     )
     costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
     return LoadPlanner(costs, always=always, follows=storage.borrows)

@@ -331,7 +331,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._observer is not None:
             self._observer.announce_node(params.best_match_node)
         if self.tiering is not None:
-            self.tiering.loaded_back(params, 0 if result is None else result[0])
+            # What the device had already, behind states of other components, is not copied.
+            num_copied = 0 if result is None else min(result[0], params.host_hit_length)
+            self.tiering.loaded_back(params, num_copied)
         return result
 
     # ---- Copies to host memory, and stores ----

@@ -121,6 +121,7 @@ class Tiering:
 
     def attached(self, storage: TieredStorage) -> None:
         """Use tiers that an operator attached again."""
+        self.planner.forget_reads()
         storage.use_planner(self.planner)
 
     def detached(self) -> None:

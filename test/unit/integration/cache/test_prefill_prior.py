@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def probe(path: Path, num_ranks: int = 1) -> tuple[float, ...]:
-    cost = probe_prefill(str(path), None, dtype=torch.float32, device="cpu", num_ranks=num_ranks)
+    cost = probe_prefill(
+        str(path), None, dtype=torch.float32, device="cpu", num_ranks=num_ranks, token_bytes=1
+    )
     assert cost.num_observed == 0
     return cost.prices
 
@@ -46,6 +48,6 @@ def test_without_weights_the_built_in_prior_stands(tmp_path: Path) -> None:
 
 def test_kv_in_eight_bits_is_probed_in_bfloat16(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * (1 << 20))
-    arguments = {"device": "cpu", "num_ranks": 1}
+    arguments = {"device": "cpu", "num_ranks": 1, "token_bytes": 1}
     cost = probe_prefill(str(tmp_path), None, dtype=torch.float8_e4m3fn, **arguments)
     assert 0 < cost.prices[1] < 1e-3
