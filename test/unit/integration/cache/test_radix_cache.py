@@ -20,6 +20,7 @@ from small_cache import (
     store,
 )
 
+from kit.waiting import eventually
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.storage.base import Tier
