@@ -28,9 +28,12 @@ class Disk:
         self.asked: list[tuple[str, ...]] = []  # pages of each read, in the order of begins
         self.jobs: list[Job] = []
         self.missing: set[str] = set()
+        self.refused: str | None = None  # a page of which no read can begin
         self.is_open = False
 
     def begin(self, hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
+        if self.refused in hashes:
+            raise ValueError("no such pages")
         assert len(host_indices) == len(hashes) * PAGE
         assert host_indices[0] == int(hashes[0]) * PAGE  # the pages that belong to these hashes
         keys = tuple(text.encode().ljust(32) for text in hashes)
@@ -191,14 +194,7 @@ def test_a_pipelines_stage_reads_no_queued_load() -> None:
 def test_queued_load_that_cannot_begin_fails_alone() -> None:
     disk = Disk()
     disk.finish()
-    begin = disk.begin
-
-    def refuse(hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
-        if "10" in hashes:
-            raise ValueError("no such pages")
-        return begin(hashes, host_indices)
-
-    disk.begin = refuse  # type: ignore[method-assign]
+    disk.refused = "10"
     reads, bad = make(disk), Load(10, 2)
     assert transfer(reads, Load(0, 3), [bad]) == [True] * 3
     with pytest.raises(ValueError, match="no such pages"):
@@ -256,14 +252,7 @@ def test_pages_that_were_told_of_stay_served() -> None:
     """SGLang's scheduler ends over an ack of fewer tokens than before."""
     disk, acks, load = Disk(), Queue[Any](), Load(0, 20)
     disk.finish()
-    begin = disk.begin
-
-    def refuse(hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
-        if "8" in hashes:
-            raise ValueError("no such pages")
-        return begin(hashes, host_indices)
-
-    disk.begin = refuse  # type: ignore[method-assign]
+    disk.refused = "8"
     served = transfer(make(disk, part_pages=4), load, acks=acks)
     assert acks.get().completed_tokens == 4 * PAGE and acks.empty()
     assert served == [True] * 4 + [False] * 16
