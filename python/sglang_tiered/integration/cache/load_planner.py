@@ -74,12 +74,18 @@ class _Window(NamedTuple):
     num_failed: int = 0
     bytes_failed: int = 0
     seconds: float = 0.0
+    num_starts: int = 0  # 1 if the tier was idle before
     is_tail: bool = False  # what it read was mostly read in the window before
 
 
 class TierTiming:
     """Times the reads of one tier. ``begin`` and ``end`` run on any thread, the rest on the
-    scheduler thread, which learns from what they noted."""
+    scheduler thread, which learns from what they noted.
+
+    A load's fixed time is paid once each time that an idle tier begins to read: the next parts and
+    loads are under way before one has ended, which hides theirs. So that is what counts as a load
+    here, however many reads follow.
+    """
 
     def __init__(
         self, cost: TransferCost, clock: Callable[[], float], *, stale_after_s: float
@@ -130,6 +136,7 @@ class TierTiming:
                     window.num_failed + (not is_complete),
                     window.bytes_failed + (not is_complete) * read.num_bytes,
                     window.seconds + seconds,
+                    int(not self._goes_on),
                 )
             num_ended = window.num_read + window.num_failed
             is_full = num_ended >= WINDOW_READS or window.seconds >= WINDOW_S
@@ -167,12 +174,12 @@ class TierTiming:
             window = self._windows.popleft()
             self.num_loads += window.num_read
             self.load_s += window.seconds
-            num_loads = window.num_read + window.num_failed
-            num_bytes = window.bytes_read + window.bytes_failed
-            if window.num_failed and window.seconds < self.cost.seconds(num_bytes, num_loads):
-                num_loads, num_bytes = window.num_read, window.bytes_read
-            if num_loads and not window.is_tail:
-                self._observe(num_bytes, window.seconds, num_loads)
+            num_bytes, num_starts = window.bytes_read, window.num_starts
+            with_failed = num_bytes + window.bytes_failed
+            if window.num_failed and window.seconds >= self.cost.seconds(with_failed, num_starts):
+                num_bytes = with_failed
+            if num_bytes and not window.is_tail:
+                self._observe(num_bytes, window.seconds, num_starts)
         if self._in_flight:
             self._learn_from_late()
 
@@ -181,17 +188,17 @@ class TierTiming:
         each time that doubles: otherwise one request after the other would wait for a disk that
         hangs."""
         with self._lock:
-            num_reads = len(self._in_flight)
             num_bytes = sum(read.num_bytes for read in self._in_flight)
+            num_starts = int(not self._goes_on)
             elapsed_s = self._clock() - self._since
-            expected_s = self.cost.seconds(num_bytes, num_reads)
-            if not num_reads or elapsed_s <= 2 * max(expected_s, self._reported_s):
+            expected_s = self.cost.seconds(num_bytes, num_starts)
+            if not num_bytes or elapsed_s <= 2 * max(expected_s, self._reported_s):
                 return
             self._reported_s = elapsed_s
-        self._observe(num_bytes, elapsed_s, num_reads)
+        self._observe(num_bytes, elapsed_s, num_starts)
 
-    def _observe(self, num_bytes: int, seconds: float, num_loads: int) -> None:
-        self.cost.observe(num_bytes, seconds, num_loads)
+    def _observe(self, num_bytes: int, seconds: float, num_starts: int) -> None:
+        self.cost.observe(num_bytes, seconds, num_starts)
         self._measured_at = self._clock()
 
 

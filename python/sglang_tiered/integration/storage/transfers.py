@@ -97,12 +97,15 @@ class TierTransfers:
 
     @property
     def part_bytes(self) -> float:
-        """Return how much to read at once: what NVMe reads in ``PART_S``. Remote tiers take their
-        time for any read and serve many at once, so with them it is all that is asked for."""
+        """Return how much to read at once: what NVMe reads in ``PART_S``, and as little as possible
+        until it was measured, for a request that gives up keeps the parts that have arrived. Remote
+        tiers take their time for any read and serve many at once, so with them it is all that is
+        asked for."""
         if self._stack.remote:
             return math.inf
-        speed = None if self._planner is None else self._planner.bytes_per_s
-        return MAX_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
+        if self._planner is None:
+            return MAX_PART_BYTES
+        return min(MAX_PART_BYTES, PART_S * (self._planner.bytes_per_s or 0.0))
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares those of this one. Any thread."""

@@ -62,6 +62,19 @@ def test_reads_that_begin_together_are_priced_right(num_reads: int) -> None:
     assert timing.cost.seconds(MB) == pytest.approx(MB / 250e6, rel=0.3)
 
 
+@pytest.mark.parametrize("num_parts", [12, 40])
+def test_load_in_equal_parts_is_not_underpriced(num_parts: int) -> None:
+    """On a disk far slower than the first guess, where each part is as long as any other: a fixed
+    time of every part would make whole loads look a multiple cheaper than they are."""
+    clock, part, speed = Clock(100.0), MB // 2, 20e6
+    timing = make(clock, load_s=1e-3)
+    for _ in range(8):
+        share(timing, clock, [part] * num_parts, 2, speed)
+        clock.now += 1.0
+        took_s = num_parts * part / speed
+        assert timing.cost.seconds(num_parts * part) == pytest.approx(took_s, rel=0.2)
+
+
 @pytest.mark.parametrize("slowdown", [10, 100])
 def test_tier_that_slows_down_is_noticed_soon(slowdown: int) -> None:
     """Under continuous load, in the time of a few of its reads."""
