@@ -28,6 +28,7 @@
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
+| Scheduler._prefetch_kvcache | BEFORE | with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
 | HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
 | HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
@@ -104,6 +105,7 @@ def register() -> None:
     HookRegistry.register(
         f"{_SCHEDULER}.process_batch_result", clock.around_result, HookType.AROUND
     )
+    HookRegistry.register(f"{_SCHEDULER}._prefetch_kvcache", _before_prefetch, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _after_internal_state, HookType.AFTER)
     HookRegistry.register(
@@ -217,7 +219,7 @@ def _register_decode_loads() -> None:
 
 
 def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    from sglang_tiered.integration.cache.load_scheduler import around_prefetch
+    from sglang_tiered.integration.cache.planned_hits import around_prefetch
 
     return around_prefetch(original, *arguments, **named)
 
@@ -254,6 +256,13 @@ def _cache_of(scheduler: Any) -> TieredRadixCache | None:
 
     cache = getattr(scheduler, "tree_cache", None)
     return cache if isinstance(cache, TieredRadixCache) else None
+
+
+def _before_prefetch(scheduler: Any, req: Any, *_: Any) -> None:
+    cache = _cache_of(scheduler)
+    if scheduler.enable_priority_scheduling and cache is not None and cache.tiering is not None:
+        rank = scheduler.policy.priority_sign * (req.priority or 0)
+        cache.tiering.loads.ranks(req.cache_request_handle, rank)
 
 
 def _before_weight_update(updater: Any, recv_req: Any) -> None:

@@ -79,6 +79,9 @@ MIN_GAIN = 0.02
 PRIOR_WEIGHT = 0.05
 """The weight of each prior price, in observations of that price alone."""
 
+MAX_OWN_LOSS = 0.25
+"""What a choice that is better for others may add to a request's own time, as a share of it."""
+
 MAX_SURPRISE = 2.0
 """The largest quotient of observed and expected seconds that moves the prices; the rest of it
 counts as a change of level."""
@@ -327,6 +330,7 @@ class CostModel:
         num_before: int,
         ahead: Sequence[int] = (),
         queue_wait_s: float = 0.0,
+        num_others: int = 0,
         spans: Sequence[tuple[int, int]] = (),
         ends: Sequence[int] | None = None,
     ) -> LoadPlan:
@@ -336,28 +340,48 @@ class CostModel:
         prefill. ``spans`` are pairs of a tier and how many of the held tokens it holds, in order;
         without them the nearest holds all. ``ends`` are the usable lengths, shortest first, of
         models whose states lie at some places only. ``ahead`` are the tokens of other loads, by
-        tier. Tokens that arrive while the request waits anyway (``queue_wait_s``) cost nothing. Of
-        lengths that are about equal the longest is taken: it leaves more of the processor to
-        others. Lengths are whole pages; 0 means that everything is computed.
+        tier. Tokens that arrive while the request waits anyway (``queue_wait_s``) cost nothing.
+
+        A prefill holds up ``num_others`` requests, whose decodes run or who wait for their turn,
+        and a load none of them. So of the lengths that cost this request at most ``MAX_OWN_LOSS``
+        more than the best one, that is chosen with which all of them together wait the least; and
+        of equal ones the longest. Lengths are whole pages; 0 means that everything is computed.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
+        nothing = LoadPlan((), 0.0, 0.0)
         if num_held <= 0:
-            return LoadPlan((), 0.0, 0.0)
+            return nothing
         everything = self.prefill.seconds(num_new, num_before)
-        best, best_s = LoadPlan((), 0.0, 0.0), everything
+        # Of each plan: this request's time, and how much of it holds up the others.
+        found = [(everything, everything, nothing)]
         for num_tokens in self._cuts(num_held, spans, ends):
             parts = self._parts(num_tokens, spans)
             load_s = self.load_seconds(parts, ahead)
             saved_s = self.prefill.saved_seconds(num_tokens, num_new, num_before)
-            total_s = max(0.0, load_s - queue_wait_s) + everything - (1 - MIN_GAIN) * saved_s
-            if total_s <= best_s:
-                best, best_s = LoadPlan(parts, load_s, saved_s), total_s
+            computed_s = everything - (1 - MIN_GAIN) * saved_s
+            own_s = max(0.0, load_s - queue_wait_s) + computed_s
+            found.append((own_s, computed_s, LoadPlan(parts, load_s, saved_s)))
+        bound_s = min(own_s for own_s, _, _ in found) * (1 + MAX_OWN_LOSS * (num_others > 0))
+        best, best_s = nothing, math.inf
+        for own_s, computed_s, plan in found:
+            total_s = own_s + num_others * computed_s
+            if own_s <= bound_s and total_s <= best_s:
+                best, best_s = plan, total_s
         return best
 
-    def should_wait(self, *, num_saved: int, num_before: int, left_s: float) -> bool:
+    def should_wait(
+        self, *, num_saved: int, num_before: int, left_s: float, num_others: int = 0
+    ) -> bool:
         """Return whether a request that could start now should wait ``left_s`` for a load that
-        saves the prefill of ``num_saved`` tokens behind ``num_before`` others."""
-        return left_s < self.prefill.saved_seconds(num_saved, num_saved, num_before)
+        saves the prefill of ``num_saved`` tokens behind ``num_before`` others, and ``num_others``
+        requests the time of it."""
+        saved_s = self.prefill.saved_seconds(num_saved, num_saved, num_before)
+        return self.gains(left_s, saved_s, num_others)
+
+    def gains(self, load_s: float, saved_s: float, num_others: int) -> bool:
+        """Return whether it is worth to wait so long for a load that saves so much prefill, which
+        would hold up ``num_others`` requests."""
+        return load_s < saved_s * (1 + MAX_OWN_LOSS * (num_others > 0))
 
     def _cuts(
         self, num_held: int, spans: Sequence[tuple[int, int]], ends: Sequence[int] | None

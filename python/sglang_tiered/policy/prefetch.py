@@ -9,7 +9,10 @@ dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["PrefetchWindow"]
 
@@ -22,6 +25,7 @@ MAX_IGNORED_ASKS = 100
 @dataclass(slots=True)
 class _PutOff:
     num_tokens: int
+    rank: tuple[int, int]
     num_asks: int = 0  # since its last attempt
 
 
@@ -33,6 +37,8 @@ class PrefetchWindow(Generic[Request]):
             raise ValueError(f"a prefetch window of {limit} tokens lets nothing load")
         self._limit = limit
         self._put_off: dict[Request, _PutOff] = {}
+        self._order: list[Request] | None = []  # None until sorted again
+        self._num_tokens = 0  # of all of them
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
         """Return whether ``num_tokens`` may be loaded beside ``num_taken`` tokens under way.
@@ -42,16 +48,42 @@ class PrefetchWindow(Generic[Request]):
         """
         return num_tokens == 0 or num_taken == 0 or num_taken + num_tokens <= self._limit
 
-    def put_off_load(self, request: Request, num_tokens: int) -> None:
-        """Postpone a load of ``num_tokens`` that found no room, until it is attempted again."""
-        self._put_off[request] = _PutOff(num_tokens)
+    def has_room_for_next(self, num_tokens: int, num_taken: int) -> bool:
+        """The same for a request that has just come, and overtakes nobody who waits for room."""
+        return num_tokens == 0 or (self._num_tokens == 0 and self.has_room(num_tokens, num_taken))
+
+    def put_off_load(
+        self, request: Request, num_tokens: int, rank: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Postpone a load of ``num_tokens`` that found no room, until it is attempted again. Those
+        with a smaller ``rank`` come first, and of equal ones those that were put off first."""
+        self.withdraw_load(request)
+        self._put_off[request] = _PutOff(num_tokens, rank)
+        self._num_tokens += num_tokens
+        self._order = None
+
+    def _in_order(self) -> list[Request]:
+        """Return the postponed requests in the order of their turns. Do not change it."""
+        if self._order is None:
+            self._order = sorted(self._put_off, key=lambda request: self._put_off[request].rank)
+        return self._order
 
     def is_put_off(self, request: Request) -> bool:
         return request in self._put_off
 
+    def has_waited(self, request: Request) -> bool:
+        """Return whether a request is postponed for lack of room."""
+        return self.is_put_off(request) and self._put_off[request].num_tokens > 0
+
     def has_turn(self, request: Request, num_taken: int) -> bool:
-        """Return whether a postponed request would find room now."""
-        return self.has_room(self._put_off[request].num_tokens, num_taken)
+        """Return whether a postponed request would find room now, and overtakes nobody."""
+        num_tokens = self._put_off[request].num_tokens
+        is_next = num_tokens == 0 or self._next() == request
+        return is_next and self.has_room(num_tokens, num_taken)
+
+    def _next(self) -> Request | None:
+        waiting = (each for each in self._in_order() if self._put_off[each].num_tokens)
+        return next(waiting, None)
 
     def num_tokens(self, request: Request) -> int:
         """Return how many tokens a postponed request is going to load."""
@@ -72,10 +104,23 @@ class PrefetchWindow(Generic[Request]):
 
     def withdraw_load(self, request: Request) -> None:
         """Forget a request whose load begins or that was aborted. Unknown ones are ignored."""
-        self._put_off.pop(request, None)
+        put_off = self._put_off.pop(request, None)
+        if put_off is not None:
+            self._num_tokens -= put_off.num_tokens
+            self._order = None
+
+    def turns(self, num_taken: int) -> Iterator[Request]:
+        """Yield the postponed requests that find room now, one beside the other, in their order."""
+        for request in self._in_order():
+            num_tokens = self._put_off[request].num_tokens
+            if not self.has_room(num_tokens, num_taken):
+                return
+            num_taken += num_tokens
+            yield request
 
     def clear(self) -> None:
         self._put_off.clear()
+        self._order, self._num_tokens = [], 0
 
     @property
     def num_put_off(self) -> int:

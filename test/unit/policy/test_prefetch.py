@@ -53,3 +53,28 @@ def test_request_without_a_load_waits_for_none() -> None:
     assert window.has_room(0, num_taken=5000)
     window.put_off_load("cold", 0)
     assert window.has_turn("cold", num_taken=5000)
+
+
+def test_no_small_load_overtakes_a_large_one() -> None:
+    """Or the large one would find no room for as long as small ones come."""
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    window.put_off_load("large", 900)
+    window.put_off_load("small", 100)
+    assert not window.has_room_for_next(100, num_taken=200)
+    assert window.has_room_for_next(0, num_taken=200)  # it loads nothing
+    assert not window.has_turn("small", num_taken=200)
+    assert list(window.turns(200)) == []
+    assert list(window.turns(100)) == ["large"]
+    assert list(window.turns(0)) == ["large", "small"]
+    window.withdraw_load("large")
+    assert window.has_turn("small", num_taken=200)
+
+
+def test_turns_follow_the_ranks() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    window.put_off_load("low", 100, (1, 0))
+    window.put_off_load("late", 100, (-1, 2))
+    window.put_off_load("early", 100, (-1, 1))
+    assert list(window.turns(0)) == ["early", "late", "low"]
+    window.put_off_load("early", 100, (-1, 1))  # attempted, and put off again
+    assert list(window.turns(0)) == ["early", "late", "low"]

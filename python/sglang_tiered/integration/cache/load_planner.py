@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.policy.cost_model import (
@@ -22,6 +22,7 @@ from sglang_tiered.policy.cost_model import (
     LoadPlan,
     remote_first,
 )
+from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
@@ -47,7 +48,11 @@ YIELD_SHARE = 0.05
 """Of its own prefill, what a request waits so that a load that is nearly done gets into the same
 batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
-MAX_WAITING = 100_000
+MAX_RECONSIDERED = 2
+"""How often a load that was declined is planned again: SGLang bounds attempts too."""
+
+MAX_DECLINED = 4096
+"""Declined loads that are remembered; the latest are forgotten first, whose turn is far."""
 
 MAX_WINDOWS = 1024
 
@@ -203,6 +208,14 @@ class TierTiming:
 
 
 @dataclass(slots=True)
+class _Declined:
+    """Describes what a request might have loaded, and how often that was considered again."""
+
+    prefix: dict[str, Any]  # arguments of ``CostModel.plan``
+    num_times: int = 0
+
+
+@dataclass(slots=True)
 class _Load:
     """Describes a load under way. Times are of the planner's clock."""
 
@@ -237,8 +250,9 @@ class LoadPlanner(Generic[Request]):
         self._clock = clock
         self._loads: dict[Request, _Load] = {}
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
-        self._waiting: dict[Request, float] = {}
-        self._waiting_s = 0.0
+        self._queue: QueueWait[Request] = QueueWait()
+        self._declined: OrderedDict[Request, _Declined] = OrderedDict()
+        self._num_running = self._num_running_now = 0  # in the step before, and since
         self._yielding: dict[Request, float] = {}  # since when
         self._deadline_is_due = False
 
@@ -300,6 +314,7 @@ class LoadPlanner(Generic[Request]):
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.learn()
+        self._num_running, self._num_running_now = self._num_running_now, 0
         if self._deadline_is_due:
             self._deadline_is_due = False
             self._set_deadline()
@@ -308,12 +323,43 @@ class LoadPlanner(Generic[Request]):
 
     def knows(self, request: Request) -> bool:
         """Whether a request has arrived and has not left."""
-        return request in self._waiting
+        return request in self._queue
 
     @property
     def queue_wait_s(self) -> float:
-        """Return how long the prefill of the waiting requests is expected to take."""
-        return self._waiting_s
+        """Return how long a request that arrives now is expected to wait for its admission."""
+        return self._queue.seconds(is_busy=self.num_running > 0)
+
+    def order(self, request: Request) -> tuple[int, int]:
+        """Return the rank of a waiting request, and how many arrived before it."""
+        return self._queue.order(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests have arrived and not been admitted."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Return how many requests were in the last batch, if it ran in this step or the last."""
+        return max(self._num_running, self._num_running_now)
+
+    def note_run(self, requests: Sequence[Request], num_running: int) -> None:
+        """Note that a batch runs now, with prefill of ``requests``, beside decodes, of so many
+        requests in all."""
+        self._num_running_now = num_running
+        now = self._clock()
+        for request in requests:
+            self._queue.starts(request, now)
+
+    def waits_for_more(self, request: Request) -> None:
+        """Note that a request waits for more than its turn in the queue."""
+        self._queue.waits_for_more(request)
+
+    def _num_others(self, request: Request | None) -> int:
+        """Return how many requests a prefill holds up, beside this one."""
+        is_among_them = request is not None and request in self._queue
+        return self.num_running + len(self._queue) - is_among_them
 
     def arrives(
         self,
@@ -325,57 +371,92 @@ class LoadPlanner(Generic[Request]):
         num_ahead: int,
         spans: Sequence[tuple[Tier, int]] = (),
         ends: Sequence[int] | None = None,
+        rank: int = 0,
     ) -> int:
         """Plan the load of a request that arrived (again), with ``num_new`` tokens behind
         ``num_before`` cached ones. The tiers hold the first ``num_held`` of them, in ``spans`` of
         so many tokens (empty: NVMe holds all). A load may end after any page, or where ``ends``
-        says. Returns how many tokens to load."""
+        says. Requests of a smaller ``rank`` are admitted first. Returns how many tokens to load."""
         self.learn()
         is_new = not self.knows(request)
-        self.leaves(request)
+        self._forget_load(request)
         plan = LoadPlan((num_held,), 0.0, 0.0)
+        before = self._declined.pop(request, None)
         if not self._always and not self.follows:
-            plan = self.costs.plan(
-                num_held=num_held,
-                num_new=num_new,
-                num_before=num_before,
-                ahead=remote_first(num_ahead, self._loading),
-                queue_wait_s=self._waiting_s,
-                spans=[(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
-                ends=ends,
-            )
+            prefix = {
+                "num_held": num_held,
+                "num_new": num_new,
+                "num_before": num_before,
+                "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
+                "ends": ends,
+            }
+            plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
+            if num_held and not plan.num_tokens and len(self._declined) < MAX_DECLINED:
+                num_times = 0 if before is None else before.num_times
+                self._declined[request] = _Declined(prefix, num_times)
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
+        if is_new and request not in self._declined:  # those are counted when they leave
             self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
-        if len(self._waiting) < MAX_WAITING:
-            rest, before = num_new - plan.num_tokens, num_before + plan.num_tokens
-            self._waiting[request] = self.costs.prefill.seconds(rest, before)
-            self._waiting_s += self._waiting[request]
+        rest, before_rest = num_new - plan.num_tokens, num_before + plan.num_tokens
+        own_s = self.costs.prefill.seconds(rest, before_rest)
+        self._queue.arrives(request, own_s, self._clock(), rank=rank)
         return plan.num_tokens
+
+    def _plan(
+        self, request: Request | None, prefix: dict[str, Any], num_ahead: int, rank: int = 0
+    ) -> LoadPlan:
+        """Plan the load of a waiting request, or of one of ``rank`` that arrives now (``None``)."""
+        return self.costs.plan(
+            **prefix,
+            ahead=remote_first(num_ahead, self._loading),
+            queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0, rank=rank),
+            num_others=self._num_others(request),
+        )
+
+    def reconsider(self, *, num_ahead: int) -> Request | None:
+        """Look again at one waiting request whose load was declined, another one each time; return
+        it if its load gains by now, behind ``num_ahead`` tokens of other loads."""
+        if not self._declined:
+            return None
+        request, declined = self._declined.popitem(last=False)
+        if declined.num_times >= MAX_RECONSIDERED:
+            self.tokens[LoadDecision.DECLINED] += declined.prefix["num_held"]
+            return None
+        self._declined[request] = declined
+        if not self._plan(request, declined.prefix, num_ahead).num_tokens:
+            return None
+        declined.num_times += 1
+        return request
 
     def leaves(self, request: Request) -> None:
         """Forget a request that was admitted or has gone. Unknown ones are ignored."""
+        self._forget_load(request)
+        self._yielding.pop(request, None)
+        declined = self._declined.pop(request, None)
+        if declined is not None:
+            self.tokens[LoadDecision.DECLINED] += declined.prefix["num_held"]
+        self._queue.leaves(request)
+
+    def _forget_load(self, request: Request) -> None:
         load = self._loads.pop(request, None)
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
-        self._yielding.pop(request, None)
-        self._waiting_s -= self._waiting.pop(request, 0.0)
-        if not self._waiting:
-            self._waiting_s = 0.0  # no rounding is left over
 
     def begins(self, request: Request) -> None:
         """Note that a request's load was queued."""
         load = self._loads.get(request)
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+            self._queue.waits_for_more(request)
             if load.queued_at is None:
                 self._count(load, 1)
             load.queued_at = self._clock()
             if not self._always:
                 saved_s = load.plan.saved_s if load.plan.num_remote else 0.0
-                self.far_deadline_s = max(self.far_deadline_s, saved_s + self._waiting_s)
+                self.far_deadline_s = max(self.far_deadline_s, saved_s + self.queue_wait_s)
                 self._deadline_is_due = True
 
     def _set_deadline(self) -> None:
@@ -383,7 +464,7 @@ class LoadPlanner(Generic[Request]):
         replaces would have been computed."""
         begun = (load for load in self._loads.values() if load.queued_at is not None)
         saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
-        longest_s = max(saved, default=0.0) + self._waiting_s
+        longest_s = max(saved, default=0.0) + self.queue_wait_s
         self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
 
     def _count(self, load: _Load, sign: int) -> None:
@@ -410,7 +491,7 @@ class LoadPlanner(Generic[Request]):
     def yields(self, request: Request, left_s: float) -> bool:
         """Whether a request that could start now lets a load of another, expected in ``left_s``,
         arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
-        patience_s = YIELD_SHARE * self._waiting.get(request, 0.0)
+        patience_s = YIELD_SHARE * self._queue.own_s(request)
         if left_s > patience_s:
             return False
         now = self._clock()
@@ -424,7 +505,8 @@ class LoadPlanner(Generic[Request]):
             return load is not None
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
-        return self.costs.load_seconds(plan.parts, ahead) < plan.saved_s
+        load_s = self.costs.load_seconds(plan.parts, ahead)
+        return self.costs.gains(load_s, plan.saved_s, self._num_others(request))
 
     def patience_s(self, request: Request) -> float:
         """Return how long a load may wait for host memory and still gain."""
@@ -465,7 +547,10 @@ class LoadPlanner(Generic[Request]):
             left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
         num_saved = num_missing + num_lost
         wait = self.costs.should_wait(
-            num_saved=num_saved, num_before=num_before - num_lost, left_s=left_s
+            num_saved=num_saved,
+            num_before=num_before - num_lost,
+            left_s=left_s,
+            num_others=self._num_others(request),
         )
         if not wait:
             self.tokens[LoadDecision.GAVE_UP] += num_saved
@@ -475,6 +560,6 @@ class LoadPlanner(Generic[Request]):
         """Forget all requests."""
         self._loads.clear()
         self._loading = [0] * len(TIERS)
-        self._waiting.clear()
+        self._declined.clear()
         self._yielding.clear()
-        self._waiting_s = 0.0
+        self._queue.clear()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
@@ -27,10 +26,11 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.integration.cache.planned_hits import PlannedHits
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
@@ -45,9 +45,7 @@ __all__ = [
     "LoadScheduler",
     "LoadingCache",
     "Planned",
-    "PlannedHits",
     "Prefetch",
-    "around_prefetch",
 ]
 
 MAX_ASKS_PER_STEP = 16
@@ -63,9 +61,6 @@ turn, so that one that hangs behind others is found. Those that have ended are n
 
 MAX_YIELDED_TO = 32
 """Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
-
-_HITS = "_sglang_tiered_hits"
-"""The attribute of a controller whose queries are answered here."""
 
 
 class Prefetch(NamedTuple):
@@ -120,6 +115,7 @@ class LoadingCache(LockingCache, Protocol):
     ) -> None: ...
 
     purged_tenants: PurgedTenants
+    has_small_host: bool
 
     @property
     def decides_alone(self) -> bool:
@@ -153,6 +149,7 @@ class LoadScheduler:
         self._window: PrefetchWindow[str] = PrefetchWindow(window_tokens)  # by rid
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
+        self._ranked: tuple[CacheRequestHandle | None, int] = None, 0  # of the next plan
         self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         self._num_looks_left = 0
         self._num_steps = 0
@@ -181,6 +178,7 @@ class LoadScheduler:
         """
         cache, request, tokens = self._cache, call.request, call.new_input_tokens
         is_new = not self.planner.knows(request)
+        has_waited = self._window.has_waited(request.rid)
         self._window.withdraw_load(request.rid)
         hashes, spans = self._held_pages(call, storage)
         ends = self._restorable_ends(call.last_host_node_id, hashes, storage)
@@ -194,20 +192,23 @@ class LoadScheduler:
             num_ahead=cache.cache_controller.prefetch_tokens_occupied,
             spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
             ends=None if ends is None else [end * cache.page_size for end in ends],
+            rank=self._rank_of(request),
         )
         self._probe_declined(storage, hashes, spans, num_planned // cache.page_size)
         tenant = cache.purged_tenants.tenant_of(call.extra_key, call.cache_salt)
         storage.transfers.expect_load(hashes, tenant)
         num_held = self._agree(request, num_planned, call.num_before, len(tokens))
         if num_held is None:
-            self._window.put_off_load(request.rid, 0)
+            self._put_off(request, 0)
             return None
         if num_held < cache.prefetch_threshold:
             self._forget_questions(request)
             return None
-        has_room = self._window.has_room(num_held, self.num_tokens())
+        # One that has just come overtakes nobody who waits for room.
+        ask = self._window.has_room if has_waited else self._window.has_room_for_next
+        has_room = ask(num_held, self.num_tokens())
         if not has_room or self._stores_in_the_way(request, num_held, storage):
-            self._window.put_off_load(request.rid, num_held)
+            self._put_off(request, num_held)
             return None
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
@@ -233,6 +234,36 @@ class LoadScheduler:
             # Between two steps; a repeated attempt may be in the middle of one.
             num_answered = self._cache.cache_controller.prefetch_hit_queue.qsize()
             self._cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
+
+    def ranks(self, request: CacheRequestHandle, rank: int) -> None:
+        """Take note that a request, whose load is planned next, goes before those of larger ranks;
+        without, all have rank 0."""
+        self._ranked = request, rank
+
+    def _rank_of(self, request: CacheRequestHandle) -> int:
+        ranked, rank = self._ranked
+        return rank if ranked == request else 0
+
+    def _put_off(self, request: CacheRequestHandle, num_tokens: int) -> None:
+        self.planner.waits_for_more(request)
+        self._window.put_off_load(request.rid, num_tokens, self.planner.order(request))
+
+    def _attempt_put_off(self) -> None:
+        """Let SGLang attempt the put-off loads whose turn has come, in this step and with a fresh
+        match: their requests may be far from their own admission. Where loads wait for stores too,
+        that is asked at the admission alone."""
+        if self._cache.has_small_host:
+            return
+        for rid in islice(self._window.turns(self.num_tokens()), MAX_ASKS_PER_STEP):
+            self._cache.storage_prefetch_retries.refetch(rid)
+
+    def _reconsider_declined(self) -> None:
+        """Look again at a load that was declined. Several ranks would have to do so together."""
+        if self._cache.decides_alone:
+            num_ahead = self._cache.cache_controller.prefetch_tokens_occupied
+            request = self.planner.reconsider(num_ahead=num_ahead)
+            if request is not None:
+                self._cache.storage_prefetch_retries.refetch(request.rid)
 
     def _stores_in_the_way(
         self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
@@ -335,6 +366,8 @@ class LoadScheduler:
         self._is_served = None
         self._soonest_load_s = None
         self._num_unused = None
+        self._attempt_put_off()
+        self._reconsider_declined()
 
     def rests(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
@@ -490,7 +523,7 @@ class LoadScheduler:
 
     def is_loading_or_waiting(self) -> bool:
         """Whether a load is under way or a request waits to be admitted."""
-        return bool(self._cache.ongoing_prefetch) or self.planner.queue_wait_s > 0
+        return bool(self._cache.ongoing_prefetch) or self.planner.num_waiting > 0
 
     def note_batch(self, spans: list[tuple[int, int]], seconds: float, num_copied: int = 0) -> None:
         """Note how long a prefill batch of ``(new tokens, tokens before them)`` took, of which
@@ -513,82 +546,3 @@ class LoadScheduler:
         self._window.clear()
         self.planner.clear()
         self.agreement.forget_all()
-
-
-class PlannedHits:
-    """Answers SGLang's storage query on the spot, so that a load begins as its request arrives.
-
-    SGLang asks storage backends how much they hold on a thread of their own, since most must ask a
-    disk or a network, and allocates host memory for the answer in the next scheduling step. Under
-    load a step lasts as long as a forward pass, so a load begins one pass late and its request
-    misses one more. The tiers' index is in memory and was asked when the load was planned: this
-    keeps what the tiers hold for the one request whose load begins, and its chain is hashed and
-    looked up once. Only for one rank: the answers of several are not compared.
-    """
-
-    def __init__(self, controller: Any, decides_alone: Callable[[], bool]) -> None:
-        self._controller = controller
-        self._decides_alone = decides_alone
-        self._request: CacheRequestHandle | None = None
-        self._hashes: list[str] = []
-        setattr(controller, _HITS, self)
-
-    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
-        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
-        self._request, self._hashes = request, hashes
-
-    def knows(self) -> bool:
-        """Whether queries are answered at once."""
-        return self._decides_alone()
-
-    def answer(self, operation: Any) -> None:
-        """Do what ``prefetch_thread_func`` (managers/cache_controller.py) does for an operation."""
-        controller = self._controller
-        is_planned = operation.handle == self._request and not operation.assume_stored
-        if is_planned and not operation.pool_transfers:
-            hashes, num_pages = self._hashes, len(self._hashes)
-            operation.all_hash_values = hashes
-            operation.pool_storage_result.update_kv_hit_pages(num_pages)
-            operation.query_pool_hit_pages = {PoolName.KV: num_pages}
-            num_tokens = num_pages * controller.page_size
-        else:
-            hashes, num_tokens = controller._storage_hit_query(operation)  # noqa: SLF001
-        num_tokens = controller._sync_prefetch_hit_query(operation, num_tokens)  # noqa: SLF001
-        operation.hash_value = hashes[: num_tokens // controller.page_size]
-        operation.storage_hit_count = num_tokens
-        controller.prefetch_hit_queue.put(operation)
-        self._request = None
-
-
-def around_prefetch(
-    original: Callable[..., PrefetchOperation],
-    controller: Any,
-    handle: CacheRequestHandle,
-    new_input_tokens: Any,
-    last_hash: str | None = None,
-    prefix_keys: list[str] | None = None,
-    extra_pools: list[Any] | None = None,
-    assume_stored: bool = False,
-) -> PrefetchOperation:
-    """Wrap ``HybridCacheController.prefetch``, which hands the query to a thread."""
-    hits = getattr(controller, _HITS, None)
-    if hits is None or not hits.knows():
-        return original(
-            controller,
-            handle,
-            new_input_tokens,
-            last_hash,
-            prefix_keys,
-            extra_pools=extra_pools,
-            assume_stored=assume_stored,
-        )
-    operation = PrefetchOperation(
-        handle,
-        new_input_tokens,
-        last_hash,
-        prefix_keys=prefix_keys,
-        pool_transfers=extra_pools,
-        assume_stored=assume_stored,
-    )
-    hits.answer(operation)
-    return operation

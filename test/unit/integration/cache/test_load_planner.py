@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.integration.cache.load_planner import STALE_AFTER_S, YIELD_SHARE, LoadPlanner
-from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
+from sglang_tiered.integration.cache.load_planner import (
+    MAX_RECONSIDERED,
+    STALE_AFTER_S,
+    YIELD_SHARE,
+    LoadPlanner,
+)
+from sglang_tiered.policy.cost_model import (
+    MAX_OWN_LOSS,
+    CostModel,
+    LoadDecision,
+    PrefillCost,
+    TransferCost,
+)
 from sglang_tiered.storage.base import Tier
 
 TOKEN_S = 1e-4
@@ -58,12 +69,63 @@ def test_only_what_loads_faster_is_loaded() -> None:
     assert fast.tokens[LoadDecision.LOAD] == 6400
     slow, _ = make_planner(load_token_s=2 * TOKEN_S)
     assert arrive(slow, "r", 6400, 6500) == 0
+    assert slow.tokens[LoadDecision.DECLINED] == 0  # it may be considered again while it waits
+    slow.leaves("r")
     assert slow.tokens == {
         LoadDecision.ABSENT: 100,
         LoadDecision.LOAD: 0,
         LoadDecision.DECLINED: 6400,
         LoadDecision.GAVE_UP: 0,
     }
+
+
+def test_declined_load_begins_once_its_tier_recovers() -> None:
+    """A price that was wrong for a moment must not cost all that wait their prefixes."""
+    planner, now = make_planner()
+    for _ in range(6):
+        load(planner, now, 1 << 20, 30.0)
+    assert arrive(planner, "a", 6400, 6500) == arrive(planner, "b", 6400, 6500) == 0
+    assert planner.reconsider(num_ahead=0) is None
+    for _ in range(8):
+        load(planner, now, 1 << 20, 1e-2)
+    planner.step()
+    found = [planner.reconsider(num_ahead=0) for _ in range(2)]
+    assert sorted(map(str, found)) == ["a", "b"]
+    assert arrive(planner, "a", 6400, 6500) > 0
+    planner.leaves("b")
+    assert planner.reconsider(num_ahead=0) is None
+    assert planner.tokens[LoadDecision.DECLINED] == 6400  # of b alone
+
+
+def test_declined_load_is_reconsidered_no_more_than_allowed() -> None:
+    """SGLang bounds attempts, and a request past them would wait for nothing."""
+    planner, now = make_planner(load_token_s=2 * TOKEN_S)
+    arrive(planner, "r", 6400, 6500)
+    for _ in range(8):
+        load(planner, now, 1 << 20, 1e-2)
+    planner.step()
+    found = [planner.reconsider(num_ahead=0) for _ in range(10)]
+    assert found == ["r"] * MAX_RECONSIDERED + [None] * (10 - MAX_RECONSIDERED)
+
+
+def test_prefill_that_holds_up_others_is_dearer() -> None:
+    planner, _ = make_planner(load_token_s=1.1 * TOKEN_S)
+    assert arrive(planner, "alone", 6400, 6500) == 0
+    planner.leaves("alone")
+    planner.note_run([], 8)
+    assert arrive(planner, "among others", 6400, 6500) == 6400
+    planner.leaves("among others")
+    for _ in range(2):  # nothing ran
+        planner.step()
+    assert arrive(planner, "alone again", 6400, 6500) == 0
+
+
+def test_no_request_pays_too_much_for_others() -> None:
+    planner, _ = make_planner(load_token_s=1.5 * TOKEN_S)
+    planner.note_run([], 1000)
+    num_loaded = arrive(planner, "r", 6400, 6500)
+    load_s, prefill_s = 1.5 * TOKEN_S * num_loaded, TOKEN_S * (6500 - num_loaded)
+    assert num_loaded > 0 and load_s + prefill_s <= (1 + MAX_OWN_LOSS) * TOKEN_S * 6500
 
 
 def test_slow_loads_are_declined_until_a_probe() -> None:

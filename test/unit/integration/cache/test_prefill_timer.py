@@ -21,7 +21,11 @@ class Cache(TieredRadixCache):
         self.told: list[tuple[list[tuple[int, int]], float]] = []
         self.copied: list[int] = []
         self.num_copied = 0  # for the next batch that waits for copies
-        self.tiering: Any = SimpleNamespace(loads=self, take_copied=self.take_copied)
+        self.runs: list[tuple[list[str], int]] = []
+        self.tiering: Any = SimpleNamespace(loads=self, planner=self, take_copied=self.take_copied)
+
+    def note_run(self, requests: list[str], num_running: int) -> None:
+        self.runs.append((requests, num_running))
 
     def take_copied(self) -> int:
         num_copied, self.num_copied = self.num_copied, 0
@@ -32,9 +36,9 @@ class Cache(TieredRadixCache):
         self.copied.append(num_copied)
 
 
-def make_batch(device: str, *, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
+def make_batch(device: str, *names: str, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
     return ScheduleBatch(
-        reqs=[],
+        reqs=[SimpleNamespace(cache_request_handle=name) for name in names],
         device=device,
         hicache_consumer_index=consumer,
         forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
@@ -49,6 +53,7 @@ class Machine:
     def __init__(self) -> None:
         self.now = 10.0
         self.tree_cache = Cache()
+        self.running_batch = make_batch("cpu", extends=False)
         self.clock = PrefillClock(lambda: self.now)
         self.numbers = count(1)
 
@@ -81,6 +86,14 @@ def test_cpu_batch_takes_what_its_launch_takes() -> None:
     machine.launch(batch, 0.5)
     machine.process(batch, ends_at=99.0)
     assert machine.told == [(SPANS, 0.5)]
+
+
+def test_run_names_prefills_and_counts_decodes() -> None:
+    machine = Machine()
+    machine.running_batch = make_batch("cpu", "a", "b", extends=False)
+    machine.launch(make_batch("cpu", "new"), 0.5)
+    machine.launch(machine.running_batch, 0.5)
+    assert machine.tree_cache.runs == [(["new"], 3), ([], 2)]
 
 
 def test_accelerator_batch_pays_not_for_the_last() -> None:

@@ -1,0 +1,97 @@
+"""``PlannedHits``: answers SGLang's question for what a load finds, where it was just planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+__all__ = ["PlannedHits", "around_prefetch"]
+
+_HITS = "_sglang_tiered_hits"
+"""The attribute of a controller whose queries are answered here."""
+
+
+class PlannedHits:
+    """Answers SGLang's storage query on the spot, so that a load begins as its request arrives.
+
+    SGLang asks storage backends how much they hold on a thread of their own, since most must ask a
+    disk or a network, and allocates host memory for the answer in the next scheduling step. Under
+    load a step lasts as long as a forward pass, so a load begins one pass late and its request
+    misses one more. The tiers' index is in memory and was asked when the load was planned: this
+    keeps what the tiers hold for the one request whose load begins, and its chain is hashed and
+    looked up once. Only for one rank: the answers of several are not compared.
+    """
+
+    def __init__(self, controller: Any, decides_alone: Callable[[], bool]) -> None:
+        self._controller = controller
+        self._decides_alone = decides_alone
+        self._request: CacheRequestHandle | None = None
+        self._hashes: list[str] = []
+        setattr(controller, _HITS, self)
+
+    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
+        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
+        self._request, self._hashes = request, hashes
+
+    def knows(self) -> bool:
+        """Whether queries are answered at once."""
+        return self._decides_alone()
+
+    def answer(self, operation: Any) -> None:
+        """Do what ``prefetch_thread_func`` (managers/cache_controller.py) does for an operation."""
+        controller = self._controller
+        is_planned = operation.handle == self._request and not operation.assume_stored
+        if is_planned and not operation.pool_transfers:
+            hashes, num_pages = self._hashes, len(self._hashes)
+            operation.all_hash_values = hashes
+            operation.pool_storage_result.update_kv_hit_pages(num_pages)
+            operation.query_pool_hit_pages = {PoolName.KV: num_pages}
+            num_tokens = num_pages * controller.page_size
+        else:
+            hashes, num_tokens = controller._storage_hit_query(operation)  # noqa: SLF001
+        num_tokens = controller._sync_prefetch_hit_query(operation, num_tokens)  # noqa: SLF001
+        operation.hash_value = hashes[: num_tokens // controller.page_size]
+        operation.storage_hit_count = num_tokens
+        controller.prefetch_hit_queue.put(operation)
+        self._request = None
+
+
+def around_prefetch(
+    original: Callable[..., PrefetchOperation],
+    controller: Any,
+    handle: CacheRequestHandle,
+    new_input_tokens: Any,
+    last_hash: str | None = None,
+    prefix_keys: list[str] | None = None,
+    extra_pools: list[Any] | None = None,
+    assume_stored: bool = False,
+) -> PrefetchOperation:
+    """Wrap ``HybridCacheController.prefetch``, which hands the query to a thread."""
+    hits = getattr(controller, _HITS, None)
+    if hits is None or not hits.knows():
+        return original(
+            controller,
+            handle,
+            new_input_tokens,
+            last_hash,
+            prefix_keys,
+            extra_pools=extra_pools,
+            assume_stored=assume_stored,
+        )
+    operation = PrefetchOperation(
+        handle,
+        new_input_tokens,
+        last_hash,
+        prefix_keys=prefix_keys,
+        pool_transfers=extra_pools,
+        assume_stored=assume_stored,
+    )
+    hits.answer(operation)
+    return operation
