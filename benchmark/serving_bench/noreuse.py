@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     outcome = Outcome()
     with (
         bench.counting_bytes(fleet, outcome),
-        bench.steps("noreuse", setting.rounds * 2) as step,
+        bench.steps("noreuse", setting.rounds + setting.throughput_rounds) as step,
     ):
         for number in range(setting.rounds):
             one: Round = {}
@@ -52,6 +52,7 @@ def run(bench: Bench) -> None:
                 bench.ask_in_turn(fleet, names, request, number + place, one)
             singles.append(one)
             step()
+        for number in range(setting.throughput_rounds):
             requests = [fresh(f"{number}/batch/{place}") for place in range(setting.per_round)]
             batch: Round = {}
             for system in fleet.in_turn(names, number):
@@ -59,7 +60,7 @@ def run(bench: Bench) -> None:
             batches.append(batch)
             step()
     outcome.rounds = [*singles, *batches]
-    asked = 2 * setting.rounds * setting.per_round
+    asked = (setting.rounds + setting.throughput_rounds) * setting.per_round
     outcome.new_tokens = asked * (length + setting.num_output)
     outcome.conditions = (
         f"{asked} prompts of {length:,} tokens, none seen before; TTFT one at a time, "
@@ -74,7 +75,8 @@ def run_device(bench: Bench) -> None:
     setting, fleet = bench.setting, bench.main_fleet()
     names = bench.choose("stock", "hicache-file", "tiered")
     length = setting.prompt_tokens
-    returns = setting.rounds * setting.per_round * (3 if bench.neighbour else 2) + 2
+    num_batches = setting.throughput_rounds * (2 if bench.neighbour else 1)
+    returns = (setting.rounds + num_batches) * setting.per_round + 2
     growth = returns * (setting.num_new + setting.num_output)
     number_that_fit = max(1, int(setting.main.device_tokens * 0.8 - growth) // length)
     conversations = make_conversations("device", SEED, number_that_fit)
@@ -88,7 +90,7 @@ def run_device(bench: Bench) -> None:
         request = conversation.turn(length, setting.num_output)
         sample = bench.ask_in_turn(fleet, names, request, number, first)
         conversation.answered(request, sample)
-    with bench.steps("device", setting.rounds * 2) as step:
+    with bench.steps("device", setting.rounds + setting.throughput_rounds) as step:
         for number in range(setting.rounds):
             one: Round = {}
             for place in range(setting.per_round):
@@ -98,6 +100,7 @@ def run_device(bench: Bench) -> None:
                 conversation.answered(request, sample)
             singles.append(one)
             step()
+        for number in range(setting.throughput_rounds):
             for num_cores, into in parts:
                 requests = [
                     conversations[place % len(conversations)].turn(

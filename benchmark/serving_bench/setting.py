@@ -69,6 +69,7 @@ class Setting:
     num_new: int  # tokens a returning turn adds; users of ShareGPT send 94.5 on average
     num_output: int
     rounds: int
+    throughput_rounds: int  # of batches, which differ more from each other than means of TTFT
     per_round: int  # returning turns in a round
     working_set: float  # conversations' tokens over device and host tokens
     nvme_over_working_set: float
@@ -111,6 +112,7 @@ FULL = Setting(
     num_new=96,
     num_output=4,
     rounds=5,
+    throughput_rounds=9,
     per_round=4,
     working_set=4.0,
     nvme_over_working_set=1.5,
@@ -159,6 +161,7 @@ TINY = replace(
     prompt_tokens=320,
     num_new=32,
     rounds=2,
+    throughput_rounds=2,
     per_round=3,
     working_set=2.0,
     trace_requests=8,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from sglang_tiered.integration import hooks
@@ -149,3 +151,74 @@ def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
     world.disk.set()  # type: ignore[attr-defined]
     world.until(lambda: host.available_size() == before)
     assert not world.cache.has_loads_under_way
+
+
+def admit(world: CacheWorld, request: Any) -> None:
+    world.until(lambda: request not in world.cache.ongoing_prefetch)
+    world.cache.pop_prefetch_loaded_span(request)
+    world.cache.finish_storage_prefetch_admission(request, PAGE, reason=None)
+
+
+def test_put_off_loads_begin_before_anyone_asks(world: CacheWorld) -> None:
+    """The scheduler's scan ends where memory is full; the disk must not idle until then."""
+    world.cache.tiering.loads._window = PrefetchWindow(2 * PAGE)
+    requests = [world.asks(f"r{number}", prompt(number, 1)) for number in range(4)]
+    assert list(world.cache.ongoing_prefetch) == requests[:2]
+    world.disk.set()  # type: ignore[attr-defined]
+    for request in requests[:2]:
+        assert not any(map(world.is_retried, requests))
+        admit(world, request)
+    world.cache.check_hicache_events()
+    assert all(map(world.is_retried, requests[2:]))
+
+
+def test_newcomer_overtakes_no_put_off_load(world: CacheWorld) -> None:
+    """Or a large load would find no room for as long as small ones come."""
+    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
+    world.disk.set()  # type: ignore[attr-defined]
+    world.store(large := prompt(900, 3))
+    world.disk.clear()  # type: ignore[attr-defined]
+    first = world.asks("first", prompt(0, 1))
+    waiting = world.asks("large", large)
+    newcomer = world.asks("newcomer", prompt(1, 1))
+    assert list(world.cache.ongoing_prefetch) == [first]
+    world.disk.set()  # type: ignore[attr-defined]
+    admit(world, first)
+    world.cache.check_hicache_events()
+    assert world.is_retried(waiting) and not world.is_retried(newcomer)
+
+
+def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
+    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
+    first = world.asks("first", prompt(0, 1))
+    requests = []
+    for number, priority in enumerate([1, 5, 3], start=1):
+        scheduler = SimpleNamespace(
+            tree_cache=world.cache,
+            enable_priority_scheduling=True,
+            policy=SimpleNamespace(priority_sign=-1),
+        )
+        handle = CacheRequestHandle(f"r{priority}", 0)
+        hooks._before_prefetch(
+            scheduler, SimpleNamespace(cache_request_handle=handle, priority=priority)
+        )
+        requests.append(world.asks(handle.rid, prompt(number, 1)))
+    world.disk.set()  # type: ignore[attr-defined]
+    admit(world, first)
+    world.cache.check_hicache_events()
+    assert [world.is_retried(request) for request in requests] == [False, True, False]
+
+
+def test_declined_load_is_asked_for_once_it_gains(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = world.cache.tiering.planner
+    with monkeypatch.context() as patch:
+        patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
+        request = world.asks("r", prompt(0, 1))
+        world.cache.check_hicache_events()
+        assert not world.is_retried(request) and not world.cache.ongoing_prefetch
+    world.cache.check_hicache_events()
+    assert world.is_retried(request)
+    world.asks("r", prompt(0, 1))
+    assert request in world.cache.ongoing_prefetch
