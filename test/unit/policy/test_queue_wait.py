@@ -47,7 +47,7 @@ def test_running_batch_delays_even_the_first() -> None:
     assert queue.seconds(is_busy=False) == 0.0
 
 
-def test_wait_for_a_load_says_nothing_of_the_queue() -> None:
+def test_wait_for_a_load_teaches_nothing() -> None:
     queue: QueueWait[str] = QueueWait()
     queue.arrives("loads", 0.1, 0.0)
     queue.waits_for_more("loads")
