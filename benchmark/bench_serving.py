@@ -7,6 +7,7 @@ folder says what each scenario and figure means, and has the commands for a GPU.
     python benchmark/bench_serving.py [--quick] [--only SCENARIO,...] [--systems NAME,...]
                                       [--shape SHAPE] [--new-tokens NUMBER]
                                       [--directory DIR] [--json FILE] [--plots DIR] [--trace FILE]
+                                      [--sharegpt FILE]
 """
 
 from __future__ import annotations
@@ -128,6 +129,13 @@ def parse_arguments() -> argparse.Namespace:
         help="the Mooncake conversation trace; by default mooncake/conversation.jsonl in "
         f"${DATA_VARIABLE}",
     )
+    parser.add_argument(
+        "--sharegpt",
+        type=Path,
+        metavar="FILE",
+        help="a ShareGPT file as it is downloaded, for `sharegpt`; by default conversations are "
+        "made up from its published statistics",
+    )
     options = parser.parse_args()
     if unknown := set(options.only) - SCENARIOS.keys():
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
@@ -198,6 +206,7 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             kv_bytes_per_token=per_token,
             names=[name for name in SYSTEMS if name in options.systems],
             trace=options.trace or MOONCAKE_FILE,
+            sharegpt=options.sharegpt,
             neighbour=options.neighbour,
         )
         report.settings |= {
@@ -250,6 +259,8 @@ def check_scenarios(options: argparse.Namespace, setting: Setting, report: Repor
 
     check("slow_disk", lambda: find_throttle(options.directory or default_directory()))
     check("mooncake", lambda: next(read_trace(options.trace or MOONCAKE_FILE)))
+    if options.sharegpt is not None:
+        check("sharegpt", lambda: replays.check_sharegpt(options.sharegpt, setting))
     return scenarios
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import urllib.request
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,11 @@ import sglang
 from typed_command import wait_for
 
 from conftest import SMALL, Launch
+from sglang_tiered.trace import sharegpt_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -101,6 +106,30 @@ def test_frontend_program_with_turns_fork_select_and_regex(server: Server) -> No
     assert re.fullmatch(r"[0-9]{4}", state["digits"])
     assert len(state["branches"]) == 2 and all(state["branches"])
     assert state["choice"] in ("host", "nvme")
+
+
+def test_sglang_client_serves_sharegpt_file(server: Server, model: Path, tmp_path: Path) -> None:
+    """SGLang's benchmark client, a file as people download it, requests that come again."""
+    file, result = tmp_path / "ShareGPT_V3.json", tmp_path / "result.jsonl"
+    shape = sharegpt_model.Shape(num_conversations=64, seed=3)
+    file.write_bytes(b"[" + b",".join(sharegpt_model.rows(shape)) + b"]")
+    for _ in range(2):
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"),
+                *("--base-url", server.url, "--model", str(model), "--dataset-name", "sharegpt"),
+                *("--dataset-path", str(file), "--num-prompts", "6", "--disable-tqdm"),
+                *("--sharegpt-context-len", "900", "--sharegpt-output-len", "8"),
+                *("--max-concurrency", "2", "--output-file", str(result)),
+            ],
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        server.flush()
+    first, second = map(json.loads, result.read_text().splitlines())
+    assert first["completed"] == second["completed"] == 6
+    assert first["total_output_tokens"] == second["total_output_tokens"] == 6 * 8
 
 
 def test_metrics_endpoint_carries_our_series(server: Server) -> None:

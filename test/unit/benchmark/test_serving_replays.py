@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from serving_bench.client import Request
 from serving_bench.replays import in_turns, load_sharegpt, trace_requests
 from serving_bench.throttle import NoThrottleError, ReadThrottle, disk_of
 from sglang_tiered.trace.request import TraceRequest
+from sglang_tiered.trace.source import TraceError
 
 
 def request(at_s: float, blocks: tuple[int, ...], output: int = 9) -> TraceRequest:
@@ -39,7 +41,7 @@ def test_a_trace_keeps_its_spacing_and_its_reuse() -> None:
 
 
 def test_generated_conversations_grow_turn_by_turn_and_fit() -> None:
-    trace = load_sharegpt(tokens_max=2048, num_requests=40)
+    (trace,) = load_sharegpt(tokens_max=2048, num_requests=40, num_passes=1)
     assert 30 <= len(trace) < 80
     assert max(one.context_length for one in trace) <= 2048
     later = [one for one in trace if (one.turn or 0) > 1]
@@ -48,8 +50,39 @@ def test_generated_conversations_grow_turn_by_turn_and_fit() -> None:
     assert sum(one.num_reusable for one in asked) > 0
 
 
+def sharegpt_file(path: Path, num_conversations: int) -> Path:
+    """As it is downloaded: one array, ids that come again, and rows that hold nothing."""
+    said = [
+        {
+            "id": f"c{number % 7}_{number}",
+            "conversations": [
+                {"from": speaker, "value": f"{number} {place} " + "word " * 60}
+                for place, speaker in enumerate(["human", "gpt"] * 3)
+            ],
+        }
+        for number in range(num_conversations)
+    ]
+    path.write_text(json.dumps([*said[:3], {"id": "empty", "conversations": []}, *said[3:]]))
+    return path
+
+
+def test_downloaded_sharegpt_file_is_asked_in_passes(tmp_path: Path) -> None:
+    path = sharegpt_file(tmp_path / "ShareGPT.json", 40)
+    first, second = load_sharegpt(2048, num_requests=20, num_passes=2, path=path)
+    names = [{request.conversation for request in one} for one in (first, second)]
+    assert not names[0] & names[1]
+    asked = trace_requests("s", second, duration_s=0.0, num_output=4)
+    assert sum(one.num_reusable for one in asked) > 0
+
+
+def test_sharegpt_file_with_too_little_is_refused(tmp_path: Path) -> None:
+    path = sharegpt_file(tmp_path / "ShareGPT.json", 8)
+    with pytest.raises(TraceError, match="1 passes of 20 requests .* and 5 are needed; use"):
+        load_sharegpt(2048, num_requests=20, num_passes=5, path=path)
+
+
 def test_conversations_take_turns_and_none_overtakes_itself() -> None:
-    trace = load_sharegpt(tokens_max=2048, num_requests=40)
+    (trace,) = load_sharegpt(tokens_max=2048, num_requests=40, num_passes=1)
     asked = trace_requests("s", trace, duration_s=0.0, num_output=4)
     ordered, number = in_turns(trace, asked)
     assert sorted(one.label for one in ordered) == sorted(one.label for one in asked)
