@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
     from types import ModuleType
 
 __all__ = [
@@ -157,16 +157,19 @@ def make_sample(request: Request, started_s: float, result: Any) -> Sample:
 
 
 def ask_each(url: str, requests: Sequence[Request], concurrency: int = 1) -> list[Sample]:
-    """All requests in order, ``concurrency`` of them at a time (closed loop)."""
+    """All requests in order, ``concurrency`` of them at a time (closed loop), but none before the
+    last turn of its conversation was answered: nobody sends a turn that holds an answer to come."""
 
     async def run() -> list[Sample]:
         gate = asyncio.Semaphore(concurrency)
 
-        async def one(request: Request) -> Sample:
+        async def one(request: Request, last_turn: asyncio.Task[Sample] | None) -> Sample:
+            if last_turn is not None:
+                await asyncio.wait([last_turn])
             async with gate:
                 return await ask(url, request)
 
-        return list(await asyncio.gather(*map(one, requests)))
+        return await _in_order(requests, one)
 
     return asyncio.run(run())
 
@@ -185,12 +188,20 @@ def ask_timed(url: str, requests: Iterable[Request]) -> list[Sample]:
                 await asyncio.wait([last_turn])
             return await ask(url, request)
 
-        last: dict[str, asyncio.Task[Sample]] = {}
-        tasks: list[asyncio.Task[Sample]] = []
-        for index, request in enumerate(requests):
-            name = request.conversation or f"unknown {index}"
-            last[name] = asyncio.create_task(one(request, last.get(name)))
-            tasks.append(last[name])
-        return list(await asyncio.gather(*tasks))
+        return await _in_order(requests, one)
 
     return asyncio.run(run())
+
+
+async def _in_order(
+    requests: Iterable[Request],
+    one: Callable[[Request, asyncio.Task[Sample] | None], Coroutine[Any, Any, Sample]],
+) -> list[Sample]:
+    """Begin ``one(request, last turn of its conversation)`` for each; return what they return."""
+    last: dict[str, asyncio.Task[Sample]] = {}
+    tasks: list[asyncio.Task[Sample]] = []
+    for index, request in enumerate(requests):
+        name = request.conversation or f"unknown {index}"
+        last[name] = asyncio.create_task(one(request, last.get(name)))
+        tasks.append(last[name])
+    return list(await asyncio.gather(*tasks))
