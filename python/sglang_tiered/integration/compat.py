@@ -133,6 +133,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "for_health_check",
         "ignore_waiting",
     ),
+    "sglang.srt.managers.scheduler:Scheduler._prefetch_kvcache": ("self", "req", "storage_hit_end"),
     "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch"),
     "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
     f"{_TREE}.write_backup_storage": ("self", "node_id"),

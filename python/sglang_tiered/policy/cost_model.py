@@ -277,6 +277,11 @@ class LoadPlan:
     saved_s: float
 
     @property
+    def useful_s(self) -> float:
+        """How long a request that could start may wait for it, for its own sake or others'."""
+        return max(self.load_s, self.saved_s * (1 + MAX_OWN_LOSS))
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.parts)
 
@@ -359,8 +364,10 @@ class CostModel:
             load_s = self.load_seconds(parts, ahead)
             saved_s = self.prefill.saved_seconds(num_tokens, num_new, num_before)
             computed_s = everything - (1 - MIN_GAIN) * saved_s
-            own_s = max(0.0, load_s - queue_wait_s) + computed_s
-            found.append((own_s, computed_s, LoadPlan(parts, load_s, saved_s)))
+            waits_s = max(0.0, load_s - queue_wait_s)
+            # What would be given up at once is not begun.
+            if self.gains(waits_s, saved_s, num_others):
+                found.append((waits_s + computed_s, computed_s, LoadPlan(parts, load_s, saved_s)))
         bound_s = min(own_s for own_s, _, _ in found) * (1 + MAX_OWN_LOSS * (num_others > 0))
         best, best_s = nothing, math.inf
         for own_s, computed_s, plan in found:

@@ -9,10 +9,7 @@ dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 __all__ = ["PrefetchWindow"]
 
@@ -21,12 +18,20 @@ Request = TypeVar("Request")
 MAX_IGNORED_ASKS = 100
 """Questions in a row without a new attempt, after which the request is taken to load no longer."""
 
+MAX_TURNS = 16
+"""Turns at once: a scheduler's step must not pay for a thousand."""
+
+MAX_IGNORED_TURNS = 4
+"""Turns in a row without a new attempt, after which others go first: its request does not wait for
+admission, or may be attempted no more."""
+
 
 @dataclass(slots=True)
 class _PutOff:
     num_tokens: int
     rank: tuple[int, int]
-    num_asks: int = 0  # since its last attempt
+    num_asks: int = 0  # since its last attempt, when it could have started
+    num_turns: int = 0  # since its last attempt
 
 
 class PrefetchWindow(Generic[Request]):
@@ -38,7 +43,7 @@ class PrefetchWindow(Generic[Request]):
         self._limit = limit
         self._put_off: dict[Request, _PutOff] = {}
         self._order: list[Request] | None = []  # None until sorted again
-        self._num_tokens = 0  # of all of them
+        self._num_tokens = 0  # of those that take turns
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
         """Return whether ``num_tokens`` may be loaded beside ``num_taken`` tokens under way.
@@ -76,14 +81,8 @@ class PrefetchWindow(Generic[Request]):
         return self.is_put_off(request) and self._put_off[request].num_tokens > 0
 
     def has_turn(self, request: Request, num_taken: int) -> bool:
-        """Return whether a postponed request would find room now, and overtakes nobody."""
-        num_tokens = self._put_off[request].num_tokens
-        is_next = num_tokens == 0 or self._next() == request
-        return is_next and self.has_room(num_tokens, num_taken)
-
-    def _next(self) -> Request | None:
-        waiting = (each for each in self._in_order() if self._put_off[each].num_tokens)
-        return next(waiting, None)
+        """Return whether a postponed request that could start would find room now."""
+        return self.has_room(self._put_off[request].num_tokens, num_taken)
 
     def num_tokens(self, request: Request) -> int:
         """Return how many tokens a postponed request is going to load."""
@@ -106,17 +105,26 @@ class PrefetchWindow(Generic[Request]):
         """Forget a request whose load begins or that was aborted. Unknown ones are ignored."""
         put_off = self._put_off.pop(request, None)
         if put_off is not None:
-            self._num_tokens -= put_off.num_tokens
             self._order = None
+            if put_off.num_turns < MAX_IGNORED_TURNS:
+                self._num_tokens -= put_off.num_tokens
 
-    def turns(self, num_taken: int) -> Iterator[Request]:
-        """Yield the postponed requests that find room now, one beside the other, in their order."""
+    def turns(self, num_taken: int) -> list[Request]:
+        """Return the postponed requests that find room now, one beside the other, in their order.
+        Each counts as a turn, whatever comes of it."""
+        found: list[Request] = []
         for request in self._in_order():
-            num_tokens = self._put_off[request].num_tokens
-            if not self.has_room(num_tokens, num_taken):
-                return
-            num_taken += num_tokens
-            yield request
+            put_off = self._put_off[request]
+            if put_off.num_turns >= MAX_IGNORED_TURNS:
+                continue
+            if len(found) >= MAX_TURNS or not self.has_room(put_off.num_tokens, num_taken):
+                break
+            num_taken += put_off.num_tokens
+            put_off.num_turns += 1
+            if put_off.num_turns == MAX_IGNORED_TURNS:
+                self._num_tokens -= put_off.num_tokens
+            found.append(request)
+        return found
 
     def clear(self) -> None:
         self._put_off.clear()

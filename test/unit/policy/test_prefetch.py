@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.policy.prefetch import MAX_IGNORED_ASKS, PrefetchWindow
+from sglang_tiered.policy.prefetch import MAX_IGNORED_ASKS, MAX_IGNORED_TURNS, PrefetchWindow
 
 
 def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
@@ -62,12 +62,27 @@ def test_no_small_load_overtakes_a_large_one() -> None:
     window.put_off_load("small", 100)
     assert not window.has_room_for_next(100, num_taken=200)
     assert window.has_room_for_next(0, num_taken=200)  # it loads nothing
-    assert not window.has_turn("small", num_taken=200)
-    assert list(window.turns(200)) == []
-    assert list(window.turns(100)) == ["large"]
-    assert list(window.turns(0)) == ["large", "small"]
-    window.withdraw_load("large")
-    assert window.has_turn("small", num_taken=200)
+    assert window.has_turn("small", num_taken=200)  # it could start now: nobody is before it
+    assert window.turns(200) == []
+    assert window.turns(100) == ["large"]
+    assert window.turns(0) == ["large", "small"]
+
+
+def test_load_that_is_never_attempted_blocks_nobody() -> None:
+    """Its request waits for another server, or was attempted as often as it may be."""
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    window.put_off_load("stuck", 900)
+    window.put_off_load("next", 200)
+    assert [window.turns(0) for _ in range(MAX_IGNORED_TURNS)] == [["stuck"]] * MAX_IGNORED_TURNS
+    assert window.turns(0) == ["next"]
+    window.withdraw_load("next")
+    assert window.has_room_for_next(1000, num_taken=0)
+    assert window.has_turn("stuck", num_taken=100)  # once it is asked about
+    window.put_off_load("stuck", 900)  # it was attempted after all
+    assert not window.has_room_for_next(100, num_taken=0)
+    assert window.turns(0) == ["stuck"]
+    window.withdraw_load("stuck")
+    assert window.has_room_for_next(1000, num_taken=0)
 
 
 def test_turns_follow_the_ranks() -> None:
@@ -75,6 +90,6 @@ def test_turns_follow_the_ranks() -> None:
     window.put_off_load("low", 100, (1, 0))
     window.put_off_load("late", 100, (-1, 2))
     window.put_off_load("early", 100, (-1, 1))
-    assert list(window.turns(0)) == ["early", "late", "low"]
+    assert window.turns(0) == ["early", "late", "low"]
     window.put_off_load("early", 100, (-1, 1))  # attempted, and put off again
-    assert list(window.turns(0)) == ["early", "late", "low"]
+    assert window.turns(0) == ["early", "late", "low"]

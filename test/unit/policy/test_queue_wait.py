@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.queue_wait import HALF_LIFE, QueueWait
-
-
-def admit(queue: QueueWait[str], name: str, now: float) -> None:
-    queue.leaves(name)
-    queue.starts(name, now)
 
 
 def test_first_guess_is_one_prefill_after_another() -> None:
     queue: QueueWait[str] = QueueWait()
     for number in range(5):
         assert queue.seconds(is_busy=True) == pytest.approx(0.1 * number)
-        queue.arrives(str(number), 0.1, now=0.0)
-    queue.leaves("0")
+        queue.arrives(str(number), 0.1, now=0.0, is_busy=True)
+    queue.admitted("0", 0.0)
     assert queue.seconds("3", is_busy=True) == pytest.approx(0.2)  # of 1 and 2
 
 
@@ -29,65 +24,94 @@ def test_queue_that_moves_at_another_speed_is_noticed(slowness: float) -> None:
     queue: QueueWait[str] = QueueWait()
     now = 0.0
     for number in range(8 * HALF_LIFE):
-        queue.arrives(str(number), 0.1, now)
-        queue.arrives(f"{number}/behind", 0.1, now)
-        admit(queue, str(number), now)
+        queue.arrives(str(number), 0.1, now, is_busy=True)
+        queue.arrives(f"{number}/behind", 0.1, now, is_busy=True)
+        queue.admitted(str(number), now)
         now += 0.1 * slowness
-        admit(queue, f"{number}/behind", now)
-    queue.arrives("ahead", 0.1, now)
+        queue.admitted(f"{number}/behind", now)
+    queue.arrives("ahead", 0.1, now, is_busy=True)
     assert queue.seconds(is_busy=True) == pytest.approx(0.1 * slowness, rel=0.1)
 
 
 def test_running_batch_delays_even_the_first() -> None:
     queue: QueueWait[str] = QueueWait()
     for number in range(HALF_LIFE):
-        queue.arrives(str(number), 0.1, float(number))
-        admit(queue, str(number), number + 0.5)
+        queue.arrives(str(number), 0.1, float(number), is_busy=True)
+        queue.admitted(str(number), number + 0.5)
     assert queue.seconds(is_busy=True) == pytest.approx(0.5)
     assert queue.seconds(is_busy=False) == 0.0
 
 
 def test_wait_for_a_load_teaches_nothing() -> None:
     queue: QueueWait[str] = QueueWait()
-    queue.arrives("loads", 0.1, 0.0)
+    queue.arrives("loads", 0.1, 0.0, is_busy=True)
     queue.waits_for_more("loads")
-    admit(queue, "loads", 60.0)
+    queue.admitted("loads", 60.0)
     assert queue.seconds(is_busy=True) == 0.0
 
 
 def test_higher_priority_waits_for_its_equals_alone() -> None:
     queue: QueueWait[str] = QueueWait()
-    queue.arrives("low", 5.0, 0.0, rank=1)
-    queue.arrives("high", 0.1, 0.0, rank=-1)
-    queue.arrives("middle", 0.2, 0.0)
+    queue.arrives("low", 5.0, 0.0, is_busy=True, rank=1)
+    queue.arrives("high", 0.1, 0.0, is_busy=True, rank=-1)
+    queue.arrives("middle", 0.2, 0.0, is_busy=True)
     assert queue.seconds(is_busy=False, rank=-1) == pytest.approx(0.1)
     assert queue.seconds("high", is_busy=False) == 0.0
     assert queue.seconds("low", is_busy=False) == pytest.approx(0.3)
     assert queue.order("high") < queue.order("middle") < queue.order("low")
 
 
+def test_idle_server_says_nothing_of_a_busy_one() -> None:
+    queue: QueueWait[str] = QueueWait()
+    for number in range(64):
+        busy = number % 4 == 0
+        queue.arrives(str(number), 0.1, float(number), is_busy=busy)
+        queue.admitted(str(number), number + (0.5 if busy else 1e-4))
+    assert queue.seconds(is_busy=True) == pytest.approx(0.5)
+
+
+def test_place_that_became_shorter_is_shorter_for_all() -> None:
+    """A request that was going to compute loads instead."""
+    queue: QueueWait[str] = QueueWait()
+    for name in "abc":
+        queue.arrives(name, 10.0, 0.0, is_busy=True)
+    queue.arrives("a", 0.1, 0.0, is_busy=True)
+    assert queue.seconds("c", is_busy=False) == pytest.approx(10.1)
+    queue.admitted("a", 0.0)
+    assert queue.seconds("b", is_busy=False) == pytest.approx(0.0)
+
+
+@example(events=[("arrives", 0, 0.3), ("arrives", 1, 0.1), ("arrives", 0, 0.1)], has_ranks=False)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["arrives", "again", "leaves", "starts"]), st.integers(0, 7)),
+        st.tuples(
+            st.sampled_from(["arrives", "admitted", "forget"]),
+            st.integers(0, 7),
+            st.sampled_from([0.0, 0.1, 0.3]),
+        ),
         max_size=60,
     ),
     st.booleans(),
 )
-def test_books_of_the_queue_balance(events: list[tuple[str, int]], has_ranks: bool) -> None:
+def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ranks: bool) -> None:
     queue: QueueWait[int] = QueueWait()
     waiting: dict[int, float] = {}
-    for now, (event, request) in enumerate(events):
-        if event in ("arrives", "again"):
-            own_s = 0.1 if event == "arrives" else 0.3
-            queue.arrives(request, own_s, float(now), rank=request % 3 if has_ranks else 0)
+    for now, (event, request, own_s) in enumerate(events):
+        if event == "arrives":
+            rank = request % 3 if has_ranks else 0
+            queue.arrives(request, own_s, float(now), is_busy=now % 2 > 0, rank=rank)
             waiting[request] = own_s
-        elif event == "leaves":
-            queue.leaves(request)
+        elif event == "admitted":
+            queue.admitted(request, float(now))
             waiting.pop(request, None)
         else:
-            queue.starts(request, float(now))
+            queue.forget(request)
+            waiting.pop(request, None)
         assert len(queue) == len(waiting)
-        assert queue.total_s == pytest.approx(sum(waiting.values()))
-        assert all(queue.own_s(each) == own_s for each, own_s in waiting.items())
-        bound_s = queue.seconds(is_busy=True, rank=9)
+        assert all(queue.own_s(each) == own for each, own in waiting.items())
+        bound_s = queue.longest_s(is_busy=True)
+        assert queue.seconds(is_busy=True, rank=9) == pytest.approx(bound_s)
         assert all(0 <= queue.seconds(each, is_busy=True) <= bound_s + 1e-9 for each in waiting)
+    for request in list(waiting):
+        queue.forget(request)
+    assert queue.longest_s(is_busy=False) == 0.0

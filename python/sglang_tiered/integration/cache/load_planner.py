@@ -52,7 +52,10 @@ MAX_RECONSIDERED = 2
 """How often a load that was declined is planned again: SGLang bounds attempts too."""
 
 MAX_DECLINED = 4096
-"""Declined loads that are remembered; the latest are forgotten first, whose turn is far."""
+"""Declined loads that are remembered: the first, since the turns of the others are far."""
+
+RECONSIDER_STEPS = 8
+"""Steps between two looks at a declined load while no price changes. A look takes 0.2 ms."""
 
 MAX_WINDOWS = 1024
 
@@ -87,15 +90,21 @@ class TierTiming:
     """Times the reads of one tier. ``begin`` and ``end`` run on any thread, the rest on the
     scheduler thread, which learns from what they noted.
 
-    A load's fixed time is paid once each time that an idle tier begins to read: the next parts and
-    loads are under way before one has ended, which hides theirs. So that is what counts as a load
-    here, however many reads follow.
+    ``reads_parts``: loads are read in parts of about equal length, of which the next ones are under
+    way before one has ended. Then the fixed time is paid once each time that the idle tier begins
+    to read, and that is what counts as a load here, however many reads follow.
     """
 
     def __init__(
-        self, cost: TransferCost, clock: Callable[[], float], *, stale_after_s: float
+        self,
+        cost: TransferCost,
+        clock: Callable[[], float],
+        *,
+        stale_after_s: float,
+        reads_parts: bool = True,
     ) -> None:
         self.cost = cost
+        self._reads_parts = reads_parts
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._lock = threading.Lock()
@@ -179,14 +188,22 @@ class TierTiming:
             window = self._windows.popleft()
             self.num_loads += window.num_read
             self.load_s += window.seconds
-            num_bytes, num_starts = window.bytes_read, window.num_starts
-            with_failed = num_bytes + window.bytes_failed
-            if window.num_failed and window.seconds >= self.cost.seconds(with_failed, num_starts):
-                num_bytes = with_failed
+            num_bytes, num_loads = window.bytes_read, window.num_read
+            if window.num_failed:
+                with_failed = num_bytes + window.bytes_failed, num_loads + window.num_failed
+                if window.seconds >= self.cost.seconds(
+                    with_failed[0], self._num_starts(with_failed[1], window.num_starts)
+                ):
+                    num_bytes, num_loads = with_failed
             if num_bytes and not window.is_tail:
+                num_starts = self._num_starts(num_loads, window.num_starts)
                 self._observe(num_bytes, window.seconds, num_starts)
         if self._in_flight:
             self._learn_from_late()
+
+    def _num_starts(self, num_loads: int, num_starts: int) -> int:
+        """Return how many fixed times these reads took."""
+        return num_starts if self._reads_parts else num_loads
 
     def _learn_from_late(self) -> None:
         """Learn from reads of which none ended in twice the time expected of all of them, and again
@@ -194,7 +211,8 @@ class TierTiming:
         hangs."""
         with self._lock:
             num_bytes = sum(read.num_bytes for read in self._in_flight)
-            num_starts = int(not self._goes_on)
+            # Even one that follows others takes a fixed time, if it is the last.
+            num_starts = self._num_starts(len(self._in_flight), 1)
             elapsed_s = self._clock() - self._since
             expected_s = self.cost.seconds(num_bytes, num_starts)
             if not num_bytes or elapsed_s <= 2 * max(expected_s, self._reported_s):
@@ -208,10 +226,12 @@ class TierTiming:
 
 
 @dataclass(slots=True)
-class _Declined:
-    """Describes what a request might have loaded, and how often that was considered again."""
+class _Books:
+    """Holds what is said of a waiting request's tokens when it leaves, and how often its declined
+    load was planned again."""
 
-    prefix: dict[str, Any]  # arguments of ``CostModel.plan``
+    num_held: int  # in the tiers, when it came
+    num_loaded: int = 0
     num_times: int = 0
 
 
@@ -243,7 +263,9 @@ class LoadPlanner(Generic[Request]):
         self.follows = follows  # plan to load everything: another rank knows what there is
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.timings = {
-            tier: TierTiming(cost, clock, stale_after_s=STALE_AFTER_S[tier])
+            tier: TierTiming(
+                cost, clock, stale_after_s=STALE_AFTER_S[tier], reads_parts=tier is Tier.NVME
+            )
             for tier, cost in zip(TIERS, costs.transfers, strict=True)
         }
         self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
@@ -251,7 +273,10 @@ class LoadPlanner(Generic[Request]):
         self._loads: dict[Request, _Load] = {}
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
         self._queue: QueueWait[Request] = QueueWait()
-        self._declined: OrderedDict[Request, _Declined] = OrderedDict()
+        self._books: dict[Request, _Books] = {}
+        # Of requests whose loads were declined: the arguments of ``CostModel.plan``.
+        self._declined: OrderedDict[Request, dict[str, Any]] = OrderedDict()
+        self._num_steps = self._num_observed = 0
         self._num_running = self._num_running_now = 0  # in the step before, and since
         self._yielding: dict[Request, float] = {}  # since when
         self._deadline_is_due = False
@@ -314,6 +339,7 @@ class LoadPlanner(Generic[Request]):
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.learn()
+        self._num_steps += 1
         self._num_running, self._num_running_now = self._num_running_now, 0
         if self._deadline_is_due:
             self._deadline_is_due = False
@@ -344,13 +370,9 @@ class LoadPlanner(Generic[Request]):
         """Return how many requests were in the last batch, if it ran in this step or the last."""
         return max(self._num_running, self._num_running_now)
 
-    def note_run(self, requests: Sequence[Request], num_running: int) -> None:
-        """Note that a batch runs now, with prefill of ``requests``, beside decodes, of so many
-        requests in all."""
+    def note_run(self, num_running: int) -> None:
+        """Note that a batch runs now, while so many requests have been admitted."""
         self._num_running_now = num_running
-        now = self._clock()
-        for request in requests:
-            self._queue.starts(request, now)
 
     def waits_for_more(self, request: Request) -> None:
         """Note that a request waits for more than its turn in the queue."""
@@ -381,7 +403,7 @@ class LoadPlanner(Generic[Request]):
         is_new = not self.knows(request)
         self._forget_load(request)
         plan = LoadPlan((num_held,), 0.0, 0.0)
-        before = self._declined.pop(request, None)
+        self._declined.pop(request, None)
         if not self._always and not self.follows:
             prefix = {
                 "num_held": num_held,
@@ -392,17 +414,17 @@ class LoadPlanner(Generic[Request]):
             }
             plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
             if num_held and not plan.num_tokens and len(self._declined) < MAX_DECLINED:
-                num_times = 0 if before is None else before.num_times
-                self._declined[request] = _Declined(prefix, num_times)
+                self._declined[request] = prefix
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
-        if is_new and request not in self._declined:  # those are counted when they leave
-            self.tokens[LoadDecision.DECLINED] += num_held - plan.num_tokens
         rest, before_rest = num_new - plan.num_tokens, num_before + plan.num_tokens
         own_s = self.costs.prefill.seconds(rest, before_rest)
-        self._queue.arrives(request, own_s, self._clock(), rank=rank)
+        is_busy = self.num_running > 0
+        self._queue.arrives(request, own_s, self._clock(), is_busy=is_busy, rank=rank)
+        if is_new and request in self._queue:
+            self._books[request] = _Books(num_held)
         return plan.num_tokens
 
     def _plan(
@@ -419,26 +441,41 @@ class LoadPlanner(Generic[Request]):
     def reconsider(self, *, num_ahead: int) -> Request | None:
         """Look again at one waiting request whose load was declined, another one each time; return
         it if its load gains by now, behind ``num_ahead`` tokens of other loads."""
-        if not self._declined:
+        if not self._declined or not self._may_differ():
             return None
-        request, declined = self._declined.popitem(last=False)
-        if declined.num_times >= MAX_RECONSIDERED:
-            self.tokens[LoadDecision.DECLINED] += declined.prefix["num_held"]
+        request, prefix = self._declined.popitem(last=False)
+        books = self._books.get(request)
+        if books is None or books.num_times >= MAX_RECONSIDERED:
             return None
-        self._declined[request] = declined
-        if not self._plan(request, declined.prefix, num_ahead).num_tokens:
+        self._declined[request] = prefix
+        if not self._plan(request, prefix, num_ahead).num_tokens:
             return None
-        declined.num_times += 1
+        books.num_times += 1
         return request
 
+    def _may_differ(self) -> bool:
+        """Whether a plan may come out differently than it did a step before."""
+        num_observed = self.costs.prefill.num_observed
+        num_observed += sum(cost.num_observed for cost in self.costs.transfers)
+        is_same, self._num_observed = num_observed == self._num_observed, num_observed
+        return not is_same or self._num_steps % RECONSIDER_STEPS == 0
+
     def leaves(self, request: Request) -> None:
-        """Forget a request that was admitted or has gone. Unknown ones are ignored."""
+        """Note that a request was admitted. Unknown ones are ignored."""
+        self._queue.admitted(request, self._clock())
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that was admitted or aborted. Unknown ones are ignored."""
         self._forget_load(request)
         self._yielding.pop(request, None)
-        declined = self._declined.pop(request, None)
-        if declined is not None:
-            self.tokens[LoadDecision.DECLINED] += declined.prefix["num_held"]
-        self._queue.leaves(request)
+        self._declined.pop(request, None)
+        self._settle(self._books.pop(request, None))
+        self._queue.forget(request)
+
+    def _settle(self, books: _Books | None) -> None:
+        if books is not None:
+            self.tokens[LoadDecision.DECLINED] += max(0, books.num_held - books.num_loaded)
 
     def _forget_load(self, request: Request) -> None:
         load = self._loads.pop(request, None)
@@ -450,22 +487,29 @@ class LoadPlanner(Generic[Request]):
         load = self._loads.get(request)
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
+            books = self._books.get(request)
+            if books is not None:
+                books.num_loaded += load.plan.num_tokens
             self._queue.waits_for_more(request)
             if load.queued_at is None:
                 self._count(load, 1)
             load.queued_at = self._clock()
             if not self._always:
-                saved_s = load.plan.saved_s if load.plan.num_remote else 0.0
-                self.far_deadline_s = max(self.far_deadline_s, saved_s + self.queue_wait_s)
+                useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
+                self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
                 self._deadline_is_due = True
 
     def _set_deadline(self) -> None:
-        """Bound reads of remote tiers: any of them is useless once the longest prefill that a load
-        replaces would have been computed."""
+        """Bound reads of remote tiers: any of them is useless once no request would wait for it any
+        more, not even the last one in the queue."""
         begun = (load for load in self._loads.values() if load.queued_at is not None)
-        saved = [load.plan.saved_s for load in begun if load.plan.num_remote]
-        longest_s = max(saved, default=0.0) + self.queue_wait_s
+        useful = [load.plan.useful_s for load in begun if load.plan.num_remote]
+        longest_s = max(useful, default=0.0) + self._longest_wait_s
         self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return self._queue.longest_s(is_busy=self.num_running > 0)
 
     def _count(self, load: _Load, sign: int) -> None:
         for tier, num_tokens in enumerate(load.plan.parts):
@@ -563,3 +607,6 @@ class LoadPlanner(Generic[Request]):
         self._declined.clear()
         self._yielding.clear()
         self._queue.clear()
+        for books in self._books.values():
+            self._settle(books)
+        self._books.clear()

@@ -254,7 +254,7 @@ class LoadScheduler:
         that is asked at the admission alone."""
         if self._cache.has_small_host:
             return
-        for rid in islice(self._window.turns(self.num_tokens()), MAX_ASKS_PER_STEP):
+        for rid in self._window.turns(self.num_tokens()):
             self._cache.storage_prefetch_retries.refetch(rid)
 
     def _reconsider_declined(self) -> None:
@@ -507,8 +507,12 @@ class LoadScheduler:
         return True
 
     def leaves(self, request: CacheRequestHandle) -> None:
-        """Load nothing more for a request, which is about to be admitted."""
+        """Load nothing more for a request, which was admitted."""
         self.planner.leaves(request)
+        self._stop(request)
+
+    def _stop(self, request: CacheRequestHandle) -> None:
+        self._window.withdraw_load(request.rid)
         self._loading_keys.pop(request, None)
         self._look_numbers.pop(request.rid, None)
         self._num_unused = None
@@ -516,9 +520,9 @@ class LoadScheduler:
 
     def forget(self, request: CacheRequestHandle) -> None:
         """Forget a request that was aborted, or a load that no request waits for."""
-        self.leaves(request)
+        self.planner.forget(request)
+        self._stop(request)
         self._forget_questions(request)
-        self._window.withdraw_load(request.rid)
         self.unlock_loaded(request)
 
     def is_loading_or_waiting(self) -> bool:

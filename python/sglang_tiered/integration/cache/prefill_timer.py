@@ -39,9 +39,9 @@ class PrefillClock:
         # Asked now: under overlap the result comes with a copy of the batch, which has neither the
         # device nor the load that the batch waits for.
         num_copied = tiering.take_copied() if _waits_for_a_load(batch) else 0
-        starting = batch.reqs if batch.forward_mode.is_extend() else ()
-        num_running = len(batch.reqs) + len(scheduler.running_batch.reqs) * bool(starting)
-        tiering.planner.note_run([req.cache_request_handle for req in starting], num_running)
+        running = scheduler.running_batch
+        num_running = len(batch.reqs) + (0 if running is batch else len(running.reqs))
+        tiering.planner.note_run(num_running)
         begun = self._clock()
         result = run(scheduler, batch, *rest)
         if str(batch.device).startswith("cpu"):

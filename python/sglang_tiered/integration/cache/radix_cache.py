@@ -302,16 +302,11 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.tiering is not None:
             self.tiering.loads.revoked(request)
 
-    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
-        span: tuple[int, int | None] = super().pop_prefetch_loaded_span(request)
-        if self.tiering is not None:
-            self.tiering.loads.leaves(request)
-        return span
-
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
         if self.tiering is not None:
+            self.tiering.loads.leaves(request)
             self.tiering.loads.unlock_loaded(request)
         super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
 

@@ -41,7 +41,7 @@ MAX_FAR_PROBE_BYTES, MAX_FAR_PROBE_S = 4 << 20, 10.0
 MAX_PROBE_READS, MAX_PROBE_S = 4, 0.25
 
 PART_S = 0.02
-MAX_PART_BYTES = 64 << 20
+FIRST_PART_BYTES, MAX_PART_BYTES = 1 << 20, 64 << 20
 NUM_PARTS = 2
 """Full parts under way: one that is waited for, and one that keeps the disk busy meanwhile."""
 
@@ -97,15 +97,16 @@ class TierTransfers:
 
     @property
     def part_bytes(self) -> float:
-        """Return how much to read at once: what NVMe reads in ``PART_S``, and as little as possible
-        until it was measured, for a request that gives up keeps the parts that have arrived. Remote
-        tiers take their time for any read and serve many at once, so with them it is all that is
-        asked for."""
+        """Return how much to read at once: what NVMe reads in ``PART_S``, and little until it was
+        measured, for a request that gives up keeps the parts that have arrived. Remote tiers take
+        their time for any read and serve many at once, so with them it is all that is asked
+        for."""
         if self._stack.remote:
             return math.inf
         if self._planner is None:
             return MAX_PART_BYTES
-        return min(MAX_PART_BYTES, PART_S * (self._planner.bytes_per_s or 0.0))
+        speed = self._planner.bytes_per_s
+        return FIRST_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
 
     def begin_for_others(self, run: Run) -> Job:
         """Begin to read pages for a rank that shares those of this one. Any thread."""

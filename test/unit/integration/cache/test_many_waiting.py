@@ -188,6 +188,20 @@ def test_newcomer_overtakes_no_put_off_load(world: CacheWorld) -> None:
     assert world.is_retried(waiting) and not world.is_retried(newcomer)
 
 
+def test_request_elsewhere_holds_no_other_up(world: CacheWorld) -> None:
+    """It was put off, and now waits for a decode server, where SGLang attempts nothing."""
+    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
+    world.disk.set()  # type: ignore[attr-defined]
+    world.store(large := prompt(900, 3))
+    world.disk.clear()  # type: ignore[attr-defined]
+    first = world.asks("first", prompt(0, 1))
+    world.asks("elsewhere", large)
+    behind = world.asks("behind", prompt(1, 1))
+    world.disk.set()  # type: ignore[attr-defined]
+    admit(world, first)
+    world.until(lambda: world.is_retried(behind))
+
+
 def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
     world.cache.tiering.loads._window = PrefetchWindow(PAGE)
     first = world.asks("first", prompt(0, 1))
@@ -218,7 +232,6 @@ def test_declined_load_is_asked_for_once_it_gains(
         request = world.asks("r", prompt(0, 1))
         world.cache.check_hicache_events()
         assert not world.is_retried(request) and not world.cache.ongoing_prefetch
-    world.cache.check_hicache_events()
-    assert world.is_retried(request)
+    world.until(lambda: world.is_retried(request))
     world.asks("r", prompt(0, 1))
     assert request in world.cache.ongoing_prefetch

@@ -170,3 +170,44 @@ def test_time_without_reads_is_not_theirs() -> None:
         timing.learn()
     assert timing.load_s == pytest.approx(20 * MB * BYTE_S)
     assert timing.cost.seconds(16 * MB) == pytest.approx(16 * MB * BYTE_S, rel=0.2)
+
+
+@pytest.mark.parametrize("reads_parts", [True, False])
+def test_small_read_behind_others_is_not_late(reads_parts: bool) -> None:
+    """A bucket takes 50 ms for any read, the last of several too, however small it is."""
+    clock, load_s = Clock(100.0), 0.05
+    timing = TierTiming(
+        TransferCost((load_s, 5 * BYTE_S)), clock, stale_after_s=60.0, reads_parts=reads_parts
+    )
+    reads = [timing.begin(4 * MB) for _ in range(8)]
+    for read in reads[:-1]:
+        clock.now += 4 * MB * 5 * BYTE_S
+        last = timing.begin(MB // 4) if read is reads[-2] else None
+        timing.end(read, is_complete=True)
+    timing.end(reads[-1], is_complete=True)
+    timing.learn()
+    before = timing.cost.seconds(4 * MB)
+    for _ in range(10):
+        clock.now += load_s / 10
+        timing.learn()
+    assert last is not None
+    timing.end(last, is_complete=True)
+    timing.learn()
+    assert timing.cost.seconds(4 * MB) < 2 * before
+
+
+def test_busy_remote_tier_keeps_its_fixed_time() -> None:
+    """Small loads, of which one is always under way, must not make large ones look dear."""
+    clock, load_s, byte_s = Clock(100.0), 0.05, 5e-9
+    timing = TierTiming(
+        TransferCost((load_s, byte_s)), clock, stale_after_s=60.0, reads_parts=False
+    )
+    ahead = timing.begin(MB)
+    for _ in range(100):
+        clock.now += (load_s + MB * byte_s) / 2
+        following = timing.begin(MB)
+        timing.end(ahead, is_complete=True)
+        timing.learn()
+        ahead = following
+    real_s = load_s + 128 * MB * byte_s
+    assert 0.4 * real_s < timing.cost.seconds(128 * MB) < 1.5 * real_s
