@@ -11,6 +11,7 @@ POLICIES = (
     "in-turn",
     "hash",
     "least-load",
+    "least-tokens",
     "p2c",
     "cache-aware",
     "dynamo",

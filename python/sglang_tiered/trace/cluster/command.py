@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser, real: Callable[[str], float])
     knows.add_argument("--price-factor", metavar="F", type=real, default=1.0)
     knows.add_argument("--price-noise", metavar="SIGMA", type=real, default=0.0)
     tuned = parser.add_argument_group("settings of policies (default: as published)")
-    tuned.add_argument("--load-measure", choices=("tokens", "requests"), default="tokens")
     tuned.add_argument("--cache-threshold", metavar="P", type=share, default=0.3)
     tuned.add_argument("--balance-abs", metavar="N", type=int, default=64)
     tuned.add_argument("--balance-rel", metavar="F", type=real, default=1.5)
@@ -195,7 +194,6 @@ def _plan(options: argparse.Namespace) -> Plan:
             price_noise=options.price_noise,
         ),
         tuning=Tuning(
-            load_measure=options.load_measure,
             cache_threshold=options.cache_threshold,
             balance_abs=options.balance_abs,
             balance_rel=options.balance_rel,

@@ -5,9 +5,11 @@
 ``hash``
     Of the first 1,024 tokens, by rendezvous.
 ``least-load``
-    Fewest prompt tokens sent and not answered; ``load_measure`` may be requests in flight.
+    Fewest requests in flight.
+``least-tokens``
+    Fewest prompt tokens sent and not answered.
 ``p2c``
-    The less loaded of two drawn at random, by the same measure.
+    Of two drawn at random, the one with fewer requests in flight.
 ``cache-aware``
     sglang-router 0.3.2: where the longest prefix was sent if that is more than ``cache_threshold``
     of the prompt, or else the least loaded. While requests in flight differ by more than
@@ -59,9 +61,8 @@ PREDICTED_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The settings of policies; the defaults are those published, but for ``load_measure``."""
+    """The settings of policies; the defaults are those published."""
 
-    load_measure: str = "tokens"
     cache_threshold: float = 0.3
     balance_abs: int = 64
     balance_rel: float = 1.5
@@ -128,15 +129,9 @@ class Router:
     def answered(self, job: Job, now_s: float) -> None:
         """The first token of a job has come."""
 
-    def _load(self, server: int) -> int:
-        books = self._books
-        if self._tuning.load_measure == "requests":
-            return books.num_requests[server]
-        return books.prompt_tokens[server]
-
-    def _least_loaded(self, among: Sequence[int]) -> int:
-        least = min(map(self._load, among))
-        equal = [server for server in among if self._load(server) == least]
+    def _least_loaded(self, among: Sequence[int], loads: Sequence[int]) -> int:
+        least = min(loads[server] for server in among)
+        equal = [server for server in among if loads[server] == least]
         return equal[int(self._random.random() * len(equal))]
 
 
@@ -155,13 +150,18 @@ class _Hash(Router):
 
 class _LeastLoad(Router):
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
-        return self._least_loaded(self.open_servers), job.tokens
+        return self._least_loaded(self.open_servers, self._books.num_requests), job.tokens
+
+
+class _LeastTokens(Router):
+    def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
+        return self._least_loaded(self.open_servers, self._books.prompt_tokens), job.tokens
 
 
 class _TwoChoices(Router):
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         drawn = [self._random.choice(self.open_servers) for _ in range(2)]
-        return min(drawn, key=self._load), job.tokens
+        return min(drawn, key=lambda server: self._books.num_requests[server]), job.tokens
 
 
 class _CacheAware(Router):
@@ -186,11 +186,7 @@ class _CacheAware(Router):
             if matched and matched > tuning.cache_threshold * len(units):
                 server = min(numbers(alive), key=lambda one: books.num_requests[one])
         if server < 0:
-            least = min(loads)
-            equal = [
-                one for one, load in zip(self.open_servers, loads, strict=True) if load == least
-            ]
-            server = equal[int(self._random.random() * len(equal))]
+            server = self._least_loaded(self.open_servers, books.num_requests)
         self._note(server, job)
         return server, job.tokens
 
@@ -349,6 +345,7 @@ _ROUTERS: dict[str, type[Router]] = {
     "in-turn": _InTurn,
     "hash": _Hash,
     "least-load": _LeastLoad,
+    "least-tokens": _LeastTokens,
     "p2c": _TwoChoices,
     "cache-aware": _CacheAware,
     "dynamo": _Dynamo,
