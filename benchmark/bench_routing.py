@@ -29,9 +29,10 @@ from sglang_tiered.cluster.planner import Fleet, Planner
 from sglang_tiered.cluster.published_settings import distserve, splitwise
 from sglang_tiered.trace.cluster.books import Knowledge
 from sglang_tiered.trace.cluster.comparison import ratios, speed_where_busy
+from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
 from sglang_tiered.trace.cluster.routers import Tuning
-from sglang_tiered.trace.cluster.simulation import Member, Plan, run_cluster
+from sglang_tiered.trace.cluster.simulation import run_cluster
 from sglang_tiered.trace.replay.stream import TraceStream
 
 if TYPE_CHECKING:

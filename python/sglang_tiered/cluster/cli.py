@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _EPILOG = """\
+examples:
+  %(prog)s plan trace.jsonl --fleet 64:h100 --fleet 32:h100,32:a100 --ttft 2s --tpot 50ms
+  %(prog)s published
+
 exit code:
   0  fine
   2  a command line or a file that cannot be used; one sentence says why

@@ -18,7 +18,7 @@ from sglang_tiered.trace.source import Format
 if TYPE_CHECKING:
     from sglang_tiered.cluster.planner import Fleet, Planner
     from sglang_tiered.trace.cluster.outcome import Outcome
-    from sglang_tiered.trace.cluster.simulation import Plan
+    from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.replay.server import Request
 
 __all__ = ["add_arguments", "duration", "run"]
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print. Returns the exit code; raises ``TieredError`` for what cannot be done."""
     from sglang_tiered.trace.cluster import POLICIES
     from sglang_tiered.trace.cluster.command import read_requests
-    from sglang_tiered.trace.cluster.simulation import Plan
+    from sglang_tiered.trace.cluster.plan import Plan
 
     if options.policy not in POLICIES:
         raise ConfigError(f"--policy {options.policy} is unknown; one of {', '.join(POLICIES)}.")

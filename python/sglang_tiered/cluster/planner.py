@@ -14,7 +14,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_tiered.trace.cluster.simulation import Member, Plan, run_cluster
+from sglang_tiered.trace.cluster.plan import Member, Plan
+from sglang_tiered.trace.cluster.simulation import run_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

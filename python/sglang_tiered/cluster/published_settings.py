@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.cluster.planner import Fleet, Planner, largest_speed
+from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
-from sglang_tiered.trace.cluster.simulation import Member, Plan
 from sglang_tiered.trace.replay.server import Request
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from sglang_tiered.cluster.cli import main
 from sglang_tiered.cluster.planner import Fleet, Planner, fewest_servers, largest_speed
 from sglang_tiered.cluster.published_settings import distserve
+from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
-from sglang_tiered.trace.cluster.simulation import Member, Plan
 from sglang_tiered.trace.replay.server import Request
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.trace.cluster import POLICIES
 from sglang_tiered.trace.cluster.books import Knowledge
 from sglang_tiered.trace.cluster.comparison import speed_where_busy
+from sglang_tiered.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
 from sglang_tiered.trace.cluster.residency import Residency
-from sglang_tiered.trace.cluster.simulation import Change, Member, Plan, Simulation, run_cluster
+from sglang_tiered.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered.trace.replay.server import Request
 
 if TYPE_CHECKING:

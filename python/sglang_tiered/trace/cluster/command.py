@@ -17,8 +17,8 @@ from sglang_tiered.trace.source import Format
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.trace.cluster.plan import Change, Member, Plan
     from sglang_tiered.trace.cluster.profiles import Profiles
-    from sglang_tiered.trace.cluster.simulation import Change, Member, Plan
     from sglang_tiered.trace.replay.server import Request
 
 __all__ = ["add_arguments", "fleet", "read_requests", "run", "share", "simulate"]
@@ -161,9 +161,9 @@ def read_requests(options: argparse.Namespace) -> tuple[str, int, list[Request]]
 
 def _plan(options: argparse.Namespace) -> Plan:
     from sglang_tiered.trace.cluster.books import Knowledge
+    from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.cluster.profiles import load_profiles
     from sglang_tiered.trace.cluster.routers import Tuning
-    from sglang_tiered.trace.cluster.simulation import Plan
 
     members = fleet(
         options.fleet or f"{options.servers}:h100", options.model, load_profiles(options.profiles)
@@ -208,7 +208,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def fleet(text: str, model: str, profiles: Profiles) -> list[Member]:
     """Return the servers of ``48:h100:prefill,16:a100:decode``. Raises ``ConfigError``."""
-    from sglang_tiered.trace.cluster.simulation import Member
+    from sglang_tiered.trace.cluster.plan import Member
 
     members: list[Member] = []
     for part in text.split(","):
@@ -230,7 +230,7 @@ def fleet(text: str, model: str, profiles: Profiles) -> list[Member]:
 
 
 def _changes(text: str, count: int) -> list[Change]:
-    from sglang_tiered.trace.cluster.simulation import Change
+    from sglang_tiered.trace.cluster.plan import Change
 
     changes = []
     for part in filter(None, text.split(",")):

@@ -10,12 +10,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.trace.cluster.simulation import Plan, run_cluster
+from sglang_tiered.trace.cluster.simulation import run_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.trace.cluster.outcome import Outcome
+    from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.replay.server import Request
 
 __all__ = ["BUSY", "Comparison", "ratios", "speed_where_busy"]

@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.cluster.server import Job, Server
-    from sglang_tiered.trace.cluster.simulation import Plan
 
 __all__ = ["TIERS", "Outcome"]
 

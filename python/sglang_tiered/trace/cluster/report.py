@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.trace.cluster.outcome import Outcome
-    from sglang_tiered.trace.cluster.simulation import Plan
+    from sglang_tiered.trace.cluster.plan import Plan
 
 __all__ = ["describe_fleet", "draw", "print_outcomes", "write_json"]
 

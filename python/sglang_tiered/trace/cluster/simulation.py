@@ -6,62 +6,24 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.trace.cluster.books import Books, Knowledge
+from sglang_tiered.trace.cluster.books import Books
 from sglang_tiered.trace.cluster.outcome import Outcome
+from sglang_tiered.trace.cluster.plan import Change
 from sglang_tiered.trace.cluster.residency import DEVICE, HOST, NVME, numbers
-from sglang_tiered.trace.cluster.routers import Tuning, make_router, predicted_ttft
+from sglang_tiered.trace.cluster.routers import make_router, predicted_ttft
 from sglang_tiered.trace.cluster.server import Job, Server
 from sglang_tiered.trace.replay.copies import mix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.trace.cluster.profiles import Kind
+    from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.replay.server import Request
 
-__all__ = ["Change", "Member", "Plan", "Simulation", "run_cluster"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """A server: its kind, and its role (both, prefill, decode)."""
-
-    kind: Kind
-    role: str = "both"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """At ``at_s`` server number ``server`` dies, drains or joins; one that joins is away before."""
-
-    at_s: float
-    what: str
-    server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One run. Times of requests are divided by ``speed``. ``classes`` are shares of the
-    conversations, the most important first; ``tiers`` are those that servers have."""
-
-    members: Sequence[Member]
-    policy: str
-    unit_tokens: int
-    speed: float = 1.0
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
-    admission: str = "none"
-    max_waiting: int = 16
-    classes: Sequence[float] = (1.0,)
-    tiers: frozenset[str] = frozenset({"host", "nvme", "peer"})
-    knowledge: Knowledge = field(default_factory=Knowledge)
-    tuning: Tuning = field(default_factory=Tuning)
-    changes: Sequence[Change] = ()
-    seed: int = 0
+__all__ = ["Simulation", "run_cluster"]
 
 
 _SERVER, _HANDED, _CHANGE = range(3)
