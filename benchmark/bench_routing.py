@@ -183,6 +183,8 @@ def knowledge_part(quick: bool) -> dict[str, Any]:
         "no events": Knowledge(loss=1.0),
         **{f"prices times {factor:g}": Knowledge(price_factor=factor) for factor in (0.5, 2)},
         **{f"price noise {sigma:g}": Knowledge(price_noise=sigma) for sigma in (0.3, 0.7, 1.0)},
+        "exact, learning nothing": Knowledge(),
+        "price noise 0.7, learning nothing": Knowledge(price_noise=0.7),
         **{f"reports every {late:g} s": Knowledge(report_s=late) for late in (1, 2, 5)},
         "all at once": Knowledge(lag_s=2, loss=0.1, price_noise=0.5, report_s=1),
     }
@@ -193,11 +195,13 @@ def knowledge_part(quick: bool) -> dict[str, Any]:
             plan = dataclasses.replace(
                 make_plan(), knowledge=knowledge, speed=speed_of(name, quick)
             )
+            if "learning nothing" in label:
+                plan = dataclasses.replace(plan, tuning=dataclasses.replace(TUNED, learn=False))
             outcome = run_cluster(plan, trace(name, quick))
             made["raw"].append(row(1.0, outcome, trace=name, knows=label))
             base = base or outcome.mean_ttft_s
             value = outcome.mean_ttft_s / base
-            key = f"{name}_{label.replace('%', '_percent').replace(' ', '_')}_ttft_over_exact"
+            key = f"{name}_{label.replace('%', '_percent').replace(',', '').replace(' ', '_')}_ttft_over_exact"
             made["ratios"][key] = {"value": value, "min": value, "max": value, "n": 1}
     return made
 

@@ -124,6 +124,24 @@ def test_work_that_was_sent_counts_before_a_report() -> None:
     assert sorted(sent) == [0, 1, 2, 3]
 
 
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
+def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
+    state = ServerState(make_costs(()))
+    for predicted_s, seen_s in answers:
+        state.answered(predicted_s, seen_s)
+    assert 0.25 <= state.slowdown <= 4
+
+
+def test_a_server_slower_than_its_prices_is_found_out() -> None:
+    states = [ServerState(make_costs(())) for _ in range(2)]
+    for _ in range(100):
+        seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown
+        states[0].answered(estimate(states[0], Held(), 1000, 0.0).ttft_s, seen_s)
+    assert states[0].slowdown == pytest.approx(2, rel=0.05)
+    choice = choose_server(states, range(2), {}, 1000, 0.0, draw=random.random)
+    assert choice is not None and choice.server == 1
+
+
 @given(
     st.lists(st.tuples(seconds, st.floats(0, 1), holdings, prices), min_size=1, max_size=12),
     st.integers(1, 8000),

@@ -17,6 +17,7 @@ __all__ = ["main"]
 _EPILOG = """\
 examples:
   %(prog)s plan trace.jsonl --fleet 64:h100 --fleet 32:h100,32:a100 --ttft 2s --tpot 50ms
+  %(prog)s plan trace.jsonl --fleet 8:h100 --exhaustive
   %(prog)s published
 
 exit code:

@@ -47,6 +47,9 @@ MAX_CHARGE = 4.0
 """The most that ``busy / (1 - busy)`` counts: of a server that is always busy nothing is known but
 that."""
 
+SLOWDOWN_GAIN, SLOWDOWN_MOST = 0.05, 4.0
+"""Weight of an answer in what is learnt of a server beyond its prices, and the most that is."""
+
 SERVICE_GAIN = 0.05
 """Weight of a request in the mean work of a server's requests."""
 
@@ -97,6 +100,13 @@ class ServerState:
         self.free_s = max(self.free_s, now_s) + seconds
         gain = SERVICE_GAIN if self.service_s else 1.0
         self.service_s += gain * (seconds - self.service_s)
+
+    def answered(self, predicted_s: float, seen_s: float) -> None:
+        """Learn what no price knows from a first token."""
+        if predicted_s > 0:
+            seen = self.slowdown * seen_s / predicted_s
+            seen = min(SLOWDOWN_MOST, max(1 / SLOWDOWN_MOST, seen))
+            self.slowdown += SLOWDOWN_GAIN * (seen - self.slowdown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Tuning:
     temperature: float = 0.0
     charge: float = 1.0
     predict: bool = True
+    learn: bool = True
 
 
 class Router:
@@ -302,6 +303,7 @@ class _Cost(_Indexed):
         )
         assert choice is not None
         job.server, job.predicted_s = choice.server, choice.estimate.ttft_s
+        job.sent_s = now_s
         books.states[choice.server].reserve(
             now_s, choice.estimate.work_s * self._servers[choice.server].stretch()
         )
@@ -311,6 +313,9 @@ class _Cost(_Indexed):
         return choice.server, max(0, new)
 
     def answered(self, job: Job, now_s: float) -> None:
+        if self._tuning.learn:
+            state = self._books.states[job.server]
+            state.answered(job.predicted_s, now_s - job.sent_s)
         # Its event is on the way; from then on the index says whether the blocks are still there.
         self._expected.append((now_s + self._lag_s, job))
 

@@ -69,6 +69,7 @@ class Job:
         "ready_s",
         "request",
         "router_work",
+        "sent_s",
         "server",
         "tokens",
         "v_start",
@@ -83,7 +84,8 @@ class Job:
         self.left = max(1, request.output_tokens)
         self.server = self.decode = -1
         self.first_s = math.nan
-        self.ready_s = self.planned_s = self.predicted_s = self.router_work = 0.0
+        self.ready_s = self.planned_s = self.predicted_s = self.sent_s = 0.0
+        self.router_work = 0
         self.load_start = self.load_stop = 0
         self.parts: tuple[int, ...] = ()
         self.v_start = 0.0
