@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.policy.routing import Held
 from sglang_tiered.trace.cluster import POLICIES
 from sglang_tiered.trace.cluster.books import Knowledge
 from sglang_tiered.trace.cluster.comparison import speed_where_busy
@@ -222,6 +223,15 @@ def test_one_walk_finds_what_each_holds(
     assert found.bucket == leading({2, 3}, set(range(4)))
     one = found.one(0, UNIT * len(prompt), UNIT)
     assert one.device + one.host + one.nvme == UNIT * found.local.get(0, 0)
+
+
+def test_nobody_counts_on_peers_that_do_not_lend() -> None:
+    index = Residency(2, has_peers=False)
+    index.add([1, 2], index.bits(0, (0, 1, 2)))
+    index.add([1], index.bits(0, (), bucket=True))
+    found, elsewhere = index.match([1, 2, 3]).held(3 * UNIT, UNIT)
+    assert elsewhere == Held(object=UNIT)
+    assert found == {0: Held(device=2 * UNIT)}
 
 
 def test_more_accelerators_are_faster_and_larger() -> None:

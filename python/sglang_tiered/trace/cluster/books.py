@@ -45,15 +45,21 @@ class Books:
     """One router's. ``truth`` is updated with every event, ``view`` is what the router sees."""
 
     def __init__(
-        self, servers: Sequence[Server], unit_tokens: int, knowledge: Knowledge, seed: int
+        self,
+        servers: Sequence[Server],
+        unit_tokens: int,
+        knowledge: Knowledge,
+        seed: int,
+        *,
+        has_peers: bool = True,
     ) -> None:
         count = len(servers)
         self._servers = servers
         self.knowledge = knowledge
         self._draw = random.Random(f"books:{seed}")
-        self.truth = Residency(count)
+        self.truth = Residency(count, has_peers=has_peers)
         is_exact = knowledge.lag_s == 0 and knowledge.loss == 0
-        self.view = self.truth if is_exact else Residency(count)
+        self.view = self.truth if is_exact else Residency(count, has_peers=has_peers)
         self.predicted = Residency(count)
         self._late: collections.deque[tuple[float, Sequence[int], int, bool]] = collections.deque()
         self.num_requests = [0] * count  # sent and not answered to the end

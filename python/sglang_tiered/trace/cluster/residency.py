@@ -29,8 +29,8 @@ def numbers(bits: int) -> Iterator[int]:
 class Matches(NamedTuple):
     """``device``, ``memory`` and ``local`` map a server to the leading units that it holds on the
     device, there or in host memory, and in any tier of its own; servers with none are left out.
-    ``peer`` and ``bucket`` count the leading units that some server's NVMe holds, or that or a
-    bucket."""
+    ``peer`` and ``bucket`` count the leading units that some server's NVMe holds and lends, or
+    that or a bucket."""
 
     device: dict[int, int]
     memory: dict[int, int]
@@ -64,10 +64,11 @@ class Residency:
     """Holds, for every block, bits for the servers that hold it: ``count`` for the device, as many
     for host memory and for NVMe, and one for the bucket. About 150 bytes per block."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, has_peers: bool = True) -> None:
         self._count = count
         self._all = (1 << count) - 1
         self._bucket = 1 << 3 * count
+        self._lent = self._all if has_peers else 0
         self.blocks: dict[int, int] = {}
 
     def bits(self, server: int, tiers: Iterable[int], bucket: bool = False) -> int:
@@ -112,8 +113,9 @@ class Residency:
             device = bits & everyone
             memory = device | (bits >> count) & everyone
             nvme = (bits >> 2 * count) & everyone
-            peer = position if peer < 0 and not nvme else peer
-            is_anywhere = nvme or bits & bucket_bit
+            lent = nvme & self._lent
+            peer = position if peer < 0 and not lent else peer
+            is_anywhere = lent or bits & bucket_bit
             bucket = position if bucket < 0 and not is_anywhere else bucket
             if not bits or not (alive[2] or bucket < 0):
                 break

@@ -111,8 +111,8 @@ class Router:
         raise NotImplementedError
 
     def choose_decode(self, job: Job) -> int:
-        """Return the server that decodes it: in turn and by hash as the prefill, otherwise by
-        room and step time."""
+        """Return the server that decodes it: ``in-turn`` in turn, all others by room and step
+        time."""
         if self.policy == "in-turn":
             self._decode_turn += 1
             return self.decoders[self._decode_turn % len(self.decoders)]

@@ -58,8 +58,13 @@ class Simulation:
             if not name or name in tiers
         )
         self._has_bucket = "bucket" in tiers
-        self._has_peers = "peer" in tiers and "nvme" in tiers
-        self.books = Books(self.servers, plan.unit_tokens, plan.knowledge, plan.seed)
+        self.books = Books(
+            self.servers,
+            plan.unit_tokens,
+            plan.knowledge,
+            plan.seed,
+            has_peers={"peer", "nvme"} <= tiers,
+        )
         self.router = make_router(
             plan.policy,
             self.servers,
@@ -148,14 +153,6 @@ class Simulation:
         books.handed(job)
         server.advance(now_s)
         held = books.truth.match(job.request.units).one(number, job.tokens, self._plan.unit_tokens)
-        if not (self._has_peers and self._has_bucket):
-            held = held.__class__(
-                held.device,
-                held.host,
-                held.nvme,
-                held.peer if self._has_peers else 0,
-                held.object + (0 if self._has_peers else held.peer) if self._has_bucket else 0,
-            )
         self._load(server, job, server.plan(job, held), now_s)
         server.enqueue(job)
         self._step(server, now_s)
