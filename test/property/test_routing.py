@@ -20,6 +20,7 @@ from sglang_tiered.policy.routing import (
     choose_decode,
     choose_server,
     estimate,
+    least_ttft,
 )
 
 PAGE, BYTES = 64, 1000
@@ -164,6 +165,8 @@ def test_the_bound_never_hides_the_best(
     )
     assert choice is not None
     assert choice.estimate.score_s <= least + max(TIE_S, TIE_SHARE * least) + 1e-9
+    soonest = min(estimate(one, held[number], n, 0.0).ttft_s for number, one in enumerate(states))
+    assert least_ttft(states, range(len(states)), held, n, 0.0) == pytest.approx(soonest)
 
 
 def test_a_conversation_stays_among_equals() -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "choose_decode",
     "choose_server",
     "estimate",
+    "least_ttft",
 ]
 
 MAX_CHARGE = 4.0
@@ -225,6 +226,47 @@ def choose_server(
     Servers are planned for in order of a bound below their score, until no bound is in reach:
     of many servers that hold nothing, those with the shortest queues.
     """
+    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, charge)
+    reach = min((_reach(one) for _, one in found), default=0.0)
+    equal = [(server, one) for server, one in found if one.score_s <= reach]
+    if not equal:
+        return None
+    for server, one in equal:
+        if server == session:
+            return Choice(server, one)
+    drawn = [equal[int(draw() * len(equal))] for _ in range(2)]
+    return Choice(*min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s)))
+
+
+def least_ttft(
+    states: Sequence[ServerState],
+    candidates: Iterable[int],
+    held: Mapping[int, Held],
+    num_tokens: int,
+    now_s: float,
+    *,
+    elsewhere: Held = NOTHING_HELD,
+) -> float:
+    """Return the least time to the first token that a candidate promises; infinite without any."""
+    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, 0.0)
+    return min((one.ttft_s for _, one in found), default=float("inf"))
+
+
+def _reach(one: Estimate) -> float:
+    """Return the largest score that counts as equal."""
+    return one.score_s + max(TIE_S, TIE_SHARE * one.score_s)
+
+
+def _within_reach(
+    states: Sequence[ServerState],
+    candidates: Iterable[int],
+    held: Mapping[int, Held],
+    num_tokens: int,
+    now_s: float,
+    elsewhere: Held,
+    charge: float,
+) -> list[tuple[int, Estimate]]:
+    """Return estimates of the best servers, of all whose score is about the best among them."""
     bounds: list[tuple[float, int, Held, _Priced]] = []
     known: dict[tuple[int, Held], _Priced] = {}
     for server in candidates:
@@ -240,22 +282,15 @@ def choose_server(
         bound += charge * _num_delayed(state, queue_s) * (priced.idle_s + priced.fixed_s)
         bounds.append((bound, server, mine, priced))
     bounds.sort(key=itemgetter(0))
-    found: list[tuple[float, int, Estimate]] = []
+    found: list[tuple[int, Estimate]] = []
     reach = float("inf")
     for bound, server, mine, priced in bounds:
         if bound > reach:
             break
         one = estimate(states[server], mine, num_tokens, now_s, charge, priced)
-        found.append((one.score_s, server, one))
-        reach = min(reach, one.score_s + max(TIE_S, TIE_SHARE * one.score_s))
-    equal = [(server, one) for score, server, one in found if score <= reach]
-    if not equal:
-        return None
-    for server, one in equal:
-        if server == session:
-            return Choice(server, one)
-    drawn = [equal[int(draw() * len(equal))] for _ in range(2)]
-    return Choice(*min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s)))
+        found.append((server, one))
+        reach = min(reach, _reach(one))
+    return found
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.routing import choose_decode, choose_server, estimate
+from sglang_tiered.policy.routing import choose_decode, choose_server, least_ttft
 from sglang_tiered.trace.cluster.residency import DEVICE, numbers
 from sglang_tiered.trace.replay.copies import mix
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
@@ -340,10 +340,7 @@ def predicted_ttft(
             free_s = now_s + servers[one].queue_s()
             states[one] = dataclasses.replace(states[one], free_s=free_s)
     held, elsewhere = index.match(job.request.units, books.predicted).held(job.tokens, unit_tokens)
-    return min(
-        estimate(states[one], held.get(one, elsewhere), job.tokens, now_s).ttft_s
-        for one in candidates
-    )
+    return least_ttft(states, candidates, held, job.tokens, now_s, elsewhere=elsewhere)
 
 
 _ROUTERS: dict[str, type[Router]] = {
