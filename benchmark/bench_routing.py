@@ -222,7 +222,7 @@ def admission_part(quick: bool) -> dict[str, Any]:
         for load in (1.2, 1.5, 2.0):
             goods = {}
             for policy in ("least-load", "cost"):
-                for admission in ("none", "queue", "predicted"):
+                for admission in ("none", "queue", "predicted", "soft"):
                     plan = dataclasses.replace(
                         make_plan(),
                         policy=policy,
@@ -233,9 +233,10 @@ def admission_part(quick: bool) -> dict[str, Any]:
                     outcome = run_cluster(plan, trace(name, quick))
                     goods[policy, admission] = outcome.goodput
                     made["raw"].append(row(load, outcome, trace=name, admission=admission))
-            key = f"{name}_predicted_goodput_over_none_at_{load:g}"
-            value = goods["cost", "predicted"] / goods["cost", "none"]
-            made["ratios"][key] = {"value": value, "min": value, "max": value, "n": 1}
+            for admission in ("predicted", "soft"):
+                key = f"{name}_{admission}_goodput_over_none_at_{load:g}"
+                value = goods["cost", admission] / goods["cost", "none"]
+                made["ratios"][key] = {"value": value, "min": value, "max": value, "n": 1}
     return made
 
 

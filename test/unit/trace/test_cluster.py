@@ -177,6 +177,13 @@ def test_predicted_admission_sheds_the_last_class_only() -> None:
     assert free.goodput < shed.goodput
     assert shed.num_shed > 0
     assert (np.isnan(shed.ttft_s) <= (shed.priority == 1)).all()
+    soft = run_cluster(dataclasses.replace(busy, admission="soft"), requests)
+    assert soft.num_shed > 0
+    hopeless = dataclasses.replace(busy, speed=0.01, ttft_s=1e-3)
+    assert run_cluster(dataclasses.replace(hopeless, admission="soft"), requests).num_shed == 0
+    assert run_cluster(
+        dataclasses.replace(hopeless, admission="predicted"), requests
+    ).num_shed == len(requests)
     queued = run_cluster(dataclasses.replace(busy, admission="queue", max_waiting=1), requests)
     assert queued.num_shed > 0
 

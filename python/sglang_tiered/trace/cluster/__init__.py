@@ -19,4 +19,4 @@ POLICIES = (
     "cost",
     "oracle",
 )
-ADMISSIONS = ("none", "queue", "predicted")
+ADMISSIONS = ("none", "queue", "predicted", "soft")

@@ -277,6 +277,8 @@ class Simulation:
             is_shed = min(self.books.num_waiting[one] for one in candidates) >= plan.max_waiting
         else:
             is_shed = predicted_ttft(*args, exactly=False) > plan.ttft_s
+            if plan.admission == "soft" and is_shed:
+                is_shed = all(self.books.states[one].free_s > now_s for one in candidates)
         if is_shed:
             self.outcome.shed(job, predicted_ttft(*args, exactly=True) <= plan.ttft_s)
         return is_shed
