@@ -133,7 +133,7 @@ def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) 
     assert 0.25 <= state.slowdown <= 4
 
 
-def test_a_server_slower_than_its_prices_is_found_out() -> None:
+def test_a_server_slower_than_priced_is_found() -> None:
     states = [ServerState(make_costs(())) for _ in range(2)]
     for _ in range(100):
         seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown

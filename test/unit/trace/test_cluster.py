@@ -136,7 +136,7 @@ def test_deaths_lose_nobody(members: list[Member], server: int) -> None:
     assert not any(run.books.truth.holders(unit) >> server & 1 for unit in run.books.truth.blocks)
 
 
-def test_a_drained_server_gets_nothing_and_a_joined_one_does() -> None:
+def test_requests_follow_drains_and_joins() -> None:
     changes = [Change(at_s=6.0, what="drain", server=0), Change(at_s=6.0, what="join", server=3)]
     run = Simulation(plan("least-load", BOTH * 4, changes=changes), talks(40))
     run.run()
