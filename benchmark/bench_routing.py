@@ -130,29 +130,9 @@ def load_part(name: str, quick: bool) -> dict[str, Any]:
     return {"ratios": ratios(found), "raw": rows}
 
 
-def split_part(quick: bool) -> dict[str, Any]:
-    """48 servers that prefill and 16 that decode."""
-    members = [Member(kind=kind("h100"), role="prefill")] * 48
-    members += [Member(kind=kind("h100"), role="decode")] * 16
-    made: dict[str, Any] = {"ratios": {}, "raw": []}
-    for name in ("conversation", "synthetic"):
-        plan = make_plan(members)
-        speed = speed_where_busy(plan, trace(name, quick))
-        found, rows = sweep(name, plan, speed, quick, (*SOME, "oracle"), (0.7, 1.0))
-        made["ratios"] |= {f"{name}_{key}": value for key, value in ratios(found).items()}
-        made["raw"] += [{"trace": name, **one} for one in rows]
-    return made
-
-
 def settings_part(quick: bool) -> dict[str, Any]:
     """Load 1 on other tiers and hardware, and with published settings."""
     mixed = [Member(kind=kind(name)) for name in ("h100", "a100") for _ in range(SERVERS // 2)]
-    slow = dataclasses.replace(kind("h100"), peer=(5e-3, 8 / 5.6e9))
-    slow_drive = dataclasses.replace(slow.hardware, nvme_read_bytes_per_s=0.7e9)
-    drives = [
-        Member(kind=slow if number % 2 else dataclasses.replace(slow, hardware=slow_drive))
-        for number in range(SERVERS)
-    ]
     variants: dict[str, tuple[Plan, Any]] = {
         "no peers": (make_plan(tiers=frozenset({"host", "nvme"})), SOME),
         "bucket in the place of peers": (
@@ -161,7 +141,6 @@ def settings_part(quick: bool) -> dict[str, Any]:
         ),
         "device only": (make_plan(tiers=frozenset()), SOME),
         "half H100, half A100": (make_plan(mixed), SOME),
-        "half of the drives slow": (make_plan(drives), SOME),
         "published settings": (
             dataclasses.replace(make_plan(), tuning=Tuning()),
             ("dynamo", "cost"),
@@ -400,7 +379,6 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "large": large_part,
     "generated": functools.partial(load_part, "generated"),
     "settings": settings_part,
-    "split": split_part,
 }
 
 
