@@ -14,6 +14,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "launch_server": "start SGLang's server with the tiers below its radix cache",
     "store": "look into a tier's store: stat, verify, dump, gc",
+    "cluster": "plan a cluster of servers: plan, published",
     "trace": "recorded workloads: stat, convert, scale, replay, generate",
     "keygen": "make the keys with which servers know each other",
 }

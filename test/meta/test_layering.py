@@ -3,7 +3,8 @@ types alone too: a circle of types is a circle of ideas.
 
 launch_server -> integration -> {policy, sharing, transfer, storage, codecs, wire, kernels};
 sharing -> {storage, wire}; storage -> codecs; transfer -> {codecs, wire}; tools -> {storage, wire};
-trace -> {policy, storage, tools}. Within ``integration`` the rooms have floors of their own.
+trace -> {policy, storage, tools};
+cluster -> {policy, trace, tools}. Within ``integration`` the rooms have floors of their own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ HOMES = {
 # to all, and are rooms of their own here so that they cannot lead around the rule.
 MAY_IMPORT = {
     "__main__": {"tools"},
+    "cluster": {"policy", "tools", "trace"},
     "launch_server": {"integration", "storage"},
     "integration": {"codecs", "policy", "sharing", "storage", "transfer", "wire", KERNELS},
     "sharing": {"storage", "wire"},

@@ -33,7 +33,7 @@ def modules_and_pages(source_root: Path) -> set[str]:
     return {
         str(path.relative_to(source_root))
         for path in wanted
-        if path.suffix == ".py" or path.name in ("py.typed", "README.md")
+        if path.suffix == ".py" or path.name in ("py.typed", "README.md", "hardware.json")
     }
 
 

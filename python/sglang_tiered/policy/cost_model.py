@@ -134,17 +134,14 @@ class OnlineCost:
         self._targets = [0.0] * len(prior)
         self._prices = self._prior
         self._log_level = 0.0
-        self.num_observed = 0
-
-    @property
-    def prices(self) -> tuple[float, ...]:
+        # Plans read them far more often than observations change them.
+        self.prices: tuple[float, ...] = self._prior
         """Current estimates, in seconds per unit of each feature."""
-        level = math.exp(self._log_level)
-        return tuple(level * price for price in self._prices)
+        self.num_observed = 0
 
     def predict(self, features: Sequence[float]) -> float:
         """Return the expected seconds."""
-        return math.exp(self._log_level) * self._shape(features)
+        return sum(price * size for price, size in zip(self.prices, features, strict=True))
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn that these features took ``seconds``. No time or no work is ignored."""
@@ -157,6 +154,8 @@ class OnlineCost:
         self.num_observed += 1
         ratio = seconds / expected / math.exp(self._log_level)
         self._learn_prices(features, expected, min(MAX_SURPRISE, max(1 / MAX_SURPRISE, ratio)))
+        level = math.exp(self._log_level)
+        self.prices = tuple(level * price for price in self._prices)
 
     def _shape(self, features: Sequence[float]) -> float:
         return sum(p * f for p, f in zip(self._prices, features, strict=True))

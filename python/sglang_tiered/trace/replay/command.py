@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_bytes
+from sglang_tiered.trace.cluster import command as cluster
 from sglang_tiered.trace.replay import POLICIES, ROUTES
 from sglang_tiered.trace.replay.timing import PROFILES, Hardware
 from sglang_tiered.trace.source import Format
@@ -49,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--policy",
         metavar="NAME,...",
-        default="lru,hicache,tiered,belady,infinite",
-        help=f"of {', '.join(POLICIES)} (default: all)",
+        help=f"of {', '.join(POLICIES)} (default: all); with --cluster of those below",
     )
     size = "bytes (64GiB), tokens (15Mtok), a share of the trace's unique tokens (30%%), or 0"
     what.add_argument("--device", metavar="SIZE", default="40GiB", help=f"{size}; per server")
@@ -113,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", type=Path, help="also write all figures there")
     output.add_argument("--plot", metavar="FILE", type=Path, help="PNG, PDF or SVG; needs [plot]")
+    cluster.add_arguments(parser, _figure)
     output.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="(default: on a terminal)"
     )
@@ -120,11 +121,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay and print. Returns the exit code; raises ``TieredError`` for what cannot be done."""
+    if options.cluster:
+        return cluster.run(options)
     from sglang_tiered.trace.replay import plot, report
     from sglang_tiered.trace.replay.runner import Replay, check_sizes
     from sglang_tiered.trace.replay.stream import TraceStream
 
-    policies = _policies(options.policy)
+    policies = _policies(options.policy or ",".join(POLICIES))
     only = options.only_servers
     if only is not None and only.stop > options.servers:
         raise ConfigError(

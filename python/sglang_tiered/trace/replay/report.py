@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.trace.replay.runner import Replay, Run
 
-__all__ = ["print_runs", "ratios", "write_json"]
+__all__ = ["machine", "print_runs", "ratios", "write_json"]
 
 _REFERENCES = ("lru", "hicache", "belady", "infinite")
 
@@ -185,7 +185,7 @@ def write_json(
     peak_bytes: int,
 ) -> None:
     report = {
-        "machine": _machine(),
+        "machine": machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("sglang-tiered", "numpy")},
         "settings": {
             **settings,
@@ -222,7 +222,8 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Return what results say of where they were made."""
     cpu = platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():

@@ -1,0 +1,345 @@
+"""Which server a request goes to: the one by which it is answered soonest, in seconds.
+
+A server tells its prices (prefill, and loads from each tier below host memory) and its queue; an
+index tells what each holds of the prompt. The same ``CostModel.plan`` that the server will run
+says what of that is worth loading, so a tier that computing outruns attracts nothing. The rule is
+that of Mooncake's conductor (Qin et al., FAST 2025, Algorithm 1: queue, transfer and prefill, the
+least sum wins), with prices learnt per tier and a charge for the work that those behind will find:
+
+    score = slowdown * (queue + batch + wait for loads + prefill of the rest) + charge * idle
+
+``idle`` is the same sum on an empty queue, and ``charge`` the number of requests that it delays:
+those that come before the queue is empty again, ``busy / (1 - busy) * (1 + queue / service)`` of
+them in a queue with Poisson arrivals (M/G/1: what a busy period lasts for the work that it began
+with). Without it each request takes the shortest queue and hits are lost when they count most.
+Every term is the least over the plans' lengths of a sum that no load and no price lowers, so more
+load or a slower tier never lowers the score.
+
+Pure: seconds and tokens in, decisions out; random numbers are passed in. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.policy.cost_model import MIN_GAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from sglang_tiered.policy.cost_model import CostModel, LoadPlan
+
+__all__ = [
+    "Choice",
+    "DecodeState",
+    "Estimate",
+    "Held",
+    "NOTHING_HELD",
+    "ServerState",
+    "choose_decode",
+    "choose_server",
+    "estimate",
+    "least_ttft",
+]
+
+MAX_CHARGE = 4.0
+"""The most that ``busy / (1 - busy)`` counts: of a server that is always busy nothing is known but
+that."""
+
+SLOWDOWN_GAIN, SLOWDOWN_MOST = 0.05, 4.0
+"""Weight of an answer in what is learnt of a server beyond its prices, and the most that is."""
+
+SERVICE_GAIN = 0.05
+"""Weight of a request in the mean work of a server's requests."""
+
+TIE_S = 5e-3
+TIE_SHARE = 0.05
+"""Scores this close are equal: predictions are not better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tokens of a prompt by the tier that holds them, in prefix order: ``host`` counts what lies
+    beyond ``device``, ``nvme`` what lies beyond both, ``peer`` what only other servers' NVMe and
+    ``object`` what only a bucket holds beyond that."""
+
+    device: int = 0
+    host: int = 0
+    nvme: int = 0
+    peer: int = 0
+    object: int = 0
+
+    @property
+    def num_loadable(self) -> int:
+        """Tokens below host memory."""
+        return self.nvme + self.peer + self.object
+
+
+NOTHING_HELD = Held()
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the router knows of a server. ``free_s`` is when its queue is expected to be empty, on
+    the caller's clock: what it reported last, and the work that was sent since. ``busy`` is the
+    share of the last seconds in which it prefilled, ``ahead`` the tokens of loads under way by
+    tier, ``slowdown`` the learnt quotient of seen and predicted times to the first token,
+    ``service_s`` the mean work of its requests."""
+
+    costs: CostModel
+    free_s: float = 0.0
+    busy: float = 0.0
+    ahead: tuple[int, ...] = ()
+    host_token_s: float = 0.0  # seconds to copy a token from host memory to the device
+    slowdown: float = 1.0
+    service_s: float = 0.0
+
+    def reserve(self, now_s: float, seconds: float) -> None:
+        """Count work that was sent and is not in a report yet."""
+        self.free_s = max(self.free_s, now_s) + seconds
+        gain = SERVICE_GAIN if self.service_s else 1.0
+        self.service_s += gain * (seconds - self.service_s)
+
+    def answered(self, predicted_s: float, seen_s: float) -> None:
+        """Learn what no price knows from a first token."""
+        if predicted_s > 0:
+            seen = self.slowdown * seen_s / predicted_s
+            seen = min(SLOWDOWN_MOST, max(1 / SLOWDOWN_MOST, seen))
+            self.slowdown += SLOWDOWN_GAIN * (seen - self.slowdown)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """``ttft_s`` is the expected time to the first token, ``work_s`` the prefill that the request
+    adds to the server, ``loaded`` the tokens that it loads."""
+
+    score_s: float
+    ttft_s: float
+    work_s: float
+    loaded: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    server: int
+    estimate: Estimate
+
+
+def _num_delayed(state: ServerState, queue_s: float) -> float:
+    """Return the number of requests that work at the end of a queue delays, on average."""
+    odds = MAX_CHARGE if state.busy >= 1 else min(MAX_CHARGE, state.busy / (1 - state.busy))
+    return odds * (1 + queue_s / state.service_s) if state.service_s else odds
+
+
+class _Priced(NamedTuple):
+    """A prompt at the prices of one server: without its queue, and without loads under way."""
+
+    new: int
+    before: int
+    fixed_s: float
+    compute_s: float  # of all that neither device nor host memory holds
+    least_s: float  # the same with every load for nothing
+    idle_s: float  # the best plan, waits for loads included
+
+
+def _price(state: ServerState, held: Held, num_tokens: int) -> _Priced:
+    costs = state.costs
+    before = min(held.device + held.host, num_tokens - 1)
+    new = num_tokens - before
+    compute_s = costs.prefill.seconds(new, before)
+    fixed_s = costs.prefill.prices[0] + held.host * state.host_token_s
+    least_s = idle_s = compute_s
+    if held.num_loadable:
+        saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
+        least_s = max(0.0, compute_s - max(0.0, saved_s))
+        idle_s, _ = _planned(costs, held, new, before, compute_s, (), 0.0)
+    return _Priced(new, before, fixed_s, compute_s, least_s, idle_s)
+
+
+def _planned(
+    costs: CostModel,
+    held: Held,
+    new: int,
+    before: int,
+    compute_s: float,
+    ahead: Sequence[int],
+    queue_s: float,
+) -> tuple[float, LoadPlan]:
+    """Return the seconds until the prefill is done, queue included, and the plan behind them."""
+    plan = costs.plan(
+        num_held=held.num_loadable,
+        num_new=new,
+        num_before=before,
+        ahead=ahead,
+        queue_wait_s=queue_s,
+        spans=((0, held.nvme), (1, held.peer), (2, held.object)),
+    )
+    # As ``plan`` compares: only so is the least of all lengths a sum that no load lowers.
+    saved_s = (1 - MIN_GAIN) * plan.saved_s
+    return max(plan.load_s, queue_s) + compute_s - saved_s, plan
+
+
+def estimate(
+    state: ServerState,
+    held: Held,
+    num_tokens: int,
+    now_s: float,
+    charge: float = 1.0,
+    priced: _Priced | None = None,
+) -> Estimate:
+    """Price a prompt of ``num_tokens`` at one server. ``charge`` scales what is charged for work:
+    0 is greedy."""
+    new, before, fixed_s, compute_s, _, idle_s = priced or _price(state, held, num_tokens)
+    queue_s = max(0.0, state.free_s - now_s)
+    batch_s = state.costs.prefill.prices[0]
+    saved_s, loaded = 0.0, 0
+    total_s = queue_s + compute_s
+    if held.num_loadable:
+        total_s, plan = _planned(state.costs, held, new, before, compute_s, state.ahead, queue_s)
+        saved_s, loaded = plan.saved_s, plan.num_tokens
+    ttft_s = state.slowdown * (total_s + fixed_s)
+    score_s = ttft_s + charge * _num_delayed(state, queue_s) * (idle_s + fixed_s)
+    return Estimate(score_s, ttft_s, compute_s - saved_s + batch_s, loaded)
+
+
+def choose_server(
+    states: Sequence[ServerState],
+    candidates: Iterable[int],
+    held: Mapping[int, Held],
+    num_tokens: int,
+    now_s: float,
+    *,
+    elsewhere: Held = NOTHING_HELD,
+    session: int | None = None,
+    charge: float = 1.0,
+    draw: Callable[[], float],
+) -> Choice | None:
+    """Choose one of ``candidates`` (positions in ``states``) for a prompt; ``None`` without any.
+
+    ``held`` is what each server holds, ``elsewhere`` what every server not in it can fetch from
+    others. ``session`` is the server of the conversation's last turn. ``draw`` returns random
+    numbers from 0 to 1. Among scores that are about equal the conversation's own server is taken,
+    or else of two drawn at random the one that loads less, then the one that answers sooner.
+
+    Servers are planned for in order of a bound below their score, until no bound is in reach:
+    of many servers that hold nothing, those with the shortest queues.
+    """
+    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, charge)
+    reach = min((_reach(one) for _, one in found), default=0.0)
+    equal = [(server, one) for server, one in found if one.score_s <= reach]
+    if not equal:
+        return None
+    for server, one in equal:
+        if server == session:
+            return Choice(server, one)
+    drawn = [equal[int(draw() * len(equal))] for _ in range(2)]
+    return Choice(*min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s)))
+
+
+def least_ttft(
+    states: Sequence[ServerState],
+    candidates: Iterable[int],
+    held: Mapping[int, Held],
+    num_tokens: int,
+    now_s: float,
+    *,
+    elsewhere: Held = NOTHING_HELD,
+) -> float:
+    """Return the least time to the first token that a candidate promises; infinite without any."""
+    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, 0.0)
+    return min((one.ttft_s for _, one in found), default=float("inf"))
+
+
+def _reach(one: Estimate) -> float:
+    """Return the largest score that counts as equal."""
+    return one.score_s + max(TIE_S, TIE_SHARE * one.score_s)
+
+
+def _within_reach(
+    states: Sequence[ServerState],
+    candidates: Iterable[int],
+    held: Mapping[int, Held],
+    num_tokens: int,
+    now_s: float,
+    elsewhere: Held,
+    charge: float,
+) -> list[tuple[int, Estimate]]:
+    """Return estimates of the best servers, of all whose score is about the best among them."""
+    bounds: list[tuple[float, int, Held, _Priced]] = []
+    known: dict[tuple[int, Held], _Priced] = {}
+    for server in candidates:
+        state = states[server]
+        mine = held.get(server, elsewhere)
+        key = (id(state.costs), mine)
+        priced = known.get(key)
+        if priced is None:
+            priced = known[key] = _price(state, mine, num_tokens)
+        queue_s = state.free_s - now_s if state.free_s > now_s else 0.0
+        total_s = max(queue_s + priced.least_s, priced.idle_s)
+        bound = state.slowdown * (total_s + priced.fixed_s)
+        bound += charge * _num_delayed(state, queue_s) * (priced.idle_s + priced.fixed_s)
+        bounds.append((bound, server, mine, priced))
+    bounds.sort(key=itemgetter(0))
+    found: list[tuple[int, Estimate]] = []
+    reach = float("inf")
+    for bound, server, mine, priced in bounds:
+        if bound > reach:
+            break
+        one = estimate(states[server], mine, num_tokens, now_s, charge, priced)
+        found.append((server, one))
+        reach = min(reach, _reach(one))
+    return found
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """What the router knows of a server that decodes. A step takes ``prices`` of: one, each
+    request in it, each token of keys and values that they attend to."""
+
+    prices: tuple[float, float, float]
+    max_tokens: int  # of keys and values that fit
+    num_running: int = 0
+    num_tokens: int = 0  # of what runs, at its end
+    token_link_s: float = 0.0  # seconds to hand a token over
+
+    def step_s(self, num_more: int = 0, tokens_more: int = 0) -> float:
+        """Return the time of a step with that many more requests and tokens."""
+        fixed, per_request, per_token = self.prices
+        tokens = self.num_tokens + tokens_more
+        return fixed + per_request * (self.num_running + num_more) + per_token * tokens
+
+
+def choose_decode(
+    states: Sequence[DecodeState],
+    candidates: Iterable[int],
+    num_tokens: int,
+    max_new: int,
+    *,
+    held: Mapping[int, int] | None = None,
+    tpot_s: float | None = None,
+    draw: Callable[[], float],
+) -> int | None:
+    """Choose where a prompt that was computed elsewhere is decoded; ``None`` without candidates.
+
+    Of the servers with room for ``num_tokens + max_new`` and a step within ``tpot_s`` the one that
+    has the prompt soonest (``held`` tokens need no handoff) and then steps fastest; if none has
+    room or is fast enough, the one that is least full.
+    """
+    need = num_tokens + max_new
+    best: list[tuple[tuple[float, ...], int]] = []
+    for server in candidates:
+        state = states[server]
+        fill = (state.num_tokens + need) / state.max_tokens
+        step_s = state.step_s(1, need)
+        is_late = tpot_s is not None and step_s > tpot_s
+        handoff_s = (num_tokens - (held or {}).get(server, 0)) * state.token_link_s
+        cost_s = handoff_s + max_new * step_s
+        key = (0.0, cost_s) if fill <= 1 and not is_late else (1.0, fill)
+        best.append((key, server))
+    if not best:
+        return None
+    least = min(best)[0]
+    equal = [server for key, server in best if key[0] == least[0] and key[1] <= least[1] * 1.001]
+    return equal[int(draw() * len(equal))]

@@ -1,0 +1,351 @@
+"""One server of a modelled cluster: tiers, loads, one prefill at a time, and decodes beside it.
+
+Between two events everything goes on at a constant rate. A decode step takes a fixed time and one
+per request and per token attended to. While a prefill runs, steps carry a chunk of it: the chunk
+takes its own time and the step's variable part, and every decoding request gets one token. So a
+prefill is slowed by decodes, and decodes by prefills.
+
+Tiers are LRU caches of blocks, each of all that was computed (``trace.replay.lru``), the drive and
+its stores are those of ``trace.replay.disk``. What runs takes device memory from the cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.trace.replay.disk import Disk
+from sglang_tiered.trace.replay.lru import LruTier, lengths_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.policy.routing import Held
+    from sglang_tiered.trace.cluster.profiles import Kind
+    from sglang_tiered.trace.replay.server import Request
+
+__all__ = ["Job", "Server", "make_costs"]
+
+MEAN_NEW_TOKENS = 256.0
+"""Of an answer, before any ended: what room to expect soon is learnt from is this long."""
+
+
+def make_costs(kind: Kind, unit_tokens: int, factors: Sequence[float] = (1, 1, 1, 1)) -> CostModel:
+    """Return the cost model that a server of this kind has learnt, times ``factors`` for prefill,
+    NVMe, peers and bucket."""
+    hardware = kind.hardware
+    prefill, nvme, peer, bucket = factors
+    prices = (hardware.prefill_fixed_s, hardware.prefill_token_s, hardware.prefill_pair_s)
+    read = (hardware.nvme_fixed_s, 1 / hardware.nvme_read_bytes_per_s)
+    return CostModel(
+        page_tokens=unit_tokens,
+        bytes_per_token=hardware.kv_bytes_per_token,
+        prefill=PrefillCost([price * prefill for price in prices]),
+        transfers=[
+            TransferCost([price * factor for price in tier])
+            for tier, factor in ((read, nvme), (kind.peer, peer), (kind.bucket, bucket))
+        ],
+    )
+
+
+class Job:
+    """A request on its way. ``tokens`` is its prompt, and after a death also what was generated;
+    ``left`` what is still to be generated."""
+
+    __slots__ = (
+        "arrival_s",
+        "decode",
+        "first_s",
+        "left",
+        "load_start",
+        "load_stop",
+        "number",
+        "parts",
+        "planned_s",
+        "predicted_s",
+        "priority",
+        "ready_s",
+        "request",
+        "router_work",
+        "sent_s",
+        "server",
+        "tokens",
+        "v_start",
+    )
+
+    def __init__(self, number: int, request: Request, priority: int, arrival_s: float) -> None:
+        self.arrival_s = arrival_s
+        self.number = number
+        self.request = request
+        self.priority = priority
+        self.tokens = max(1, request.input_tokens)
+        self.left = max(1, request.output_tokens)
+        self.server = self.decode = -1
+        self.first_s = math.nan
+        self.ready_s = self.planned_s = self.predicted_s = self.sent_s = 0.0
+        self.router_work = 0
+        self.load_start = self.load_stop = 0
+        self.parts: tuple[int, ...] = ()
+        self.v_start = 0.0
+
+    @property
+    def need(self) -> int:
+        """Tokens of keys and values at its end."""
+        return self.tokens + self.left
+
+
+class Server:
+    """Times never go back from call to call. ``role`` is both, prefill or decode."""
+
+    def __init__(
+        self, number: int, kind: Kind, role: str, unit_tokens: int, sizes: tuple[int, int, int]
+    ) -> None:
+        self.number, self.kind, self.role = number, kind, role
+        self._unit_tokens = unit_tokens
+        self.kv_tokens = sizes[0]
+        self.tiers = tuple(LruTier(size) for size in sizes)
+        self.costs = make_costs(kind, unit_tokens)
+        self.disk = Disk(kind.hardware)
+        self.link_free_s = self.bucket_free_s = self.handoff_free_s = 0.0
+        self.waiting: list[Job] = []
+        self.running: Job | None = None
+        self.left_s = 0.0  # of the running prefill, alone
+        self._chunk_s = 0.0
+        self.queued_s = 0.0  # prefill expected of those that wait
+        self.queued_tokens = 0  # what they need
+        self.used_tokens = 0  # by what runs
+        self.decoding: list[tuple[float, int, Job]] = []  # by the step at which they end
+        self.attended = 0.0  # tokens that a step attends to
+        self.steps = 0.0
+        self.last_s = 0.0
+        self.pressed_s = 0.0  # with a prefill running or waiting
+        self.prefilled_s = 0.0
+        self.computed_tokens = 0
+        self.mean_new_tokens = MEAN_NEW_TOKENS
+        self.version = 0
+        self.is_live, self.is_open = True, True
+
+    # ---- Time ----
+
+    def _variable_s(self) -> float:
+        _, per_request, per_token = self.kind.step_s
+        return per_request * len(self.decoding) + per_token * self.attended
+
+    def advance(self, now_s: float) -> None:
+        """Bring the server to a time no later than its next event."""
+        passed = now_s - self.last_s
+        if passed <= 0:
+            return
+        self.last_s = now_s
+        if self.running is not None:
+            step_s = self._chunk_s + self._variable_s()
+            self.left_s -= passed * self._chunk_s / step_s
+            self.steps += passed / step_s
+            self.prefilled_s += passed
+            self.pressed_s += passed
+        else:
+            if self.waiting:
+                self.pressed_s += passed
+            if self.decoding:
+                self.steps += passed / (self.kind.step_s[0] + self._variable_s())
+
+    def next_s(self) -> float:
+        """Return when a prefill or a decode will end, if nothing else happens."""
+        end_s = math.inf
+        step_s = self.kind.step_s[0] + self._variable_s()
+        if self.running is not None:
+            step_s = self._chunk_s + self._variable_s()
+            end_s = self.last_s + max(0.0, self.left_s) * step_s / self._chunk_s
+        if self.decoding:
+            end_s = min(end_s, self.last_s + max(0.0, self.decoding[0][0] - self.steps) * step_s)
+        return end_s
+
+    def stretch(self) -> float:
+        """Return how much longer a prefill takes for the decodes beside it."""
+        chunk_s = self.kind.chunk_tokens * self.kind.hardware.prefill_token_s
+        return 1 + self._variable_s() / chunk_s
+
+    def queue_s(self) -> float:
+        """Return what the server expects a new request to wait for: prefills, or room."""
+        left_s = max(0.0, self.left_s) if self.running is not None else 0.0
+        queue_s = (left_s + self.queued_s) * self.stretch()
+        excess = self.used_tokens + self.queued_tokens - self.kv_tokens
+        if excess > 0 and self.decoding:
+            step_s = self.kind.step_s[0] + self._variable_s()
+            if self.running is not None:
+                step_s += self._chunk_s
+            # Half of what runs is over after half an answer.
+            per_s = self.used_tokens / (self.mean_new_tokens * step_s)
+            queue_s = max(queue_s, excess / per_s)
+        return queue_s
+
+    # ---- Prefill ----
+
+    def plan(self, job: Job, held: Held) -> list[int]:
+        """Decide what to load for a job that has come, as the real server does; returns tokens of
+        NVMe, peers and bucket, and counts the rest as queued work."""
+        before = min(held.device + held.host, job.tokens - 1)
+        new = job.tokens - before
+        saved_s = 0.0
+        parts = [0, 0, 0]
+        if held.num_loadable and new > 1:
+            plan = self.costs.plan(
+                num_held=held.num_loadable,
+                num_new=new,
+                num_before=before,
+                ahead=self.ahead(),
+                queue_wait_s=self.queue_s(),
+                spans=((0, held.nvme), (1, held.peer), (2, held.object)),
+            )
+            saved_s = plan.saved_s
+            parts = list(plan.parts) or parts
+        job.load_start = (held.device + held.host) // self._unit_tokens
+        job.load_stop = job.load_start + sum(parts) // self._unit_tokens
+        prefill = self.costs.prefill
+        job.planned_s = prefill.prices[0] + prefill.seconds(new, before) - saved_s
+        self.queued_s += job.planned_s
+        self.queued_tokens += job.need
+        return parts
+
+    def ahead(self) -> tuple[int, int, int]:
+        """Return the tokens of loads under way, by tier."""
+        now_s, per_token = self.last_s, self.kind.hardware.kv_bytes_per_token
+        waits = (
+            (self.disk.wait_s(now_s), 1 / self.kind.hardware.nvme_read_bytes_per_s),
+            (self.link_free_s - now_s, self.kind.peer[1]),
+            (self.bucket_free_s - now_s, self.kind.bucket[1]),
+        )
+        nvme, peer, bucket = (int(max(0.0, wait) / (per_token * rate)) for wait, rate in waits)
+        return nvme, peer, bucket
+
+    def enqueue(self, job: Job) -> None:
+        """Add a job behind those that are at least as important."""
+        position = len(self.waiting)
+        while position and self.waiting[position - 1].priority > job.priority:
+            position -= 1
+        self.waiting.insert(position, job)
+
+    def wake_s(self) -> float:
+        """Return when a waiting job's load ends, if an idle server waits for nothing else."""
+        if self.running is not None or not self.waiting:
+            return math.inf
+        return min(job.ready_s for job in self.waiting)
+
+    def pick(self) -> Job | None:
+        """Take the job whose prefill begins now, if there is one and there is room for it."""
+        if self.running is not None:
+            return None
+        for position, job in enumerate(self.waiting):
+            if job.ready_s <= self.last_s + 1e-9:
+                if self.used_tokens and self.used_tokens + job.need > self.kv_tokens:
+                    return None
+                del self.waiting[position]
+                return job
+        return None
+
+    def begin(self, job: Job) -> tuple[int, int, int]:
+        """Begin its prefill. Returns the tokens that it hits on the device, in host memory and by
+        loads."""
+        units = job.request.units
+        device, host = self.tiers[0].units, self.tiers[1].units
+        on_device = 0
+        for unit in units:
+            if unit not in device:
+                break
+            on_device += 1
+        in_memory = on_device
+        while in_memory < len(units) and (units[in_memory] in host or units[in_memory] in device):
+            in_memory += 1
+        usable = max(in_memory, job.load_stop) if in_memory >= job.load_start else in_memory
+        unit, limit = self._unit_tokens, job.tokens - 1
+        ends = [min(limit, count * unit) for count in (on_device, in_memory, usable)]
+        new = job.tokens - ends[2]
+        hardware = self.kind.hardware
+        prefill_s = hardware.prefill_s(new, ends[2])
+        from_host = (ends[2] - ends[0]) * hardware.kv_bytes_per_token
+        self.queued_s = max(0.0, self.queued_s - job.planned_s) if self.waiting else 0.0
+        self.queued_tokens -= job.need
+        self.running = job
+        self.left_s = max(prefill_s, hardware.host_load_s(from_host))
+        self._chunk_s = min(self.left_s, self.kind.chunk_tokens * hardware.prefill_token_s)
+        self.computed_tokens += new
+        self._use(job.need if self.role == "both" else job.tokens)
+        return ends[0], ends[1] - ends[0], ends[2] - ends[1]
+
+    def finish_prefill(self) -> tuple[Job, list[list[int]]]:
+        """End the prefill: its blocks are in all tiers. Returns the job, and by tier the blocks
+        that left for it."""
+        job, self.running = self.running, None
+        assert job is not None
+        if self.role != "both":
+            self._use(-job.tokens)
+        return job, self.store(job)
+
+    def store(self, job: Job) -> list[list[int]]:
+        """Enter a prompt's blocks into all tiers; returns by tier those that left for it."""
+        units = job.request.units
+        lengths = lengths_of(len(units), job.request.input_tokens, self._unit_tokens)
+        gone = []
+        for tier in self.tiers:
+            if tier.capacity_tokens:
+                new = tier.touch(units, lengths)
+                if tier is self.tiers[2] and new:
+                    per_token = self.kind.hardware.kv_bytes_per_token
+                    self.disk.store(self.last_s, new * per_token)
+            gone.append(tier.trim() if tier.tokens > tier.capacity_tokens else [])
+        return gone
+
+    # ---- Decode ----
+
+    def has_room(self, job: Job) -> bool:
+        return not self.used_tokens or self.used_tokens + job.need <= self.kv_tokens
+
+    def reserve(self, job: Job) -> None:
+        """Take room for a job that is handed over."""
+        self._use(job.need)
+
+    def release(self, job: Job) -> None:
+        """Give the room back: the handoff was lost."""
+        self._use(-job.need)
+
+    def begin_decode(self, job: Job) -> None:
+        job.v_start = self.steps
+        heapq.heappush(self.decoding, (self.steps + max(0, job.left - 1), job.number, job))
+        self.attended += job.tokens + job.left / 2
+
+    def finish_decode(self) -> Job | None:
+        """End the decode that is due, if one is."""
+        if not self.decoding or self.decoding[0][0] > self.steps + 1e-6:
+            return None
+        _, _, job = heapq.heappop(self.decoding)
+        self._end(job)
+        self.mean_new_tokens += 0.02 * (job.left - self.mean_new_tokens)
+        return job
+
+    def _end(self, job: Job) -> None:
+        self.attended -= job.tokens + job.left / 2
+        if not self.decoding:
+            self.attended = 0.0
+        self._use(-job.need)
+
+    def _use(self, tokens: int) -> None:
+        self.used_tokens += tokens
+        self.tiers[0].capacity_tokens = max(0, self.kv_tokens - self.used_tokens)
+
+    def die(self) -> list[Job]:
+        """End everything; returns the jobs that were there, with what they have generated."""
+        jobs = list(self.waiting)
+        if self.running is not None:
+            jobs.append(self.running)
+        for _, _, job in self.decoding:
+            made = min(job.left - 1, int(self.steps - job.v_start))
+            job.tokens, job.left = job.tokens + made, job.left - made
+            jobs.append(job)
+        self.waiting, self.running, self.decoding = [], None, []
+        self.is_live = self.is_open = False
+        self.attended = self.queued_s = 0.0
+        self.used_tokens = self.queued_tokens = 0
+        self.version += 1
+        return jobs

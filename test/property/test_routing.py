@@ -1,0 +1,207 @@
+"""The score of a server: load and slow tiers never make it better, and ties are shared out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.policy.routing import (
+    TIE_S,
+    TIE_SHARE,
+    DecodeState,
+    Held,
+    ServerState,
+    choose_decode,
+    choose_server,
+    estimate,
+    least_ttft,
+)
+
+PAGE, BYTES = 64, 1000
+Prices = tuple[float, float]
+prices = st.tuples(st.floats(0, 0.5), st.floats(1e-12, 1e-6))
+three = st.tuples(prices, prices, prices)
+pages = st.integers(0, 40).map(lambda count: count * PAGE)
+holdings = st.builds(Held, pages, pages, pages, pages, pages)
+ahead = st.tuples(pages, pages, pages)
+seconds = st.floats(0, 3)
+
+
+def make_costs(tiers: tuple[Prices, ...], prefill: float = 1e-4) -> CostModel:
+    return CostModel(
+        page_tokens=PAGE,
+        bytes_per_token=BYTES,
+        prefill=PrefillCost((2e-3, prefill, 1e-9)),
+        transfers=[TransferCost(tier) for tier in tiers],
+    )
+
+
+def tokens_of(held: Held, rest: int) -> int:
+    return held.device + held.host + held.num_loadable + rest
+
+
+@given(
+    *(three, holdings, st.integers(1, 3000), seconds, seconds, ahead, ahead),
+    *(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1)),
+)
+def test_more_load_never_makes_a_server_better(
+    tiers: tuple[Prices, ...],
+    held: Held,
+    rest: int,
+    queue_s: float,
+    more_s: float,
+    loading: tuple[int, ...],
+    more_loading: tuple[int, ...],
+    busy: float,
+    busier: float,
+    service_s: float,
+) -> None:
+    calm = ServerState(
+        make_costs(tiers), free_s=queue_s, busy=busy, ahead=loading, service_s=service_s
+    )
+    both = tuple(a + b for a, b in zip(loading, more_loading, strict=True))
+    loaded = dataclasses.replace(
+        calm, free_s=queue_s + more_s, busy=max(busy, busier), ahead=both, slowdown=1.5
+    )
+    scores = [estimate(one, held, tokens_of(held, rest), 0.0).score_s for one in (calm, loaded)]
+    assert scores[0] <= scores[1] * (1 + 1e-9)
+
+
+@given(three, st.integers(0, 2), st.floats(1, 100), holdings, st.integers(1, 3000), seconds)
+def test_a_slower_tier_never_attracts(
+    tiers: tuple[Prices, ...], which: int, factor: float, held: Held, rest: int, queue_s: float
+) -> None:
+    slower = list(tiers)
+    slower[which] = (tiers[which][0] * factor, tiers[which][1] * factor)
+    n = tokens_of(held, rest)
+    scores = [
+        estimate(ServerState(make_costs(tuple(one)), queue_s, 0.5), held, n, 0.0).score_s
+        for one in (tiers, slower)
+    ]
+    assert scores[0] <= scores[1] * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0, 60), min_size=1, max_size=20), st.integers(1, 5000), st.booleans())
+def test_without_information_the_least_load_wins(
+    queues: list[float], num_tokens: int, has_holder: bool
+) -> None:
+    states = [ServerState(make_costs(()), free_s=queue_s) for queue_s in queues]
+    everywhere = Held(device=PAGE) if has_holder else Held()
+    choice = choose_server(
+        states, range(len(states)), {}, num_tokens, 0.0, elsewhere=everywhere, draw=lambda: 0.0
+    )
+    assert choice is not None
+    least = min(estimate(one, everywhere, num_tokens, 0.0).score_s for one in states)
+    assert choice.estimate.score_s <= least + max(TIE_S, TIE_SHARE * least)
+    assert queues[choice.server] <= min(queues) + max(TIE_S, TIE_SHARE * least)
+
+
+def test_ties_do_not_herd() -> None:
+    states = [ServerState(make_costs(())) for _ in range(16)]
+    draw = random.Random(1).random
+    taken = collections.Counter(
+        choice.server
+        for _ in range(1600)
+        if (choice := choose_server(states, range(16), {}, 1000, 0.0, draw=draw))
+    )
+    assert len(taken) == 16
+    assert max(taken.values()) < 160
+
+
+def test_work_that_was_sent_counts_before_a_report() -> None:
+    states = [ServerState(make_costs(())) for _ in range(4)]
+    sent = []
+    for _ in range(4):
+        choice = choose_server(states, range(4), {}, 4000, 0.0, draw=random.random)
+        assert choice is not None
+        states[choice.server].reserve(0.0, choice.estimate.work_s)
+        sent.append(choice.server)
+    assert sorted(sent) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
+def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
+    state = ServerState(make_costs(()))
+    for predicted_s, seen_s in answers:
+        state.answered(predicted_s, seen_s)
+    assert 0.25 <= state.slowdown <= 4
+
+
+def test_a_server_slower_than_priced_is_found() -> None:
+    states = [ServerState(make_costs(())) for _ in range(2)]
+    for _ in range(100):
+        seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown
+        states[0].answered(estimate(states[0], Held(), 1000, 0.0).ttft_s, seen_s)
+    assert states[0].slowdown == pytest.approx(2, rel=0.05)
+    choice = choose_server(states, range(2), {}, 1000, 0.0, draw=random.random)
+    assert choice is not None and choice.server == 1
+
+
+@given(
+    st.lists(st.tuples(seconds, st.floats(0, 1), holdings, prices), min_size=1, max_size=12),
+    st.integers(1, 8000),
+    st.integers(0, 99),
+)
+def test_the_bound_never_hides_the_best(
+    servers: list[tuple[float, float, Held, Prices]], rest: int, seed: int
+) -> None:
+    """Some servers are not planned for; the choice is as if all were."""
+    states = [
+        ServerState(make_costs((tier, tier, tier)), queue_s, busy, service_s=0.1)
+        for queue_s, busy, _, tier in servers
+    ]
+    n = max(tokens_of(held, rest) for _, _, held, _ in servers)
+    held = {number: one[2] for number, one in enumerate(servers)}
+    draw = random.Random(seed).random
+    choice = choose_server(states, range(len(states)), held, n, 0.0, draw=draw)
+    least = min(
+        estimate(state, held[number], n, 0.0).score_s for number, state in enumerate(states)
+    )
+    assert choice is not None
+    assert choice.estimate.score_s <= least + max(TIE_S, TIE_SHARE * least) + 1e-9
+    soonest = min(estimate(one, held[number], n, 0.0).ttft_s for number, one in enumerate(states))
+    assert least_ttft(states, range(len(states)), held, n, 0.0) == pytest.approx(soonest)
+
+
+def test_a_conversation_stays_among_equals() -> None:
+    states = [ServerState(make_costs(())) for _ in range(8)]
+    choice = choose_server(states, range(8), {}, 100, 0.0, session=5, draw=random.random)
+    assert choice is not None and choice.server == 5
+    states[5].free_s = 10.0
+    choice = choose_server(states, range(8), {}, 100, 0.0, session=5, draw=random.random)
+    assert choice is not None and choice.server != 5
+
+
+@pytest.mark.parametrize("candidates", [[], [1]])
+def test_only_candidates_are_chosen(candidates: list[int]) -> None:
+    states = [ServerState(make_costs(())) for _ in range(3)]
+    states[1].free_s = 100.0
+    choice = choose_server(states, candidates, {}, 100, 0.0, draw=random.random)
+    assert (None if choice is None else choice.server) == (candidates[0] if candidates else None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9000)), min_size=1, max_size=8),
+    st.integers(1, 5000),
+)
+def test_decode_goes_where_there_is_room(loads: list[tuple[int, int]], num_tokens: int) -> None:
+    states = [
+        DecodeState((0.01, 1e-4, 1e-7), 10_000, num_running=n, num_tokens=used) for n, used in loads
+    ]
+    chosen = choose_decode(states, range(len(states)), num_tokens, 100, draw=random.random)
+    assert chosen is not None
+    has_room = [one.num_tokens + num_tokens + 100 <= one.max_tokens for one in states]
+    assert has_room[chosen] or not any(has_room)
+    if any(has_room):
+        best = min(
+            one.step_s(1, num_tokens + 100)
+            for one, room in zip(states, has_room, strict=True)
+            if room
+        )
+        assert states[chosen].step_s(1, num_tokens + 100) <= best * 1.01
