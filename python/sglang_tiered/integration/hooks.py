@@ -42,6 +42,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
@@ -368,6 +369,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
                 state[":".join((metric.name, *labels))] = value
         for name, reason in stats.health_reasons().items():
             state[f"{name}_unhealthy_because"] = reason
+    if cache.tiering is not None and cache.tiering.costs is not None:
+        state["costs"] = msgspec.to_builtins(cache.tiering.costs.take())
     result.internal_state["sglang_tiered"] = state
     return result
 

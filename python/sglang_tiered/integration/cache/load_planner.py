@@ -43,6 +43,10 @@ MIN_FAR_DEADLINE_S = 0.05
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
 
+PREFILL_UNITS = ("batch", "token", "pair", "copied_token")
+LOAD_UNITS = ("load", "byte")
+"""What the prices of prefill and of loads are of."""
+
 YIELD_SHARE = 0.05
 """Of its own prefill, what a request waits so that a load that is nearly done gets into the same
 batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
@@ -232,6 +236,8 @@ class LoadPlanner(Generic[Request]):
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
         self._waiting: dict[Request, float] = {}
         self._waiting_s = 0.0
+        self._waiting_tokens: dict[Request, int] = {}  # that they are to compute
+        self.num_waiting_tokens = 0  # the sum of those
         self._yielding: dict[Request, float] = {}  # since when
         self._deadline_is_due = False
 
@@ -279,6 +285,17 @@ class LoadPlanner(Generic[Request]):
         return PlannerStats(
             load_decisions={} if self.follows else dict(self.tokens),
             prefill_tokens_per_s=prefill.tokens_per_s if prefill.num_observed else None,
+            prefill_prices=dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
+            if prefill.num_observed
+            else {},
+            load_prices={
+                (tier, unit): price
+                for tier, timing in self.timings.items()
+                if timing.cost.num_observed
+                for unit, price in zip(LOAD_UNITS, timing.cost.prices, strict=True)
+            },
+            queue_wait_s=self._waiting_s,
+            waiting_tokens=self.num_waiting_tokens,
             reads={
                 tier: TierReads(timing.num_loads, timing.load_s, timing.bytes_per_s)
                 for tier, timing in self.timings.items()
@@ -307,6 +324,15 @@ class LoadPlanner(Generic[Request]):
     def queue_wait_s(self) -> float:
         """Return how long the prefill of the waiting requests is expected to take."""
         return self._waiting_s
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests have arrived and not left."""
+        return len(self._waiting)
+
+    def tokens_ahead(self, num_ahead: int) -> tuple[int, ...]:
+        """Attribute ``num_ahead`` tokens of loads under way to tiers, as a plan does."""
+        return remote_first(num_ahead, self._loading)
 
     def arrives(
         self,
@@ -346,6 +372,8 @@ class LoadPlanner(Generic[Request]):
             rest, before = num_new - plan.num_tokens, num_before + plan.num_tokens
             self._waiting[request] = self.costs.prefill.seconds(rest, before)
             self._waiting_s += self._waiting[request]
+            self._waiting_tokens[request] = rest
+            self.num_waiting_tokens += rest
         return plan.num_tokens
 
     def leaves(self, request: Request) -> None:
@@ -355,6 +383,7 @@ class LoadPlanner(Generic[Request]):
             self._count(load, -1)
         self._yielding.pop(request, None)
         self._waiting_s -= self._waiting.pop(request, 0.0)
+        self.num_waiting_tokens -= self._waiting_tokens.pop(request, 0)
         if not self._waiting:
             self._waiting_s = 0.0  # no rounding is left over
 
@@ -469,5 +498,7 @@ class LoadPlanner(Generic[Request]):
         self._loads.clear()
         self._loading = [0] * len(TIERS)
         self._waiting.clear()
+        self._waiting_tokens.clear()
         self._yielding.clear()
         self._waiting_s = 0.0
+        self.num_waiting_tokens = 0
