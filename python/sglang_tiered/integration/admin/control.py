@@ -94,6 +94,14 @@ class Control:
 
         return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
 
+    def before_idle(self, scheduler: Any) -> None:
+        """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
+        cache = scheduler.tree_cache
+        if isinstance(cache, TieredRadixCache) and cache.tiering is not None:
+            costs = cache.tiering.costs
+            if costs is not None:
+                costs.rests()
+
     def after_idle(self, _: Any, scheduler: Any) -> None:
         """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` releases
         the tenants: a flush may be refused, and then the nodes are still there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -95,19 +96,41 @@ class CostPublisher:
         self._states: dict[Tier, tuple[bool, int | None, int | None]] = {}
         self._namespace = ""
         self._announced: PeerTier | None = None  # which tells others where this server is
+        self._was_quiet = False  # what the last record says
+        self._has_failed = False
 
     def publish_if_due(self, expected_s: float = 0.0) -> None:
         """Write a record, unless the last one is younger than the interval. ``expected_s``: how
         long this thread will be away; when that is longer than the interval, it writes anyway."""
         now = self._clock()
-        if now < self._due and expected_s < self._interval_s:
-            return
+        if now >= self._due or (expected_s >= self._interval_s and not self._has_failed):
+            self._publish(now)
+
+    def rests(self) -> None:
+        """Write a record before the scheduler rests, if the last one says that it has work. Asked
+        again and again while nothing can run."""
+        if not self._was_quiet and not self._has_failed and self._is_quiet():
+            self._publish(self._clock())
+
+    def _publish(self, now: float) -> None:
         self._due = now + self._interval_s
         try:
             self._board.write(self.take(), now)
+            self._was_quiet = self._is_quiet()
         except Exception:
-            self._due = float("inf")  # what fails now fails in every step
+            self._due, self._has_failed = math.inf, True  # or it would fail in every step
             logger.exception("internal error: costs are no longer published")
+
+    def _is_quiet(self) -> bool:
+        """Whether there is nothing to do."""
+        scheduler = self._scheduler
+        return (
+            self._tiering.planner.num_waiting == 0
+            and not scheduler.running_batch.reqs
+            and scheduler.chunked_req is None
+            and _num_waiting(scheduler) == 0
+            and not self._tiering.work.is_running
+        )
 
     def take(self) -> RankCosts:
         """Take a record now. Scheduler thread."""
