@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_PROMPTS, LENGTH = 4, 1500
+NUM_PROMPTS, LENGTH = 3, 1500
 PROMPTS = make_prompts(101, NUM_PROMPTS, LENGTH)
 LONG = make_prompts(102, 3, 6000)
 KEY = "admin-of-the-test"
@@ -117,7 +117,7 @@ def test_server_info_and_gauges_tell_the_same(server: Server) -> None:
 def test_idle_server_has_a_young_record_without_work(server: Server) -> None:
     server.generate(PROMPTS[0][:100], num_new=1)
     eventually(lambda: rank(server).waiting.requests == rank(server).decode.requests == 0)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 2.5  # the scheduler sleeps for a second at a time
     while time.monotonic() < deadline:
         assert rank(server).age_s < 2.0
     assert rank(server).wait_s() == 0.0
@@ -147,19 +147,15 @@ def test_hung_scheduler_is_answered_for_with_its_age(server: Server) -> None:
     os.kill(scheduler.pid, signal.SIGSTOP)
     try:
         first = rank(server)
-        eventually(lambda: rank(server).age_s > first.age_s + 2.0)
+        eventually(lambda: rank(server).age_s > first.age_s + 1.5)
         assert rank(server).at == first.at
     finally:
         os.kill(scheduler.pid, signal.SIGCONT)
     eventually(lambda: rank(server).at > first.at and rank(server).age_s < 2.0)
 
 
-def test_killed_server_leaves_no_memory_behind(launch: Launch, server: Server) -> None:
-    paths = {
-        link
-        for child in schedulers(server)
-        for link in (f"/proc/{child.pid}/maps",)
-        if "sglang-tiered-costs" in open(link).read()
-    }
-    assert paths, "the scheduler maps no board"
-    assert "memfd:sglang-tiered-costs (deleted)" in open(paths.pop()).read()
+def test_records_lie_in_memory_without_a_name(server: Server) -> None:
+    """So nothing is left of it when the server is killed."""
+    (scheduler,) = schedulers(server)
+    maps = Path(f"/proc/{scheduler.pid}/maps").read_text()
+    assert "/memfd:sglang-tiered-costs (deleted)" in maps
