@@ -109,14 +109,17 @@ class CostPublisher:
     def rests(self) -> None:
         """Write a record before the scheduler rests, if the last one says that it has work. Asked
         again and again while nothing can run."""
-        if not self._was_quiet and not self._has_failed and self._is_quiet():
-            self._publish(self._clock())
+        if not self._was_quiet and not self._has_failed:
+            self._publish(self._clock(), only_if_quiet=True)
 
-    def _publish(self, now: float) -> None:
-        self._due = now + self._interval_s
+    def _publish(self, now: float, *, only_if_quiet: bool = False) -> None:
         try:
+            is_quiet = self._is_quiet()
+            if only_if_quiet and not is_quiet:
+                return
+            self._due = now + self._interval_s
             self._board.write(self.take(), now)
-            self._was_quiet = self._is_quiet()
+            self._was_quiet = is_quiet
         except Exception:
             self._due, self._has_failed = math.inf, True  # or it would fail in every step
             logger.exception("internal error: costs are no longer published")

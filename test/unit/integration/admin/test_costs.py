@@ -159,16 +159,18 @@ def test_detached_tiers_serve_nothing(server: Server) -> None:
     assert record.namespace == ""
 
 
+@pytest.mark.parametrize("lacks", ["decode_moment_totals", "running_batch"])
 def test_failed_record_never_stops_the_scheduler(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, lacks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    server.scheduler.running_batch.reqs = ["a"]
     server.publisher.publish_if_due()
-    server.scheduler.decode_moment_totals = None
+    setattr(server.scheduler, lacks, None)
     for _ in range(3):
+        server.publisher.rests()
         server.now += 1.0
         server.cache.tiering.step()
         server.cache.tiering.prefill_begins([(100_000, 0)], server.now)
-        server.publisher.rests()
     assert server.written_at() == 1000.0
     assert len([line for line in caplog.messages if "no longer published" in line]) == 1
 
