@@ -219,7 +219,7 @@ def _costs_endpoint(
 
     problem = why_no_costs(config)
 
-    async def costs():  # type: ignore[no-untyped-def] # noqa: ANN202 - FastAPI would resolve it
+    async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
         from sglang.srt.entrypoints.http_server import get_global_state
 
         if problem is not None:
