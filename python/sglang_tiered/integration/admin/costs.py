@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["INTERVAL_S", "CostPublisher", "serving_url", "why_no_costs"]
 
 INTERVAL_S = 0.05
-"""A router asks every quarter of a second; a record takes a tenth of a millisecond."""
+"""A router asks every quarter of a second; a record takes 17 microseconds."""
 
 TIERS_INTERVAL_S = 1.0
 """Of what takes locks of the tiers to know: their health, and what they hold."""

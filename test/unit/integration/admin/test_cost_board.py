@@ -70,7 +70,7 @@ board.write(msgspec.structs.replace(record, boot=board.boot), 100.0)
 """
 
 
-def test_record_of_another_process_is_read_with_its_age() -> None:
+def test_record_of_another_process_has_an_age() -> None:
     with CostBoard.create(3) as board:
         environment = dict(os.environ)
         board.to_environment(environment)

@@ -160,7 +160,7 @@ def test_served_address_of_a_foreign_server_is_none(serving: Serving) -> None:
     "url",
     [
         *("", "192.0.2.7:1", "ftp://h:1", "http://h", "http://h:0", "http://h:70000"),
-        *("http://u:p@h:1", "http://h:1/path", "http://h:1?a", "http://a;b:1"),
+        *("http://u@h:1", "http://h:1/path", "http://h:1?a", "http://a;b:1"),
         "http://" + "h" * 250 + ":1",
     ],
 )
