@@ -4,10 +4,11 @@ The real cache, store and threads without a model; a disk that holds every read 
 timed. All prompts are in the store, every request asks for its own, as many loads begin as host
 memory has room for, and the others wait for their turn. A step is what SGLang's scheduler asks of
 the cache when it goes through the whole queue: its events, loads that are due to be asked for
-again, and of each request whether its load has ended. The policy is the default, taught that a
-token takes a second to compute, so that every load pays and is waited for. SGLang's own part of
-these calls is in the figure. Times are processor time of the thread: what other threads and
-processes take is not in it.
+again, and of each request whether its load has ended; and the record that ``GET /tier/costs``
+answers, which a server writes every 50 ms only. The policy is the default, taught that a token
+takes a second to compute, so that every load pays and is waited for. SGLang's own part of these
+calls is in the figure. Times are processor time of the thread: what other threads and processes
+take is not in it.
 
     python benchmark/bench_step.py [--quick] [--waiting 1000] [--loads 400] [--json FILE]
 """

@@ -13,6 +13,7 @@ import time
 from array import array
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +31,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_memory, get_parallel
 
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import resolve
@@ -227,8 +230,32 @@ def make_world(directory: Path, num_loads: int) -> Iterator[World]:
         for _ in range(NUM_LESSONS):  # prefill is so slow here that every load pays
             cache.tiering.planner.note_batch([(LESSON_TOKENS, 0)], LESSON_TOKENS)
         world = World(cache, allocator, gate, num_at_once)
-        try:
-            yield world
-        finally:
-            world.open_disk()
-            cache.release_host_resources()
+        with CostBoard.create(1) as board:
+            # In every step, where a server does it every 50 ms.
+            scheduler = _scheduler_of(cache, allocator)
+            cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=0, interval_s=0.0)
+            try:
+                yield world
+            finally:
+                world.open_disk()
+                cache.release_host_resources()
+
+
+def _scheduler_of(cache: Any, allocator: Any) -> Any:
+    """What the record of costs reads of SGLang's scheduler."""
+
+    def kv_token_stats() -> tuple[int, float]:
+        held = allocator.size_full - allocator.available_size() - cache.evictable_size()
+        return held, held / allocator.size_full
+
+    pool_stats = SimpleNamespace(get_kv_token_stats=kv_token_stats)
+    return SimpleNamespace(
+        disaggregation_mode=SimpleNamespace(value="null"),
+        pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: pool_stats),
+        running_batch=SimpleNamespace(reqs=[]),
+        waiting_queue=[],
+        chunked_req=None,
+        max_running_requests=2048,
+        max_total_num_tokens=allocator.size_full,
+        decode_moment_totals=[0.0] * 6,
+    )

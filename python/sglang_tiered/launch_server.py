@@ -225,12 +225,13 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         return
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
+    from sglang.srt.runtime_context import num_dp_ranks_of
 
+    from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.integration.admin.http_api import add_routes
     from sglang_tiered.integration.cpu import memory
     from sglang_tiered.integration.launch.model_support import check_model
 
-    add_routes(app)
     _complete(server_args)
     resolved = resolving_view(server_args)
     check_model(resolved, config)
@@ -242,7 +243,10 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
     _remove_other_shards(config)
-    launch_server(server_args, launch_callback=announce)
+    with CostBoard.create(num_dp_ranks_of(resolved)) as board:
+        board.to_environment()
+        add_routes(app, board, config)
+        launch_server(server_args, launch_callback=announce)
 
 
 def _complete(server_args: Any) -> None:

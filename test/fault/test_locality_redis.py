@@ -17,7 +17,16 @@ from redis_server import RedisServer
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.sharing.locality import connection
-from sglang_tiered.sharing.locality.formats import Delta, ServerRecord, pack_delta, pack_record
+from sglang_tiered.sharing.locality.formats import (
+    Delta,
+    Role,
+    ServerRecord,
+    Serving,
+    pack_delta,
+    pack_record,
+    unpack_serving,
+)
+from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.locality.url import parse_index_url
 
 if TYPE_CHECKING:
@@ -346,3 +355,40 @@ def test_more_servers_than_the_bound_leave_the_bound(
     one = servers.open(max_peers=3)  # after them all, since it may look after any of them
     eventually(lambda: one.index.stats().num_peers > 0)
     assert one.index.stats().num_peers == 3
+
+
+SERVING = Serving("http://192.0.2.1:30000", Role.AGGREGATED, 0)
+
+
+def test_served_address_lives_as_long_as_the_record(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one, silent = servers.open([1]), servers.open([2])
+    client, names = redis_server.client, NAMES.serves(one.index.server)
+    one.index.announce_serving(SERVING)
+
+    def told() -> Serving | None:
+        return unpack_serving(client.get(names), one.index.server)
+
+    eventually(lambda: told() == SERVING)
+    one.index.announce_serving(SERVING._replace(role=Role.DECODE))
+    eventually(lambda: told() == SERVING._replace(role=Role.DECODE))
+    client.flushall()
+    eventually(lambda: told() is not None)
+    client.delete(names)
+    client.rpush(names, "of another type")
+    eventually(lambda: client.type(names) == b"string")
+    assert 0 < client.pttl(names) <= 1000 * EXPIRY_S
+    assert client.exists(NAMES.serves(silent.index.server)) == 0
+    other = bytes(32)
+    one.index.set_namespace(other)
+    eventually(lambda: client.exists(RedisKeys.of(other).serves(one.index.server)) == 1)
+    assert client.exists(names) == 0
+    one.close()
+    assert client.exists(RedisKeys.of(other).serves(one.index.server)) == 0
+
+
+def test_unusable_served_addresses_are_refused(servers: Servers) -> None:
+    one = servers.open([1])
+    with pytest.raises(ValueError, match="is not where a server answers"):
+        one.index.announce_serving(SERVING._replace(url="tcp://192.0.2.1:1"))

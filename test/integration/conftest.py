@@ -61,6 +61,7 @@ OPEN_PROCESS = Server.open_process
 FORKED = {
     *ASYNCHRONOUS,
     "test_apis",
+    "test_costs_endpoint",
     "test_disaggregation_families",
     "test_disaggregation_tiers",
     "test_kv_events",

@@ -194,6 +194,14 @@ def test_prefill_finds_the_answer_that_decode_computed(
         assert decoded.status == 200, decoded.error
         found: dict[str, Any] = prefilled.body["meta_info"]
         assert found["cached_tokens"] >= wanted, found
+        records = [
+            server.request("/tier/costs")["ranks"][0] for server in (pair.prefill, pair.decode)
+        ]
+        assert [record["role"] for record in records] == ["prefill", "decode"]
+        assert records[0]["bootstrap_port"] and records[1]["bootstrap_port"] is None
+        assert records[0]["prefill"]["observed"] > records[1]["prefill"]["observed"]
+        assert records[1]["decode"]["moments"][0] > 900, "it decoded"
+        assert records[0]["tiers"][shared]["healthy"]
     finally:
         pair.kill()
 

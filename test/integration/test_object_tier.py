@@ -363,6 +363,14 @@ def test_replicas_find_each_others_pages_in_the_bucket(
             break
         assert time.monotonic() < deadline, known
         time.sleep(0.1)
+    code, costs = ask(server, "/tier/costs")
+    assert (code, costs["num_ranks"]) == (200, 2)
+    assert [record["rank"] for record in costs["ranks"]] == [0, 1]
+    first, second = costs["ranks"]
+    assert first["prefill"]["observed"] >= len(prompts)
+    assert second["prefill"]["observed"] < first["prefill"]["observed"], "each learns for itself"
+    assert first["tiers"]["object"]["healthy"] and first["tiers"]["object"]["held_bytes"] > 0
+    assert first["boot"] == second["boot"]
     answers = [server.generate(prompt, NUM_NEW, routed_dp_rank=1) for prompt in prompts]
     assert [answer.output_ids for answer in answers] == expected
     assert sum(a.cached["storage"] for a in answers) >= 0.97 * len(prompts) * aligned(LENGTH)

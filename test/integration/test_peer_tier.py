@@ -19,6 +19,7 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
 from server_process import Server
+from sglang_tiered.sharing.locality.formats import Role, unpack_serving
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
@@ -157,6 +158,23 @@ class TestLife:
             assert PASSWORD not in shown
             assert "  peers   those in the index at redis://" in server.log
 
+    def test_index_alone_leads_to_every_servers_costs(
+        self, pair: list[Server], redis: RedisServer
+    ) -> None:
+        found = {}
+        for key in redis.client.scan_iter("sgt1:*:serves:*"):
+            server = key.decode().rpartition(":")[2]
+            serving = unpack_serving(redis.client.get(key), server)
+            assert serving is not None
+            assert (serving.role, serving.rank, serving.bootstrap_port) == (Role.AGGREGATED, 0, 0)
+            found[serving.url] = server
+        assert set(found) == {server.url for server in pair}
+        records = [ask(server, "/tier/costs")[1]["ranks"][0] for server in pair]
+        assert [record["server"] for record in records] == [found[server.url] for server in pair]
+        assert len({record["namespace"] for record in records}) == 1
+        assert all(record["tiers"]["peer"]["healthy"] for record in records)
+        assert records[1]["tiers"]["peer"]["observed"] > 0
+
     def test_purge_on_one_server_reaches_the_other(self, pair: list[Server]) -> None:
         a, b = pair
 
@@ -255,6 +273,8 @@ def test_each_rank_is_a_peer_and_all_purge(
         *("--tier-peer-keys", str(tmp_path / "keys")),
     )
     expected = {"moved": compute(a, MOVED), "owned": compute(a, OWNED, **TENANT)}
+    (record,) = ask(a, "/tier/costs")[1]["ranks"]  # of the rank that requests come to
+    assert record["keyed"] and record["always_loads"] and record["prefill"]["observed"] > 0
     wait_for_peers(b, MOVED)
     wait_for_peers(b, OWNED, **TENANT)
     answers = b.generate_all(MOVED, concurrency=4, num_new=NUM_NEW)

@@ -21,6 +21,7 @@
 | Scheduler.flush_cache | AFTER | a flush releases purged tenants |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
 | Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
+| Scheduler.on_idle | BEFORE | the last record of ``/tier/costs`` must not show work while the scheduler rests |
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
@@ -43,6 +44,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
@@ -171,6 +173,7 @@ def _register_control() -> None:
         (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
         (f"{_SCHEDULER}.flush_cache", control.after_flush, HookType.AFTER),
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", control.around_clear, HookType.AROUND),
+        (f"{_SCHEDULER}.on_idle", control.before_idle, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", control.after_idle, HookType.AFTER),
         (f"{request}.__init__", control.after_request, HookType.AFTER),
     ):
@@ -219,7 +222,7 @@ def _register_decode_loads() -> None:
 
 
 def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    from sglang_tiered.integration.cache.planned_hits import around_prefetch
+    from sglang_tiered.integration.storage.planned_hits import around_prefetch
 
     return around_prefetch(original, *arguments, **named)
 
@@ -377,6 +380,8 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
                 state[":".join((metric.name, *labels))] = value
         for name, reason in stats.health_reasons().items():
             state[f"{name}_unhealthy_because"] = reason
+    if cache.tiering is not None and cache.tiering.costs is not None:
+        state["costs"] = msgspec.to_builtins(cache.tiering.costs.take())
     result.internal_state["sglang_tiered"] = state
     return result
 

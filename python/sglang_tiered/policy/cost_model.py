@@ -192,10 +192,27 @@ class PrefillCost:
             price_half_life=PRICE_HALF_LIFE,
         )
 
+    @classmethod
+    def of_prices(cls, prices: Sequence[float]) -> PrefillCost:
+        """Return a cost with the ``all_prices`` of another."""
+        cost, n = cls(), TYPICAL_PREFILL_TOKENS
+        cost._cost = OnlineCost(
+            prices,
+            (1.0, n, n * n / 2, n),
+            level_half_life=PREFILL_LEVEL_HALF_LIFE,
+            price_half_life=PRICE_HALF_LIFE,
+        )
+        return cost
+
     @property
     def prices(self) -> tuple[float, ...]:
         """Seconds per batch, per new token, per pair of tokens."""
         return self._cost.prices[:3]
+
+    @property
+    def all_prices(self) -> tuple[float, ...]:
+        """Seconds per batch, per new token, per pair of tokens, per token copied to the device."""
+        return self._cost.prices
 
     @property
     def num_observed(self) -> int:
@@ -310,6 +327,14 @@ class CostModel:
         self._bytes_per_token = bytes_per_token
         self.prefill = PrefillCost() if prefill is None else prefill
         self.transfers = (*transfers, *map(TransferCost, PRIORS[len(transfers) :]))
+
+    @property
+    def page_tokens(self) -> int:
+        return self._page_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._bytes_per_token
 
     @property
     def transfer(self) -> TransferCost:

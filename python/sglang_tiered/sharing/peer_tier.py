@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from sglang_tiered.sharing.locality.formats import Serving
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
@@ -138,6 +139,16 @@ class PeerTier(RemoteTier):
             self.address,
             settings.shown_url,
         )
+
+    @property
+    def server(self) -> str:
+        """This server's id in the index; it changes if another server is found to use it."""
+        return self._index.server
+
+    def announce_serving(self, serving: Serving) -> None:
+        """Have the index say where this server answers requests. Raises ``ValueError`` for what
+        others would not accept."""
+        self._index.announce_serving(serving)
 
     # ---- Lookups ----
 

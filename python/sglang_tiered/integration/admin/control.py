@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
@@ -51,12 +53,13 @@ class Control:
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
 
     def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
-        """Apply the purges of other servers from now on, and give requests keys that tell adapters
-        from users."""
+        """Apply the purges of other servers from now on, give requests keys that tell adapters
+        from users, and tell routers the costs."""
         cache = scheduler.tree_cache
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
             self._cache.apply_remote_purge = partial(self._purge, scheduler, cache, is_remote=True)
+            _publish_costs(scheduler, self._cache)
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Answer a control message of the tiers; pass on the others."""
@@ -90,6 +93,14 @@ class Control:
         from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
         return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
+
+    def before_idle(self, scheduler: Any) -> None:
+        """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
+        cache = scheduler.tree_cache
+        if isinstance(cache, TieredRadixCache) and cache.tiering is not None:
+            costs = cache.tiering.costs
+            if costs is not None:
+                costs.rests()
 
     def after_idle(self, _: Any, scheduler: Any) -> None:
         """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` releases
@@ -182,6 +193,19 @@ class Control:
             self._reports[number] = self._reporter.submit(work)
         report = self._reports[number]
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
+
+
+def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:
+    """Publish the costs of the scheduler that receives the requests of its replica: the other ranks
+    take part in the same batches."""
+    from sglang.srt.runtime_context import get_parallel
+
+    place = get_parallel()
+    if cache.tiering is None or place.attn_tp_rank or place.attn_cp_rank:
+        return
+    board = CostBoard.from_environment()
+    if board is not None:
+        cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=place.dp_rank or 0)
 
 
 def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Future[bool]]:

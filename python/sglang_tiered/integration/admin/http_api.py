@@ -11,6 +11,9 @@
                        of that prefix are durable there, or 503 with the number of tokens that are
                        not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
+``GET /tier/costs``    what computing and loading cost here, and how busy the server is
+                       (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
+                       no scheduler is asked. 404 where none learns costs, 503 before the first did.
 """
 
 from __future__ import annotations
@@ -20,10 +23,18 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from sglang_tiered.integration.admin.costs import why_no_costs
+from sglang_tiered.policy.server_costs import ServerCosts
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from fastapi import FastAPI, Request, Response
+
+    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.admin.cost_board import CostBoard
 
 __all__ = ["PurgeRequestError", "SelectorError", "add_routes", "parse_purge", "parse_selector"]
 
@@ -33,6 +44,10 @@ _MAX_LIMIT = 1000
 _MAX_TOKENS = 1 << 22
 _MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is tokenized
 _MAX_SHOWN = 40
+NOT_PUBLISHED = (
+    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
+    "without the tiers, as its log says; ask again"
+)
 _SOURCES = ("rid", "text", "input_ids")
 _TIERS = ("nvme", "object")
 
@@ -122,8 +137,9 @@ def parse_purge(body: Any) -> dict[str, Any]:
     return dict(body)
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add the endpoints. Call it once, before the server listens."""
+def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
+    """Add the endpoints. Call it once, before the server listens. The schedulers write their costs
+    to ``board``, which the caller keeps open."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -183,6 +199,8 @@ def add_routes(app: FastAPI) -> None:
     tenants.__annotations__ = {"limit": int}
     checkpoint.__annotations__ = residency.__annotations__ = {"request": Request}
     app.add_api_route("/tier/purge", guarded(purge), methods=["POST"], response_model=None)
+    costs = guarded(_costs_endpoint(board, config))
+    app.add_api_route("/tier/costs", costs, methods=["GET"], response_model=None)
     app.add_api_route("/tier/tenants", guarded(tenants), methods=["GET"], response_model=None)
     app.add_api_route(
         "/tier/checkpoint", guarded(checkpoint), methods=["POST"], response_model=None
@@ -190,6 +208,30 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route(
         "/tier/residency", guarded(residency), methods=["GET", "POST"], response_model=None
     )
+
+
+def _costs_endpoint(
+    board: CostBoard, config: TieredConfig
+) -> Callable[[], Coroutine[Any, Any, Response]]:
+    """Return the handler of ``/tier/costs``, which reads memory only."""
+    from fastapi import Response
+    from fastapi.responses import JSONResponse
+
+    problem = why_no_costs(config)
+
+    async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        if problem is not None:
+            return JSONResponse({"error": problem}, 404)
+        ranks = board.read()
+        if not ranks:
+            return JSONResponse({"error": NOT_PUBLISHED}, 503, {"Retry-After": "1"})
+        draining = bool(get_global_state().tokenizer_manager.gracefully_exit)
+        answer = ServerCosts(draining=draining, num_ranks=board.num_ranks, ranks=ranks)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return costs
 
 
 async def _json(request: Request) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,14 +23,21 @@ MAX_LAUNCHED = 64
 """Bounds the launched batches without a result; with one pipeline stage there are two."""
 
 
+class _Launched(NamedTuple):
+    """A batch without a result."""
+
+    num_copied: int  # tokens that were copied to the device for it
+    is_prefill: bool
+
+
 class PrefillClock:
     """Times prefill batches by two AROUND hooks of one scheduler process. Scheduler thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended_at = 0.0
-        # Batches without a result, and how many tokens were copied to the device for them.
-        self._launched: OrderedDict[int, int] = OrderedDict()
+        # Batches without a result.
+        self._launched: OrderedDict[int, _Launched] = OrderedDict()
 
     def around_run(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
         tiering = _tiering_of(scheduler)
@@ -42,14 +49,21 @@ class PrefillClock:
         running = scheduler.running_batch
         num_running = len(batch.reqs) + (0 if running is batch else len(running.reqs))
         tiering.planner.note_run(num_running)
-        begun = self._clock()
+        begun, spans = self._clock(), _prefill_spans(batch)
+        if spans:
+            tiering.prefill_begins(spans, begun)
         result = run(scheduler, batch, *rest)
         if str(batch.device).startswith("cpu"):
-            self._tell(tiering, batch, self._clock() - begun, num_copied)
+            ended = self._clock()
+            self._tell(tiering, batch, ended - begun, num_copied)
+            if spans:
+                tiering.prefill_ended(ended)
         else:
-            self._launched[batch.forward_iter] = num_copied
+            self._launched[batch.forward_iter] = _Launched(num_copied, is_prefill=bool(spans))
             if len(self._launched) > MAX_LAUNCHED:
-                self._launched.popitem(last=False)
+                _, lost = self._launched.popitem(last=False)
+                if lost.is_prefill:
+                    tiering.prefill_ended(self._clock())
         return result
 
     def around_result(
@@ -59,17 +73,18 @@ class PrefillClock:
         ended = self._clock()
         tiering = _tiering_of(scheduler)
         if batch.forward_iter in self._launched and batch.launch_ts is not None:
-            num_copied = self._launched.pop(batch.forward_iter)
+            launched = self._launched.pop(batch.forward_iter)
             if tiering is not None:
                 seconds = ended - max(batch.launch_ts, self._ended_at)
-                self._tell(tiering, batch, seconds, num_copied)
+                self._tell(tiering, batch, seconds, launched.num_copied)
+                if launched.is_prefill:
+                    tiering.prefill_ended(ended)
         self._ended_at = ended
         return returned
 
     @staticmethod
     def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
-        if batch.forward_mode.is_extend() and batch.extend_lens and batch.prefix_lens:
-            spans = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+        if spans := _prefill_spans(batch):
             tiering.loads.note_batch(spans, seconds, num_copied)
 
 
@@ -78,6 +93,14 @@ def _tiering_of(scheduler: Any) -> Tiering | None:
 
     cache = scheduler.tree_cache
     return cache.tiering if isinstance(cache, TieredRadixCache) else None
+
+
+def _prefill_spans(batch: Any) -> list[tuple[int, int]]:
+    """Return the new tokens of each request of a prefill batch, and the tokens before them; none of
+    another batch."""
+    if batch.forward_mode.is_extend() and batch.extend_lens and batch.prefix_lens:
+        return list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+    return []
 
 
 def _waits_for_a_load(batch: Any) -> bool:

@@ -26,9 +26,10 @@ from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
+from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
 
-__all__ = ["TierObserver", "TieredCache", "Tiering", "stats_of"]
+__all__ = ["PublishesCosts", "TierObserver", "TieredCache", "Tiering", "stats_of"]
 
 MIN_COST_S = 1e-6
 
@@ -59,6 +60,16 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
     def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
+
+
+class PublishesCosts(Protocol):
+    """Tells routers what loads and prefills cost here."""
+
+    def publish_if_due(self, expected_s: float = 0.0) -> None: ...
+
+    def rests(self) -> None: ...
+
+    def take(self) -> Any: ...
 
 
 class Tiering:
@@ -103,6 +114,8 @@ class Tiering:
             else ColdStart(storage.notes)
         )
         self._num_copied = 0  # to the device, for the next batch
+        self.work = PrefillWork()
+        self.costs: PublishesCosts | None = None  # once there is a scheduler, if anybody is told
         # Of the attached storage, where it hears of other servers' purges.
         self._purges: PurgeExchange | None = None
         storage.use_planner(planner)
@@ -188,6 +201,18 @@ class Tiering:
         num_copied, self._num_copied = self._num_copied, 0
         return num_copied
 
+    def prefill_begins(self, spans: Sequence[tuple[int, int]], now: float) -> None:
+        """Note the launch of a prefill batch of ``(new tokens, tokens before them)``."""
+        prefill = self.planner.costs.prefill
+        expected_s = prefill.prices[0] + sum(prefill.seconds(*span) for span in spans)
+        self.work.launched(expected_s, now)
+        if self.costs is not None:
+            self.costs.publish_if_due(expected_s)
+
+    def prefill_ended(self, now: float) -> None:
+        """Note the end of the first prefill batch that was launched and has not ended."""
+        self.work.ended(now)
+
     def loaded_back(self, params: Any, num_tokens: int) -> None:
         """Note the use of a prefix that was matched, and of which so many tokens are copied to the
         device."""
@@ -231,6 +256,8 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
+        if self.costs is not None:
+            self.costs.publish_if_due()
         self.loads.step()
         self.copies.note_room()
         if storage is None:

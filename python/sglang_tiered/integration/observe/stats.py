@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from sglang_tiered.storage.base import Tier
@@ -44,6 +44,10 @@ class PlannerStats:
     load_decisions: dict[LoadDecision, int]  # tokens; empty where another rank decides
     prefill_tokens_per_s: float | None  # of a cold prompt of 2,048 tokens; None before a batch
     reads: dict[Tier, TierReads]
+    prefill_prices: dict[str, float] = field(default_factory=dict)  # seconds, by what they are of
+    load_prices: dict[tuple[Tier, str], float] = field(default_factory=dict)
+    queue_wait_s: float = 0.0
+    waiting_tokens: int = 0  # to be computed
 
 
 @dataclass(frozen=True, slots=True)

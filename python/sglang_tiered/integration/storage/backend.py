@@ -277,6 +277,11 @@ class TieredStorage(ZeroCopyStorage):
         """Whether pages can be loaded and stored: the weights were read."""
         return self._search is None
 
+    @property
+    def namespace(self) -> bytes:
+        """What servers that share pages have in common; empty until the weights were read."""
+        return self._namespace if self.knows_namespace else b""
+
     def settle_namespace(self) -> None:
         """Use the tiers from now on if the weights have been read. Memory only.
 

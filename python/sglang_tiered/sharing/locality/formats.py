@@ -7,6 +7,7 @@ another version, of another server or out of its bounds, reads as None.
 
 from __future__ import annotations
 
+import enum
 import re
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,20 +27,26 @@ __all__ = [
     "MAX_PIECE_BYTES",
     "MAX_RECORD_BYTES",
     "PIECE_PAGES",
+    "MAX_SERVING_BYTES",
     "Delta",
     "Purge",
+    "Role",
     "ServerRecord",
+    "Serving",
     "fingerprints_of",
     "is_address",
+    "is_serving",
     "pack_delta",
     "pack_piece",
     "pack_purge",
     "pack_record",
+    "pack_serving",
     "piece_range",
     "unpack_delta",
     "unpack_piece",
     "unpack_purge",
     "unpack_record",
+    "unpack_serving",
 ]
 
 VERSION = 1
@@ -53,12 +60,15 @@ _RECORD = struct.Struct("<8sII32s16sQQQQ16sH")
 _PIECE = struct.Struct("<8sII16sQII")
 _DELTA = struct.Struct("<8sII16sQII")
 _PURGE = struct.Struct("<8sII16s16s")
+_SERVING = struct.Struct("<8sII16sIHH")
+_SERVING_MAGIC = b"SGLTSRVS"
 _RECORD_MAGIC, _PIECE_MAGIC = b"SGLTPEER", b"SGLTPGES"
 _DELTA_MAGIC, _PURGE_MAGIC = b"SGLTDLTA", b"SGLTPURG"
 _EVERYONE = 1
 
 _MAX_ADDRESS_BYTES = 255
 MAX_RECORD_BYTES = _RECORD.size + _MAX_ADDRESS_BYTES + _CHECKSUM.size
+MAX_SERVING_BYTES = _SERVING.size + _MAX_ADDRESS_BYTES + _CHECKSUM.size
 MAX_PIECE_BYTES = _PIECE.size + 8 * PIECE_PAGES + _CHECKSUM.size
 _ADDRESS = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z0-9]+\]):([0-9]{1,5})")
 
@@ -74,6 +84,23 @@ class ServerRecord(NamedTuple):
     num_pages: int  # in that snapshot
     purges: bytes  # digest of the purges it applied
     address: str
+
+
+class Role(enum.IntEnum):
+    """What a server does of a request."""
+
+    AGGREGATED = 0  # all of it
+    PREFILL = 1
+    DECODE = 2
+
+
+class Serving(NamedTuple):
+    """Where a server answers requests."""
+
+    url: str  # http://host:port or https://host:port
+    role: Role
+    rank: int  # the data-parallel replica that the pages are of
+    bootstrap_port: int = 0  # where decode finds a prefill server; 0 for other roles
 
 
 class Delta(NamedTuple):
@@ -154,6 +181,45 @@ def unpack_record(data: bytes | None, namespace: bytes, server: str) -> ServerRe
         and record.num_pages < 1 << 40
     )
     return record if fits else None
+
+
+def is_serving(serving: Serving) -> bool:
+    """Whether a value is within its bounds."""
+    url, role, rank, port = serving
+    scheme, _, rest = url.partition("://")
+    return (
+        scheme in ("http", "https")
+        and is_address(f"tcp://{rest}")
+        and len(url) <= _MAX_ADDRESS_BYTES
+        and role in tuple(Role)
+        and 0 <= rank < 1 << 32
+        and 0 <= port < 65536
+    )
+
+
+def pack_serving(server: str, serving: Serving) -> bytes:
+    url = serving.url.encode("ascii")
+    head = _SERVING.pack(
+        _SERVING_MAGIC,
+        VERSION,
+        serving.role,
+        bytes.fromhex(server),
+        serving.rank,
+        serving.bootstrap_port,
+        len(url),
+    )
+    return _seal(head + url)
+
+
+def unpack_serving(data: bytes | None, server: str) -> Serving | None:
+    if data is None or len(data) > MAX_SERVING_BYTES:
+        return None
+    fields = _verified(data, _SERVING_MAGIC, _SERVING)
+    if fields is None or fields[3] != bytes.fromhex(server) or fields[2] not in tuple(Role):
+        return None
+    url = data[_SERVING.size : -_CHECKSUM.size].decode("ascii", errors="replace")
+    serving = Serving(url, Role(fields[2]), fields[4], fields[5])
+    return serving if len(url) == fields[6] and is_serving(serving) else None
 
 
 def piece_range(piece: int, num_pages: int) -> tuple[int, int]:

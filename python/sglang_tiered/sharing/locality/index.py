@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.connection import IndexConnection
-from sglang_tiered.sharing.locality.formats import is_address
+from sglang_tiered.sharing.locality.formats import is_address, is_serving
 from sglang_tiered.sharing.locality.mirror import Peer
 from sglang_tiered.sharing.locality.publisher import Publisher
 from sglang_tiered.sharing.locality.reader import Reader
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.applied_purges import NoteStore
+    from sglang_tiered.sharing.locality.formats import Serving
     from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
 
@@ -129,6 +130,17 @@ class LocalityIndex:
         state = self._state
         with state.lock:
             state.address = address
+            state.publisher_wakes.notify_all()
+
+    def announce_serving(self, serving: Serving) -> None:
+        """Publish where this server answers requests, beside its pages, from its next sign of life
+        on. Raises ``ValueError`` for what readers would not accept."""
+        if not is_serving(serving):
+            raise ValueError(f"{serving} is not where a server answers requests")
+        state = self._state
+        with state.lock:
+            state.serving = serving
+            state.beat_now = True
             state.publisher_wakes.notify_all()
 
     def find(self, keys: Sequence[bytes]) -> list[Peer | None]:

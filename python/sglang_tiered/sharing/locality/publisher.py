@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection import IndexFailure
-from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record
+from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record, pack_serving
 from sglang_tiered.sharing.locality.local_snapshot import LocalSnapshot, SnapshotLostError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
-    from sglang_tiered.sharing.locality.connection import IndexConnection
+    from sglang_tiered.sharing.locality.connection import Command, IndexConnection
     from sglang_tiered.sharing.locality.state import IndexState
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
@@ -117,6 +117,7 @@ class Publisher:
                     bool(state.to_publish)
                     or state.book.num_due > 0
                     or state.epoch != self._epoch
+                    or (state.beat_now and bool(self._own.snapshot))
                     or (state.address is not None and self._digest != state.book.digest)
                 )
                 wait_s = min(self._beat_at, self._publish_at) - state.clock()
@@ -173,7 +174,9 @@ class Publisher:
         if address is None:
             self._publish_at = state.clock() + state.settings.publish_s
             self._digest = state.book.digest
-        elif publish_now or self._own.is_news or self._digest != state.book.digest:
+        elif (
+            publish_now or self._own.is_news or state.beat_now or self._digest != state.book.digest
+        ):
             self._beat()
         if state.clock() >= self._tidy_at:
             self._tidy()
@@ -186,7 +189,8 @@ class Publisher:
         """Give a sign of life: write the record, and extend the expiry of everything it names."""
         state, own, names = self._state, self._own, self._names
         with state.lock:
-            server, address = state.server, state.address
+            server, address, serving = state.server, state.address, state.serving
+            state.beat_now = False
         digest = state.book.digest
         if address is None or not own.snapshot:
             self._digest = digest
@@ -205,6 +209,10 @@ class Publisher:
         )
         self._written = [*self._written[-3:], data]
         own.is_news = False
+        serves: list[Command] = []
+        if serving is not None:
+            told = pack_serving(server, serving)
+            serves = [("SET", names.serves(server), told, "PX", self._expiry_ms)]
         before, *alive = self._connection.try_exchange(
             ("SET", names.record(server), data, "PX", self._expiry_ms, "GET"),
             ("PEXPIRE", names.record(server), self._expiry_ms),
@@ -213,6 +221,7 @@ class Publisher:
             ("SADD", names.servers, server),
             ("PEXPIRE", names.servers, 10 * self._expiry_ms),
             ("PEXPIRE", names.purges, 2 * self._retention_ms),
+            *serves,
         )
         refused = [answer for answer in (before, *alive) if isinstance(answer, IndexFailure)]
         if not refused and before is not None and before not in self._written:
@@ -292,6 +301,7 @@ class Publisher:
         if own.snapshot:
             self._connection.exchange(
                 ("DEL", names.record(server)),
+                ("DEL", names.serves(server)),
                 ("DEL", names.pages(server, own.snapshot)),
                 ("DEL", names.changes(server, own.incarnation)),
                 ("SREM", names.servers, server),

@@ -36,6 +36,10 @@ class RedisKeys(NamedTuple):
         """String with the sign of life of a server."""
         return f"{self.prefix}:server:{server}"
 
+    def serves(self, server: str) -> str:
+        """String with where a server answers requests."""
+        return f"{self.prefix}:serves:{server}"
+
     def pages(self, server: str, sequence: int) -> str:
         """String with the pages of a server as of a sequence number."""
         return f"{self.prefix}:pages:{server}:{sequence}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from sglang_tiered.sharing.locality.formats import Serving
     from sglang_tiered.sharing.settings import PeerSettings
 
 __all__ = ["ConnectionHealth", "IndexState", "new_server"]
@@ -87,6 +88,8 @@ class IndexState:
         self.namespace = namespace
         self.server = new_server()
         self.address: str | None = None
+        self.serving: Serving | None = None  # where this server answers requests
+        self.beat_now = False  # the publisher must not wait for its next sign of life
         self.look_now = False  # the reader must not wait
         self.promises = Promises()
         self.to_publish: list[Future[bool]] = []

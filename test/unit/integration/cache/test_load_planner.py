@@ -400,3 +400,22 @@ def test_no_request_yields_to_a_hanging_load() -> None:
     assert planner.left_s("returning") == math.inf
     assert not planner.yields("new", planner.left_s("returning"))
     assert planner.left_s("unknown") == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 99))))
+def test_waiting_tokens_are_those_of_who_waits(events: list[tuple[int, int, int]]) -> None:
+    """A request arrives again as it is put off, and leaves once; an unknown one changes nothing."""
+    planner, _ = make_planner()
+    waiting: dict[str, int] = {}
+    for who, num_held, num_rest in events:
+        name = f"r{who}"
+        if num_rest % 3 == 0:
+            planner.leaves(name)
+            waiting.pop(name, None)
+        else:
+            num_new = num_held * 64 + num_rest
+            waiting[name] = num_new - arrive(planner, name, num_held * 64, num_new)
+        assert planner.num_waiting_tokens == sum(waiting.values())
+        assert planner.num_waiting == len(waiting)
+    planner.clear()
+    assert (planner.num_waiting_tokens, planner.num_waiting) == (0, 0)

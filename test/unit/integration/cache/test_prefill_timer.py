@@ -10,8 +10,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_tiered.integration.cache import prefill_timer
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.policy.prefill_work import PrefillWork
 
 
 class Cache(TieredRadixCache):
@@ -22,10 +24,22 @@ class Cache(TieredRadixCache):
         self.copied: list[int] = []
         self.num_copied = 0  # for the next batch that waits for copies
         self.runs: list[int] = []
-        self.tiering: Any = SimpleNamespace(loads=self, planner=self, take_copied=self.take_copied)
+        self.work = PrefillWork()
+        self.begun: list[list[tuple[int, int]]] = []
+        self.tiering: Any = SimpleNamespace(
+            loads=self,
+            planner=self,
+            take_copied=self.take_copied,
+            prefill_begins=self.prefill_begins,
+            prefill_ended=self.work.ended,
+        )
 
     def note_run(self, num_running: int) -> None:
         self.runs.append(num_running)
+
+    def prefill_begins(self, spans: list[tuple[int, int]], now: float) -> None:
+        self.begun.append(spans)
+        self.work.launched(1.0, now)
 
     def take_copied(self) -> int:
         num_copied, self.num_copied = self.num_copied, 0
@@ -157,3 +171,26 @@ def test_a_stock_cache_is_left_alone() -> None:
     machine = Machine()
     machine.tree_cache = SimpleNamespace()  # type: ignore[assignment]
     machine.launch(make_batch("cpu"), 0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_prefills_count_as_prefill_work(device: str) -> None:
+    machine = Machine()
+    work = machine.tree_cache.work
+    for extends in (True, False, True):
+        batch = make_batch(device, extends=extends)
+        machine.launch(batch, 0.5)
+        assert work.is_running == (extends and device == "cuda")
+        machine.process(batch, machine.now + 0.5)
+        assert not work.is_running
+    assert machine.tree_cache.begun == [SPANS, SPANS]
+
+
+def test_lost_results_leave_no_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_timer, "MAX_LAUNCHED", 1)
+    machine = Machine()
+    lost, last = make_batch("cuda"), make_batch("cuda")
+    machine.launch(lost, 0.5)
+    machine.launch(last, 0.5)
+    machine.process(last, 12.0)
+    assert not machine.tree_cache.work.is_running

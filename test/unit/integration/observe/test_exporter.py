@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import prometheus_client
 
+from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.observe.exporter import MetricsExporter, samples
 from sglang_tiered.integration.observe.stats import (
     ObjectTierStats,
@@ -19,7 +20,7 @@ from sglang_tiered.integration.observe.stats import (
 )
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
-from sglang_tiered.policy.cost_model import LoadDecision
+from sglang_tiered.policy.cost_model import CostModel, LoadDecision
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
@@ -135,7 +136,32 @@ def test_every_metric_reads_a_field_that_exists() -> None:
         list(samples(metric, FULL))
     without_a_value = {metric.name for metric in METRICS if not list(samples(metric, FULL))}
     speeds = {"prefill_tokens_per_s", "object_load_bytes_per_s", "peer_load_bytes_per_s"}
-    assert without_a_value == {"nvme_write_budget_bytes", *speeds}
+    prices = {"prefill_price_s", "load_price_s"}
+    assert without_a_value == {"nvme_write_budget_bytes", *speeds, *prices}
+
+
+def test_prices_are_exported_once_learnt() -> None:
+    planner = LoadPlanner[str](CostModel(page_tokens=64, bytes_per_token=1000))
+    found = {
+        name: samples_of(name, planner.stats()) for name in ("prefill_price_s", "load_price_s")
+    }
+    assert found == {"prefill_price_s": {}, "load_price_s": {}}
+    planner.note_batch([(2048, 0)], 0.5)
+    planner.costs.transfers[1].observe(1 << 20, 0.25)
+    prefill, load = planner.costs.prefill.all_prices, planner.costs.transfers[1].prices
+    assert samples_of("prefill_price_s", planner.stats()) == {
+        (unit,): price
+        for unit, price in zip(("batch", "token", "pair", "copied_token"), prefill, strict=True)
+    }
+    assert samples_of("load_price_s", planner.stats()) == {
+        ("peer", "load"): load[0],
+        ("peer", "byte"): load[1],
+    }
+
+
+def samples_of(name: str, planner: PlannerStats) -> dict[tuple[str, ...], float]:
+    metric = next(metric for metric in METRICS if metric.name == name)
+    return dict(samples(metric, dataclasses.replace(STATS, planner=planner)))
 
 
 def test_an_object_tier_is_exported_only_if_present() -> None:

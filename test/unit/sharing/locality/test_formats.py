@@ -11,7 +11,9 @@ from sglang_tiered.sharing.locality.formats import (
     PIECE_PAGES,
     Delta,
     Purge,
+    Role,
     ServerRecord,
+    Serving,
 )
 
 NAMESPACE = bytes(range(32))
@@ -129,3 +131,45 @@ def test_a_flipped_bit_anywhere_is_none() -> None:
 def test_fingerprint_is_the_first_eight_key_bytes() -> None:
     keys = [bytes(range(32)), b"\xff" * 32]
     assert formats.fingerprints_of(keys).tolist() == [0x0706050403020100, (1 << 64) - 1]
+
+
+SERVING = Serving("http://192.0.2.7:30000", Role.PREFILL, 3, 8998)
+
+
+@pytest.mark.parametrize(
+    "serving",
+    [
+        SERVING,
+        Serving("https://[2001:db8::1]:443", Role.DECODE, 0),
+        Serving("http://kv-3.example:1", Role.AGGREGATED, (1 << 32) - 1, 65535),
+    ],
+)
+def test_served_address_of_a_foreign_server_is_none(serving: Serving) -> None:
+    data = formats.pack_serving(SERVER, serving)
+    assert len(data) <= formats.MAX_SERVING_BYTES
+    assert formats.unpack_serving(data, SERVER) == serving
+    assert formats.unpack_serving(data, OTHER) is None
+    assert formats.unpack_record(data, NAMESPACE, SERVER) is None
+    for place in range(len(data)):
+        damaged = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        assert formats.unpack_serving(damaged, SERVER) is None
+        assert formats.unpack_serving(data[:place], SERVER) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "192.0.2.7:1", "ftp://h:1", "http://h", "http://h:0", "http://h:70000"),
+        *("http://u@h:1", "http://h:1/path", "http://h:1?a", "http://a;b:1"),
+        "http://" + "h" * 250 + ":1",
+    ],
+)
+def test_other_urls_are_no_served_address(url: str) -> None:
+    assert not formats.is_serving(SERVING._replace(url=url))
+    if len(url) < 250:
+        assert (
+            formats.unpack_serving(
+                formats.pack_serving(SERVER, Serving(url, Role.DECODE, 0)), SERVER
+            )
+            is None
+        )

@@ -10,7 +10,7 @@ import numpy as np
 import sglang_tiered.sharing as package
 from sglang_tiered.sharing.locality import formats, purges
 from sglang_tiered.sharing.locality.connection import MAX_REPLY_BYTES
-from sglang_tiered.sharing.locality.formats import Delta, Purge, ServerRecord
+from sglang_tiered.sharing.locality.formats import Delta, Purge, Role, ServerRecord, Serving
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
 
@@ -41,6 +41,7 @@ def examples() -> list[bytes]:
         formats.pack_piece(SERVER, 2, 0, PAGES),
         formats.pack_delta(SERVER, 3, Delta(np.array([5], np.uint64), PAGES[:1])),
         formats.pack_purge(Purge(b"\x33" * 16, b"\x22" * 16)),
+        formats.pack_serving(SERVER, Serving("http://192.0.2.7:30000", Role.PREFILL, 0, 8998)),
     ]
 
 
@@ -59,6 +60,7 @@ def test_documented_keys_equal_the_keys_made() -> None:
     for key in (
         names.servers,
         names.record("<id>"),
+        names.serves("<id>"),
         names.pages("<id>", 0).removesuffix("0") + "<n>",
         names.changes("<id>", 0).removesuffix("0") + "<i>",
         names.news,

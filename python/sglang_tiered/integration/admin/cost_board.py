@@ -1,0 +1,163 @@
+"""``CostBoard``: memory in which schedulers leave their records for the HTTP process.
+
+Anonymous shared memory of the launcher, which its children open through ``/proc``: nothing is left
+behind, however the server ends, and neither side ever waits for the other. Every replica has two
+places and writes into them in turn, so the record before is whole while the next one is written.
+A record is sealed with a checksum, so one that is read while it is written is not taken for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import struct
+import time
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.policy.server_costs import RankCosts  # noqa: TC001 - msgspec resolves it
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, MutableMapping
+    from types import TracebackType
+
+__all__ = ["ENVIRONMENT_VARIABLE", "CostBoard"]
+
+ENVIRONMENT_VARIABLE = "SGLANG_TIERED_COSTS"
+"""Where the children of a launcher find its board."""
+
+PLACE_BYTES = 4096
+"""A record takes about 1 kB."""
+
+MAX_READS = 4
+"""Of a place: a writer takes microseconds, and 50 milliseconds pass before it comes back."""
+
+_HEADER = struct.Struct("<8sI16s")
+_MAGIC = b"SGLTCOST"
+_HEADER_BYTES = 64
+_LENGTH = struct.Struct("<I")
+
+logger = logging.getLogger(__name__)
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A record with its number and the time of the snapshot by the machine's monotonic clock."""
+
+    number: int
+    clock_s: float
+    costs: RankCosts
+
+
+class CostBoard:
+    """Of ``num_ranks`` data-parallel replicas. One process writes the records of a rank, any number
+    of processes of the same user reads them. Owned by the launcher; closing it there leaves what
+    others have opened."""
+
+    def __init__(self, descriptor: int, num_ranks: int, boot: str) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _size(num_ranks))
+        self.num_ranks = num_ranks
+        self.boot = boot
+        self._num_written = 0
+
+    @classmethod
+    def create(cls, num_ranks: int) -> CostBoard:
+        """Make an empty board. Raises ``OSError`` where the system has none."""
+        boot = secrets.token_bytes(16)
+        descriptor = os.memfd_create("sglang-tiered-costs")
+        os.ftruncate(descriptor, _size(num_ranks))
+        board = cls(descriptor, num_ranks, boot.hex())
+        _HEADER.pack_into(board._memory, 0, _MAGIC, num_ranks, boot)
+        return board
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CostBoard | None:
+        """Open the launcher's board; None in a process without one, as on other machines."""
+        path = environment.get(ENVIRONMENT_VARIABLE)
+        if not path:
+            return None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            logger.warning("costs are not published: %s cannot be opened (%s)", path, error)
+            return None
+        data = os.pread(descriptor, _HEADER.size, 0)
+        if len(data) == _HEADER.size:
+            magic, num_ranks, boot = _HEADER.unpack(data)
+            if magic == _MAGIC and os.fstat(descriptor).st_size == _size(num_ranks):
+                return cls(descriptor, num_ranks, boot.hex())
+        os.close(descriptor)
+        logger.warning("costs are not published: %s is no board of this server", path)
+        return None
+
+    def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Tell the children of this process where to find it, as long as this process lives."""
+        environment[ENVIRONMENT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def write(self, costs: RankCosts, clock_s: float) -> None:
+        """Replace the record of ``costs.rank``, of a snapshot taken at ``clock_s`` of
+        ``time.monotonic``. Raises ``ValueError`` for a record without a place."""
+        self._num_written += 1
+        data = seal(_Entry(self._num_written, clock_s, costs))
+        if costs.rank >= self.num_ranks or len(data) > PLACE_BYTES - _LENGTH.size:
+            raise ValueError(
+                f"there is no place for {len(data)} bytes of rank {costs.rank}: the board has "
+                f"{self.num_ranks} ranks of {PLACE_BYTES} bytes"
+            )
+        start = _start(costs.rank, self._num_written % 2)
+        _LENGTH.pack_into(self._memory, start, len(data))
+        start += _LENGTH.size
+        self._memory[start : start + len(data)] = data
+
+    def read(self, clock: Callable[[], float] = time.monotonic) -> tuple[RankCosts, ...]:
+        """Return the last record of every rank that has written one, each with its age."""
+        entries = [self._read(rank) for rank in range(self.num_ranks)]
+        now = clock()
+        return tuple(
+            msgspec.structs.replace(entry.costs, age_s=max(0.0, now - entry.clock_s))
+            for entry in entries
+            if entry is not None
+        )
+
+    def _read(self, rank: int) -> _Entry | None:
+        for _ in range(MAX_READS):
+            found = [self._entry(_start(rank, turn)) for turn in range(2)]
+            entries = [entry for entry in found if entry is not None]
+            if entries:
+                return max(entries, key=lambda entry: entry.number)
+        return None
+
+    def _entry(self, start: int) -> _Entry | None:
+        (length,) = _LENGTH.unpack_from(self._memory, start)
+        start += _LENGTH.size
+        return unseal(self._memory[start : start + min(length, PLACE_BYTES)], _Entry)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        if self._descriptor >= 0:
+            self._memory.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _size(num_ranks: int) -> int:
+    return _HEADER_BYTES + 2 * num_ranks * PLACE_BYTES
+
+
+def _start(rank: int, turn: int) -> int:
+    return _HEADER_BYTES + (2 * rank + turn) * PLACE_BYTES

@@ -1,0 +1,271 @@
+"""``CostPublisher``: tells what a scheduler has learnt and how busy it is, on the scheduler thread.
+
+It writes a record to the launcher's board at most every ``INTERVAL_S``, where the HTTP process
+reads it: no question ever waits for a scheduler. A record takes constant time, however many
+requests wait: every figure is one that is kept up to date anyway.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from sglang_tiered.config import TieredConfig, TierMode
+from sglang_tiered.policy.server_costs import (
+    DecodeLoad,
+    PrefillPrices,
+    RankCosts,
+    Room,
+    TierPrices,
+    Waiting,
+)
+from sglang_tiered.sharing.locality.formats import Role, Serving
+from sglang_tiered.storage.base import Health, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.integration.admin.cost_board import CostBoard
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.tiering import Tiering
+    from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.sharing.peer_tier import PeerTier
+
+__all__ = ["INTERVAL_S", "CostPublisher", "serving_url", "why_no_costs"]
+
+INTERVAL_S = 0.05
+"""A router asks every quarter of a second; a record takes 17 microseconds."""
+
+TIERS_INTERVAL_S = 1.0
+"""Of what takes locks of the tiers to know: their health, and what they hold."""
+
+_ROLES = {"null": "aggregated", "prefill": "prefill", "decode": "decode"}
+
+logger = logging.getLogger(__name__)
+
+
+def why_no_costs(config: TieredConfig) -> str | None:
+    """Return why no scheduler with this configuration learns costs, in one sentence; None if they
+    do."""
+    if config.mode is not TierMode.NVME:
+        return (
+            f"this server learns no costs with --tier-mode {config.mode.value}; start it with "
+            "--tier-mode nvme"
+        )
+    if config.pp_size > 1:
+        return (
+            f"this server learns no costs with --pp-size {config.pp_size}, as SGLang plans the "
+            "loads of a pipeline; start it with --pp-size 1"
+        )
+    return None
+
+
+class CostPublisher:
+    """Of the scheduler that receives the requests of one data-parallel replica. ``scheduler`` and
+    ``cache`` are its own; the cache must have a ``Tiering``."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        cache: TieredRadixCache,
+        board: CostBoard,
+        *,
+        rank: int,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        assert cache.tiering is not None
+        config = TieredConfig.from_environment()
+        index = None if config is None else config.index
+        nvme = None if config is None else config.nvme
+        self._scheduler = scheduler
+        self._cache = cache
+        self._tiering: Tiering = cache.tiering
+        self._board = board
+        self._rank = rank
+        self._always_loads = nvme is not None and nvme.always_load
+        self._keyed = index is not None and index.keys_directory is not None
+        self._interval_s = interval_s
+        self._clock, self._wall_clock = clock, wall_clock
+        self._due = self._tiers_due = clock()
+        self._states: dict[Tier, tuple[bool, int | None, int | None]] = {}
+        self._namespace = ""
+        self._announced: PeerTier | None = None  # which tells others where this server is
+        self._was_quiet = False  # what the last record says
+        self._has_failed = False
+
+    def publish_if_due(self, expected_s: float = 0.0) -> None:
+        """Write a record, unless the last one is younger than the interval. ``expected_s``: how
+        long this thread will be away; when that is longer than the interval, it writes anyway."""
+        now = self._clock()
+        if now >= self._due or (expected_s >= self._interval_s and not self._has_failed):
+            self._publish(now)
+
+    def rests(self) -> None:
+        """Write a record before the scheduler rests, if the last one says that it has work. Asked
+        again and again while nothing can run."""
+        if not self._was_quiet and not self._has_failed:
+            self._publish(self._clock(), only_if_quiet=True)
+
+    def _publish(self, now: float, *, only_if_quiet: bool = False) -> None:
+        try:
+            is_quiet = self._is_quiet()
+            if only_if_quiet and not is_quiet:
+                return
+            self._due = now + self._interval_s
+            self._board.write(self.take(), now)
+            self._was_quiet = is_quiet
+        except Exception:
+            self._due, self._has_failed = math.inf, True  # or it would fail in every step
+            logger.exception("internal error: costs are no longer published")
+
+    def _is_quiet(self) -> bool:
+        """Whether there is nothing to do."""
+        scheduler = self._scheduler
+        return (
+            self._tiering.planner.num_waiting == 0
+            and not scheduler.running_batch.reqs
+            and scheduler.chunked_req is None
+            and _num_waiting(scheduler) == 0
+            and not self._tiering.work.is_running
+        )
+
+    def take(self) -> RankCosts:
+        """Take a record now. Scheduler thread."""
+        scheduler, cache, planner = self._scheduler, self._cache, self._tiering.planner
+        costs, now = planner.costs, self._clock()
+        if now >= self._tiers_due:
+            self._tiers_due = now + TIERS_INTERVAL_S
+            self._look_at_tiers(cache.storage)
+        role = _ROLES[scheduler.disaggregation_mode.value]
+        num_used, _ = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+        host = cache.cache_controller.mem_pool_host
+        tiers = {}
+        for tier, cost in zip(Tier, costs.transfers, strict=True):
+            healthy, held, capacity = self._states.get(tier, (False, None, None))
+            tiers[tier.value] = TierPrices(
+                cast("tuple[float, float]", cost.prices), cost.num_observed, healthy, held, capacity
+            )
+        occupied = cache.cache_controller.prefetch_tokens_occupied
+        return RankCosts(
+            at=self._wall_clock(),
+            boot=self._board.boot,
+            rank=self._rank,
+            role=role,
+            bootstrap_port=(
+                scheduler.server_args.disaggregation_bootstrap_port if role == "prefill" else None
+            ),
+            namespace=self._namespace,
+            server="" if self._announced is None else self._announced.server,
+            page_tokens=costs.page_tokens,
+            kv_bytes_per_token=costs.bytes_per_token,
+            prefill=PrefillPrices(
+                cast("tuple[float, float, float, float]", costs.prefill.all_prices),
+                costs.prefill.num_observed,
+            ),
+            tiers=tiers,
+            always_loads=self._always_loads,
+            keyed=self._keyed,
+            queue_wait_s=max(0.0, planner.queue_wait_s),
+            running_prefill_s=self._tiering.work.left_s(now) + self._later_chunks_s(),
+            busy=self._tiering.work.busy_share(now),
+            ahead_tokens=_three(planner.tokens_ahead(max(0, occupied))),
+            waiting=Waiting(_num_waiting(scheduler), planner.num_waiting_tokens),
+            decode=DecodeLoad(
+                len(scheduler.running_batch.reqs),
+                scheduler.max_running_requests,
+                tuple(scheduler.decode_moment_totals),
+            ),
+            device=Room(max(0, num_used), scheduler.max_total_num_tokens),
+            host=Room(max(0, host.logical_size - host.available_size()), host.logical_size),
+        )
+
+    def _later_chunks_s(self) -> float:
+        """Return the expected time of what a request in chunks has still to compute, behind the
+        chunk that runs."""
+        request = self._scheduler.chunked_req
+        if request is None:
+            return 0.0
+        num_left = max(0, request.seqlen - request.extend_end)
+        return self._tiering.planner.costs.prefill.seconds(num_left, request.extend_end)
+
+    def _look_at_tiers(self, storage: TieredStorage | None) -> None:
+        """Take what changes slowly. Memory only, but for locks that tiers hold for a moment."""
+        self._states.clear()
+        self._namespace = "" if storage is None else storage.namespace.hex()
+        if storage is None:
+            self._announced = None
+            return
+        stack = storage.stack
+        nvme = stack.nvme.stats()
+        self._note(Tier.NVME, nvme.health, nvme.physical_bytes, nvme.capacity_bytes)
+        if stack.bucket is not None:
+            bucket = stack.bucket.stats()
+            self._note(Tier.OBJECT, bucket.health, bucket.physical_bytes, bucket.capacity_bytes)
+        peers = cast("PeerTier | None", stack.remote.get(Tier.PEER))
+        if peers is None:
+            self._announced = None
+            return
+        stats, costs = peers.stats(), self._tiering.planner.costs
+        page_bytes = costs.page_tokens * costs.bytes_per_token
+        self._note(Tier.PEER, stats.health, stats.num_pages_mirrored * page_bytes, None)
+        if peers is not self._announced:
+            self._announced = peers
+            self._announce(peers)
+
+    def _note(self, tier: Tier, health: Health, held: int | None, capacity: int | None) -> None:
+        self._states[tier] = (health is Health.RUNNING, held, capacity)
+
+    def _announce(self, peers: PeerTier) -> None:
+        """Have the index say where this server answers HTTP, and in which role."""
+        scheduler = self._scheduler
+        arguments = scheduler.server_args
+        if arguments.node_rank != 0:
+            return  # another machine has the HTTP endpoint
+        role = _ROLES[scheduler.disaggregation_mode.value]
+        url = serving_url(
+            arguments.host,
+            arguments.port,
+            is_tls=bool(arguments.ssl_certfile),
+            peer_address=peers.address,
+        )
+        port = arguments.disaggregation_bootstrap_port if role == "prefill" else 0
+        try:
+            peers.announce_serving(Serving(url, Role[role.upper()], self._rank, port))
+        except ValueError as error:
+            logger.warning("routers do not find this server through the index: %s", error)
+
+
+def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str:
+    """Return the URL of a server that listens on ``host``: for one that stands for every address,
+    the host of ``peer_address``, ``tcp://host:port``, at which others find its pages."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        shown = host  # a name
+    else:
+        shown = f"[{address}]" if address.version == 6 else str(address)
+        if address.is_unspecified:
+            shown = urlsplit(peer_address).netloc.rpartition(":")[0]
+    return f"{'https' if is_tls else 'http'}://{shown}:{port}"
+
+
+def _num_waiting(scheduler: Any) -> int:
+    """Return how many requests wait, those that wait for the other side of a handoff included."""
+    num = len(scheduler.waiting_queue)
+    if scheduler.disaggregation_mode.value == "prefill":
+        num += len(scheduler.disagg_prefill_bootstrap_queue.queue)
+    if scheduler.disaggregation_mode.value == "decode":
+        num += len(scheduler.disagg_decode_prealloc_queue.queue)
+        num += len(scheduler.disagg_decode_transfer_queue.queue)
+    return num
+
+
+def _three(parts: tuple[int, ...]) -> tuple[int, int, int]:
+    nvme, peer, bucket = (*parts, 0, 0, 0)[:3]
+    return nvme, peer, bucket

@@ -1,0 +1,211 @@
+"""``ServerCosts``: what a server says of its prices and its load, and the cost model made of it.
+
+``GET /tier/costs`` answers it as JSON. From one record (one scheduler, or data-parallel replica)
+a router makes the ``CostModel`` with which that scheduler plans, so both come to the same plan for
+the same prefix. Rounding in the last digit is the only difference. Plain values: what is learnt
+goes on in the server alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+
+__all__ = [
+    "ROLES",
+    "TIERS",
+    "VERSION",
+    "DecodeLoad",
+    "PrefillPrices",
+    "RankCosts",
+    "Room",
+    "ServerCosts",
+    "TierPrices",
+    "Waiting",
+    "parse_server_costs",
+]
+
+VERSION = 1
+
+TIERS = ("nvme", "peer", "object")
+"""The names of the tiers that loads come from, in the order in which the cost model numbers
+them."""
+
+ROLES = ("aggregated", "prefill", "decode")
+
+Price = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class PrefillPrices(msgspec.Struct, frozen=True):
+    """Seconds per batch, per new token, per pair of a new token and one it attends to, and per
+    token copied from host memory to the device; learnt from ``observed`` batches (0: a prior)."""
+
+    prices: tuple[Price, Price, Price, Price]
+    observed: Count
+
+    def __post_init__(self) -> None:
+        _refuse_free(self.prices)
+
+
+class TierPrices(msgspec.Struct, frozen=True):
+    """Seconds per load and per byte, learnt from ``observed`` loads (0: a prior). ``healthy``:
+    whether loads are served now; false also where there is no such tier. Bytes are physical ones;
+    None where there is no tier, or where it has no such figure."""
+
+    prices: tuple[Price, Price]
+    observed: Count
+    healthy: bool
+    held_bytes: Count | None = None
+    capacity_bytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_free(self.prices)
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Requests in the queue, and the prompt tokens that they are expected to compute."""
+
+    requests: Count
+    tokens: Count
+
+
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """The running batch. ``moments`` are SGLang's sums over decode steps since the start (1, b, t,
+    b*b, b*t, g with batch size b, microseconds t, tokens g): the differences of two records give
+    the regression of a step's time on the size of its batch."""
+
+    requests: Count
+    max_requests: Count
+    moments: tuple[float, float, float, float, float, float]
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Tokens whose KV a memory holds, and could hold. Of the device only what requests use counts
+    as held: the rest of its cache gives way."""
+
+    held_tokens: Count
+    capacity_tokens: Count
+
+
+class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of one scheduler: the first rank of a data-parallel replica."""
+
+    v: int = VERSION
+    at: float
+    """Unix time of the snapshot, by the server's clock."""
+
+    age_s: Seconds = 0.0
+    """Seconds from the snapshot to the answer. It grows while the scheduler computes, and for as
+    long as it hangs; an idle one takes a snapshot every second."""
+
+    boot: str
+    """Hex, drawn at each start of the server."""
+
+    rank: Count
+    """The data-parallel replica, as ``routed_dp_rank`` of a request names it."""
+
+    role: str
+    """One of ``ROLES``."""
+
+    bootstrap_port: int | None
+    """Where decode finds this prefill server; None for other roles."""
+
+    namespace: str
+    """Hex. Pages are shared by servers with equal ones. Empty until the weights were read."""
+
+    server: str
+    """This scheduler's id in the index of other servers, in hex; empty without an index."""
+
+    page_tokens: Annotated[int, Meta(gt=0)]
+    kv_bytes_per_token: Annotated[int, Meta(gt=0)]
+    """On this rank."""
+
+    prefill: PrefillPrices
+    tiers: dict[str, TierPrices]
+    """By the names in ``TIERS``; all of them."""
+
+    always_loads: bool
+    """Whether all that is held is loaded, whatever it costs (``--tier-load always``)."""
+
+    keyed: bool
+    """Whether pages come from and go to servers with known keys only (``--tier-peer-keys``)."""
+
+    queue_wait_s: Seconds
+    """Expected prefill time of the requests that wait."""
+
+    running_prefill_s: Seconds
+    """What is expected to be left of the prefill that runs, later chunks included."""
+
+    busy: Annotated[float, Meta(ge=0, le=1)]
+    """Share of the last 10 seconds in which a prefill ran."""
+
+    ahead_tokens: tuple[Count, Count, Count]
+    """Tokens of loads under way, by the tiers of ``TIERS``: a further load comes behind them."""
+
+    waiting: Waiting
+    decode: DecodeLoad
+    device: Room
+    host: Room
+
+    def __post_init__(self) -> None:
+        if self.v != VERSION:
+            raise ValueError(f"the record has version {self.v}, and only {VERSION} is known")
+        if self.role not in ROLES:
+            raise ValueError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+        if missing := [name for name in TIERS if name not in self.tiers]:
+            raise ValueError(f"the prices of tier {missing[0]} are missing")
+
+    def wait_s(self, since_s: float = 0.0) -> float:
+        """Return the seconds of prefill before that of a request which comes ``since_s`` seconds
+        after the answer, if the scheduler has worked since the snapshot and nothing else has
+        come."""
+        return max(0.0, self.queue_wait_s + self.running_prefill_s - self.age_s - since_s)
+
+    def cost_model(self) -> CostModel:
+        """Return a cost model with these prices. It belongs to the caller, and learns nothing of
+        what the server observes later."""
+        return CostModel(
+            page_tokens=self.page_tokens,
+            bytes_per_token=self.kv_bytes_per_token,
+            prefill=PrefillCost.of_prices(self.prefill.prices),
+            transfers=[TransferCost(self.tiers[name].prices) for name in TIERS],
+        )
+
+
+class ServerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``GET /tier/costs`` answers."""
+
+    v: int = VERSION
+    draining: bool
+    """Whether the server takes no new requests, since it is about to end."""
+
+    num_ranks: Annotated[int, Meta(gt=0)]
+    """Data-parallel replicas of the server."""
+
+    ranks: tuple[RankCosts, ...]
+    """Those that have published a record, by number. Of a server over several machines these are
+    the ones beside its HTTP endpoint."""
+
+    def __post_init__(self) -> None:
+        if self.v != VERSION:
+            raise ValueError(f"the answer has version {self.v}, and only {VERSION} is known")
+
+
+def parse_server_costs(data: bytes) -> ServerCosts:
+    """Parse the body of an answer. Raises ``ValueError`` with one sentence for anything else, other
+    versions included; fields that are not known are ignored."""
+    try:
+        return msgspec.json.decode(data, type=ServerCosts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"this is no answer of /tier/costs: {error}") from error
+
+
+def _refuse_free(prices: tuple[float, ...]) -> None:
+    if not any(prices):
+        raise ValueError("all prices are zero")

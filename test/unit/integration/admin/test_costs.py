@@ -1,0 +1,249 @@
+"""Records tell what the scheduler believes, at most so often, and not through its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.admin import http_api
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.integration.admin.costs import CostPublisher, serving_url, why_no_costs
+from sglang_tiered.policy.server_costs import RankCosts, parse_server_costs
+from sglang_tiered.storage.base import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NVME = TieredConfig(
+    mode=TierMode.NVME,
+    nvme=NvmeConfig(directory="/d", capacity_bytes=1 << 30, region_bytes=1 << 22),
+)
+
+
+class Server:
+    """A scheduler over the real cache, its board, and a clock that moves when told."""
+
+    def __init__(self, cache: Any, board: CostBoard, **more: Any) -> None:
+        self.cache, self.board = cache, board
+        self.now = 1000.0
+        self.num_used = 0
+        stats = SimpleNamespace(get_kv_token_stats=lambda: (self.num_used, 0.0))
+        self.scheduler = SimpleNamespace(
+            disaggregation_mode=SimpleNamespace(value="null"),
+            pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: stats),
+            running_batch=SimpleNamespace(reqs=[]),
+            waiting_queue=[],
+            chunked_req=None,
+            max_running_requests=8,
+            max_total_num_tokens=4096,
+            decode_moment_totals=[0.0] * 6,
+            server_args=SimpleNamespace(disaggregation_bootstrap_port=8998),
+            **more,
+        )
+        self.publisher = CostPublisher(
+            self.scheduler,
+            cache,
+            board,
+            rank=0,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.now + 5.0,
+        )
+        cache.tiering.costs = self.publisher
+
+    def read(self) -> RankCosts:
+        (record,) = self.board.read(lambda: self.now)
+        return record
+
+    def written_at(self) -> float | None:
+        records = self.board.read(lambda: self.now)
+        return records[0].at - 5.0 if records else None
+
+
+@pytest.fixture
+def server(cache: Any) -> Iterator[Server]:
+    with CostBoard.create(1) as board:
+        yield Server(cache, board)
+
+
+def test_record_tells_what_the_planner_believes(server: Server) -> None:
+    planner = server.cache.tiering.planner
+    planner.note_batch([(2048, 0)], 0.5, 100)
+    planner.costs.transfers[2].observe(1 << 24, 3.0)
+    planner.arrives("r", num_held=0, num_new=700, num_before=64, num_ahead=0)
+    request = SimpleNamespace(seqlen=900, extend_end=300)
+    server.scheduler.waiting_queue, server.scheduler.chunked_req = ["r"], request
+    server.scheduler.running_batch.reqs = ["a", "b"]
+    server.num_used = 77
+    server.cache.tiering.prefill_begins([(300, 0)], server.now)
+    record = server.read()
+    costs = planner.costs
+    assert record.prefill.prices == costs.prefill.all_prices
+    assert record.prefill.observed == 1
+    tiers = [record.tiers[tier.value] for tier in Tier]
+    assert [tier.prices for tier in tiers] == [cost.prices for cost in costs.transfers]
+    assert [tier.observed for tier in tiers] == [cost.num_observed for cost in costs.transfers]
+    assert [tier.healthy for tier in tiers] == [True, False, False]
+    assert tiers[0].capacity_bytes == server.cache.storage.region_engine.stats().capacity_bytes
+    assert tiers[1].capacity_bytes is tiers[1].held_bytes is None
+    assert record.namespace == server.cache.storage.namespace.hex() != ""
+    assert (record.page_tokens, record.boot) == (server.cache.page_size, server.board.boot)
+    assert record.queue_wait_s == planner.queue_wait_s > 0
+    assert (record.waiting.requests, record.waiting.tokens) == (1, 700)
+    first_s = costs.prefill.prices[0] + costs.prefill.seconds(300, 0)
+    rest_s = costs.prefill.seconds(600, 300)
+    assert record.running_prefill_s == pytest.approx(first_s + rest_s)
+    assert (record.decode.requests, record.device.held_tokens) == (2, 77)
+    asked = {"num_held": 256, "num_new": 700, "num_before": 0, "queue_wait_s": 0.1}
+    assert record.cost_model().plan(**asked) == costs.plan(**asked)
+
+
+def test_steps_write_no_faster_than_the_interval(server: Server) -> None:
+    times = []
+    for _ in range(100):
+        server.cache.tiering.step()
+        times.append(server.written_at())
+        server.now += 0.01
+    assert len(set(times)) == 20
+
+
+def test_long_batch_is_told_before_it_runs(server: Server) -> None:
+    server.publisher.publish_if_due()
+    server.now += 0.001
+    server.cache.tiering.prefill_begins([(1, 0)], server.now)
+    assert server.written_at() == 1000.0, "a batch of a moment was told"
+    server.cache.tiering.prefill_ended(server.now)
+    server.cache.tiering.planner.note_batch([(2048, 0)], 60.0)
+    server.cache.tiering.prefill_begins([(2048, 0)], server.now)
+    assert server.written_at() == server.now
+    server.now += 7.0
+    record = server.read()
+    assert record.age_s == pytest.approx(7.0)
+    assert record.running_prefill_s > 30
+    assert record.wait_s() == pytest.approx(record.running_prefill_s - 7.0)
+
+
+def test_scheduler_at_rest_shows_no_work(server: Server) -> None:
+    server.scheduler.running_batch.reqs = ["a"]
+    server.publisher.publish_if_due()
+    server.now += 0.001
+    server.publisher.rests()
+    assert server.read().decode.requests == 1, "it does not rest while it has work"
+    server.scheduler.running_batch.reqs = []
+    server.publisher.rests()
+    assert server.read().decode.requests == 0
+    written_at = server.written_at()
+    server.now += 0.001
+    server.publisher.rests()
+    assert server.written_at() == written_at, "nothing has changed"
+
+
+def test_detached_tiers_serve_nothing(server: Server) -> None:
+    assert server.publisher.take().tiers["nvme"].healthy
+    server.now += 10.0
+    server.cache.cache_controller.storage_backend, held = (
+        None,
+        server.cache.cache_controller.storage_backend,
+    )
+    try:
+        record = server.publisher.take()
+    finally:
+        server.cache.cache_controller.storage_backend = held
+    assert not any(tier.healthy for tier in record.tiers.values())
+    assert record.namespace == ""
+
+
+@pytest.mark.parametrize("lacks", ["decode_moment_totals", "running_batch"])
+def test_failed_record_never_stops_the_scheduler(
+    server: Server, lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.scheduler.running_batch.reqs = ["a"]
+    server.publisher.publish_if_due()
+    setattr(server.scheduler, lacks, None)
+    for _ in range(3):
+        server.publisher.rests()
+        server.now += 1.0
+        server.cache.tiering.step()
+        server.cache.tiering.prefill_begins([(100_000, 0)], server.now)
+    assert server.written_at() == 1000.0
+    assert len([line for line in caplog.messages if "no longer published" in line]) == 1
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_role_decides_what_waits(cache: Any, mode: str) -> None:
+    queues = {
+        "disagg_prefill_bootstrap_queue": SimpleNamespace(queue=[1]),
+        "disagg_decode_prealloc_queue": SimpleNamespace(queue=[1, 2]),
+        "disagg_decode_transfer_queue": SimpleNamespace(queue=[1, 2, 3]),
+    }
+    with CostBoard.create(1) as board:
+        server = Server(cache, board, **queues)
+        server.scheduler.disaggregation_mode.value = mode
+        record = server.publisher.take()
+    assert record.role == mode
+    assert record.waiting.requests == {"prefill": 1, "decode": 5}[mode]
+    assert record.bootstrap_port == {"prefill": 8998, "decode": None}[mode]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_tls", "url"),
+    [
+        ("192.0.2.1", False, "http://192.0.2.1:30000"),
+        ("192.0.2.1", True, "https://192.0.2.1:30000"),
+        ("0.0.0.0", False, "http://192.0.2.7:30000"),
+        ("::", False, "http://192.0.2.7:30000"),
+        ("2001:db8::1", False, "http://[2001:db8::1]:30000"),
+        ("kv-3.example", False, "http://kv-3.example:30000"),
+    ],
+)
+def test_url_is_one_that_others_reach(host: str, is_tls: bool, url: str) -> None:
+    assert serving_url(host, 30000, is_tls=is_tls, peer_address="tcp://192.0.2.7:7001") == url
+
+
+def test_ipv6_of_peers_keeps_its_brackets() -> None:
+    found = serving_url("::", 1, is_tls=False, peer_address="tcp://[2001:db8::7]:7001")
+    assert found == "http://[2001:db8::7]:1"
+
+
+def ask(
+    board: CostBoard, config: TieredConfig, monkeypatch: pytest.MonkeyPatch, *, drains: bool = False
+) -> Any:
+    manager = SimpleNamespace(gracefully_exit=drains)
+    module = ModuleType("sglang.srt.entrypoints.http_server")
+    module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asyncio.run(http_api._costs_endpoint(board, config)())
+
+
+def test_servers_that_learn_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_no_costs(NVME) is None
+    staged = TieredConfig(mode=TierMode.NVME, nvme=NVME.nvme, num_ranks=2, pp_size=2)
+    for config, reason in (
+        (TieredConfig(mode=TierMode.OFF), "--tier-mode off"),
+        (TieredConfig(mode=TierMode.HOST), "--tier-mode host"),
+        (staged, "--pp-size 2"),
+    ):
+        with CostBoard.create(1) as board:
+            response = ask(board, config, monkeypatch)
+        assert response.status_code == 404
+        assert f"learns no costs with {reason}" in json.loads(response.body)["error"]
+
+
+def test_endpoint_answers_only_what_was_published(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = ask(server.board, NVME, monkeypatch)
+    assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+    server.publisher.publish_if_due()
+    for drains in (False, True):
+        response = ask(server.board, NVME, monkeypatch, drains=drains)
+        found = parse_server_costs(response.body)
+        assert (response.status_code, found.draining, found.num_ranks) == (200, drains, 1)
+        assert len(response.body) < 2048
+        assert math.isfinite(found.ranks[0].age_s)

@@ -1,0 +1,165 @@
+"""What a server says of its costs makes the same plans elsewhere, and nothing else is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost
+from sglang_tiered.policy.server_costs import (
+    TIERS,
+    DecodeLoad,
+    PrefillPrices,
+    RankCosts,
+    Room,
+    ServerCosts,
+    TierPrices,
+    Waiting,
+    parse_server_costs,
+)
+from sglang_tiered.storage.base import Tier
+
+PAGE, BYTES = 64, 131_072
+
+batches = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 60_000)), min_size=1, max_size=3),
+        st.floats(1e-4, 20.0),
+        st.integers(0, 5000),
+    ),
+    max_size=12,
+)
+loads = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 1 << 32), st.floats(1e-5, 60.0), st.integers(1, 9)),
+    max_size=12,
+)
+
+
+def record_of(model: CostModel, **more: Any) -> RankCosts:
+    values: dict[str, Any] = {
+        "at": 1.5,
+        "boot": "00" * 16,
+        "rank": 0,
+        "role": "aggregated",
+        "bootstrap_port": None,
+        "namespace": "11" * 32,
+        "server": "",
+        "page_tokens": model.page_tokens,
+        "kv_bytes_per_token": model.bytes_per_token,
+        "prefill": PrefillPrices(model.prefill.all_prices, model.prefill.num_observed),  # type: ignore[arg-type]
+        "tiers": {
+            name: TierPrices(cost.prices, cost.num_observed, healthy=True)  # type: ignore[arg-type]
+            for name, cost in zip(TIERS, model.transfers, strict=True)
+        },
+        "always_loads": False,
+        "keyed": False,
+        "queue_wait_s": 0.5,
+        "running_prefill_s": 0.25,
+        "busy": 0.5,
+        "ahead_tokens": (0, 0, 0),
+        "waiting": Waiting(0, 0),
+        "decode": DecodeLoad(0, 8, (0, 0, 0, 0, 0, 0)),
+        "device": Room(0, 4096),
+        "host": Room(0, 8192),
+    }
+    return RankCosts(**{**values, **more})
+
+
+def answer(*ranks: RankCosts) -> bytes:
+    return msgspec.json.encode(ServerCosts(draining=False, num_ranks=1, ranks=ranks))
+
+
+@given(
+    batches,
+    loads,
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400)), max_size=4),
+    st.integers(1, 5000),
+    st.integers(0, 20_000),
+    st.floats(0, 5),
+    st.tuples(*[st.integers(0, 50_000)] * 3),
+)
+def test_router_plans_as_the_server_does(
+    seen: list[tuple[list[tuple[int, int]], float, int]],
+    read: list[tuple[int, int, float, int]],
+    held: list[tuple[int, int]],
+    num_rest: int,
+    num_before: int,
+    queue_wait_s: float,
+    ahead: tuple[int, ...],
+) -> None:
+    model = CostModel(
+        page_tokens=PAGE,
+        bytes_per_token=BYTES,
+        prefill=PrefillCost((2e-3, 7e-5, 3e-9), token_bytes=BYTES),
+    )
+    for spans_of_batch, seconds, num_copied in seen:
+        model.prefill.observe(spans_of_batch, seconds, num_copied)
+    for tier, num_bytes, seconds, num_loads in read:
+        model.transfers[tier].observe(num_bytes, seconds, num_loads)
+    spans = [(tier, num_pages * PAGE) for tier, num_pages in held]
+    num_held = sum(num_tokens for _, num_tokens in spans)
+    (rank,) = parse_server_costs(answer(record_of(model))).ranks
+    asked = {
+        "num_held": num_held,
+        "num_new": num_held + num_rest,
+        "num_before": num_before,
+        "spans": spans,
+        "queue_wait_s": queue_wait_s,
+        "ahead": ahead,
+    }
+    own, routers = model.plan(**asked), rank.cost_model().plan(**asked)  # type: ignore[arg-type]
+    assert routers.parts == own.parts
+    assert routers.load_s == pytest.approx(own.load_s, rel=1e-9)
+    assert routers.saved_s == pytest.approx(own.saved_s, rel=1e-9, abs=1e-12)
+
+
+def test_tiers_bear_the_names_and_numbers_of_loads() -> None:
+    assert tuple(tier.value for tier in Tier) == TIERS
+
+
+def test_queue_ages_while_nothing_is_heard() -> None:
+    record = record_of(CostModel(page_tokens=PAGE, bytes_per_token=BYTES), age_s=0.25)
+    assert record.wait_s() == pytest.approx(0.5)
+    assert record.wait_s(0.25) == pytest.approx(0.25)
+    assert record.wait_s(9.0) == 0.0
+
+
+def test_a_later_servers_fields_are_ignored() -> None:
+    data = msgspec.json.decode(answer(record_of(CostModel(page_tokens=PAGE, bytes_per_token=1))))
+    data["ranks"][0]["new"] = data["new"] = 1
+    assert parse_server_costs(msgspec.json.encode(data)).ranks[0].page_tokens == PAGE
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("v",), 2, "version 2, and only 1"),
+        (("ranks", 0, "v"), 2, "version 2, and only 1"),
+        (("ranks", 0, "role"), "null", "role 'null' is none of aggregated"),
+        (("ranks", 0, "tiers"), {}, "tier nvme are missing"),
+        (("ranks", 0, "tiers", "peer", "prices"), [0, 0], "all prices are zero"),
+        (("ranks", 0, "prefill", "prices"), [1, -1, 1, 1], ">= 0"),
+        (("ranks", 0, "prefill", "prices"), [1, None, 1, 1], "null"),
+        (("ranks", 0, "prefill", "prices"), [1, 1, 1], "length 4"),
+        (("ranks", 0, "busy"), 1.5, "<= 1"),
+        (("ranks", 0, "page_tokens"), 0, ">= 1"),
+    ],
+)
+def test_anything_else_is_one_sentence(path: tuple[Any, ...], value: Any, sentence: str) -> None:
+    data = msgspec.json.decode(answer(record_of(CostModel(page_tokens=PAGE, bytes_per_token=1))))
+    place = data
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=f"this is no answer of /tier/costs: .*{sentence}"):
+        parse_server_costs(msgspec.json.encode(data))
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"error": "later"}', b"\xff\xfe"])
+def test_bytes_of_another_kind_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="this is no answer of /tier/costs"):
+        parse_server_costs(data)
