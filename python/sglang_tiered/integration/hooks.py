@@ -222,7 +222,7 @@ def _register_decode_loads() -> None:
 
 
 def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    from sglang_tiered.integration.storage.planned_hits import around_prefetch
+    from sglang_tiered.integration.cache.planned_hits import around_prefetch
 
     return around_prefetch(original, *arguments, **named)
 

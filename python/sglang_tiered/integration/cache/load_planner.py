@@ -14,8 +14,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_tiered.integration.cache.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
+from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.cost_model import (
     TYPICAL_TRANSFER_BYTES,
     LoadDecision,

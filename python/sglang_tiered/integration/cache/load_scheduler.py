@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
-from sglang_tiered.integration.storage.planned_hits import PlannedHits
+from sglang_tiered.integration.cache.planned_hits import PlannedHits
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:

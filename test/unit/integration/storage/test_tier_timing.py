@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kit.clock import Clock
-from sglang_tiered.integration.cache.tier_timing import WINDOW_READS, TierTiming
+from sglang_tiered.integration.storage.tier_timing import WINDOW_READS, TierTiming
 from sglang_tiered.policy.cost_model import TransferCost
 
 MB = 1 << 20
