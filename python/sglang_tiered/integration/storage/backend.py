@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -495,13 +496,14 @@ class TieredStorage(ZeroCopyStorage):
         ALL_PAGES pools must hold every page of the prefix, TRAILING_PAGES pools (SWA windows,
         Mamba states) its last ``len(transfer.keys)`` pages.
         """
-        kv_pages = self.lookup_leading(keys)
+        digests = self._keys(PoolName.KV, keys)
+        kv_pages = self.stack.lookup(digests).num_hits
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
-        restorable = list(range(1, kv_pages + 1))
+        ends = np.arange(1, kv_pages + 1)
+        restorable = np.ones(kv_pages, np.bool_)
         for transfer in pool_transfers or []:
-            if not restorable:
+            if not restorable.any():
                 break
-            held = self._held(transfer.name, keys[:kv_pages])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 window = kv_pages
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -511,19 +513,15 @@ class TieredStorage(ZeroCopyStorage):
                     f"pool {transfer.name} has hit policy {transfer.hit_policy}, which the tiered "
                     "storage does not serve; start with --tier-mode host."
                 )
-            covered, num_held = set(), 0
-            for end, is_held in enumerate(held, 1):
-                num_held = num_held + 1 if is_held else 0
-                if num_held >= min(window, end):
-                    covered.add(end)
-            if covered:
-                hits[transfer.name] = max(covered)
-            restorable = [end for end in restorable if end in covered]
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
-
-    def _held(self, pool: PoolName, hashes: Sequence[str]) -> list[bool]:
-        keys = self._keys(pool, hashes)
-        return self.stack.contains(keys)
+            of_pool = host_pages.derive_keys(transfer.name, digests[:kv_pages])
+            held = np.array(self.stack.contains(of_pool))
+            last_lacking = np.maximum.accumulate(np.where(held, 0, ends))
+            covered = ends - last_lacking >= np.minimum(window, ends)
+            if covered.any():
+                hits[transfer.name] = int(ends[covered][-1])
+            restorable &= covered
+        found = ends[restorable].tolist()
+        return PoolTransferResult(found[-1] if found else 0, hits, found)
 
     # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
 

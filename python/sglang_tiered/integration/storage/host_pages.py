@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = ["check", "engine_keys", "page_segments", "pool_label"]
+__all__ = ["check", "derive_keys", "engine_keys", "page_segments", "pool_label"]
 
 
 def pool_label(name: Any) -> str:
@@ -44,11 +44,15 @@ def check(pools: Mapping[PoolName, Any]) -> int:
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:
     """Return the engine keys of SGLang's page hashes: the KV pool's are the hashes themselves,
     another pool's are derived from them, so that one log holds all pools of a page."""
-    digests = [bytes.fromhex(text) for text in hashes]
+    return derive_keys(pool, [bytes.fromhex(text) for text in hashes])
+
+
+def derive_keys(pool: PoolName | str, kv_keys: list[bytes]) -> list[bytes]:
+    """Return the engine keys of a pool's pages, given those of the KV pool's."""
     if pool == PoolName.KV:
-        return digests
-    label = pool_label(pool).encode()
-    return [hashlib.sha256(label + b"\0" + digest).digest() for digest in digests]
+        return kv_keys
+    label = pool_label(pool).encode() + b"\0"
+    return [hashlib.sha256(label + key).digest() for key in kv_keys]
 
 
 def page_segments(pool: Any, host_indices: torch.Tensor, num_pages: int) -> tuple[Page, ...]:
