@@ -77,7 +77,7 @@ METRICS = _metrics(
     ("nvme_load_bytes_per_s", GAUGE, "", "reads.load_bytes_per_s", "Estimated speed of a load of 16 MiB."),
     ("prefill_price_s", GAUGE, "unit", "planner.prefill_prices", "Learnt seconds of computing, per batch, token, pair of a new token and one before it, and token copied to the device."),
     ("load_price_s", GAUGE, "tier, unit", "planner.load_prices", "Learnt seconds of loads, per load and per byte, of tiers that were read."),
-    ("queue_wait_s", GAUGE, "", "planner.queue_wait_s", "Expected time of computing what the waiting requests will not find."),
+    ("queue_wait_s", GAUGE, "", "planner.queue_wait_s", "Expected time until a request that arrives now is admitted."),
     ("waiting_tokens", GAUGE, "", "planner.waiting_tokens", "Prompt tokens that the waiting requests are expected to compute."),
     ("host_pages_left", COUNTER, "outcome", "host.left", "Pages that left host memory: clean (NVMe had them), or lost, by what caused it."),
     ("host_dirty_pages", GAUGE, "", "host.num_dirty", "Pages in host memory that NVMe does not hold."),

@@ -66,9 +66,7 @@ def test_more_load_never_makes_a_server_better(
         make_costs(tiers), free_s=queue_s, busy=busy, ahead=loading, service_s=service_s
     )
     both = tuple(a + b for a, b in zip(loading, more_loading, strict=True))
-    loaded = dataclasses.replace(
-        calm, free_s=queue_s + more_s, busy=max(busy, busier), ahead=both, slowdown=1.5
-    )
+    loaded = dataclasses.replace(calm, free_s=queue_s + more_s, busy=max(busy, busier), ahead=both)
     scores = [estimate(one, held, tokens_of(held, rest), 0.0).score_s for one in (calm, loaded)]
     assert scores[0] <= scores[1] * (1 + 1e-9)
 

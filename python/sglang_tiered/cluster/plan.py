@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import print_lines, print_table
+from sglang_tiered.trace.inputs import real
 from sglang_tiered.trace.source import Format
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exhaustive", action="store_true", help="also simulate every split")
     parser.add_argument("--replicate", metavar="K", type=_count, default=1, help="copies")
     parser.add_argument("--spread", metavar="S", type=float, default=60.0, help=argparse.SUPPRESS)
-    parser.add_argument("--stretch", metavar="F", type=_factor, default=1.0, help="of all times")
+    parser.add_argument("--stretch", metavar="F", type=real, default=1.0, help="of all times")
     parser.add_argument("--limit", metavar="N", type=_count, help="plan for the first N requests")
     parser.add_argument("--page-tokens", metavar="N", type=_count, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write all figures there")
@@ -71,16 +72,6 @@ def _goal(text: str) -> float:
         value = 0.0
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
-    return value
-
-
-def _factor(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
     return value
 
 

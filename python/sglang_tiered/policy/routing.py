@@ -13,7 +13,8 @@ those that come before the queue is empty again, ``busy / (1 - busy) * (1 + queu
 them in a queue with Poisson arrivals (M/G/1: what a busy period lasts for the work that it began
 with). Without it each request takes the shortest queue and hits are lost when they count most.
 Every term is the least over the plans' lengths of a sum that no load and no price lowers, so more
-load or a slower tier never lowers the score.
+load or a slower tier never lowers the score, at one mean service time: ``reserve`` moves that too,
+and a long request may lower the charge of the queue behind which it waits.
 
 Pure: seconds and tokens in, decisions out; random numbers are passed in. Not thread-safe.
 """

@@ -37,9 +37,11 @@ them."""
 
 ROLES = ("aggregated", "prefill", "decode")
 
-Price = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+# Bounded, so that no sum or product of them overflows: one server's record must not keep a router
+# from choosing among the others.
+Price = Annotated[float, Meta(ge=0, le=1e6)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class PrefillPrices(msgspec.Struct, frozen=True):
@@ -122,8 +124,8 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     """This scheduler's id in the index of other servers, in hex; empty without an index."""
 
-    page_tokens: Annotated[int, Meta(gt=0)]
-    kv_bytes_per_token: Annotated[int, Meta(gt=0)]
+    page_tokens: Annotated[int, Meta(gt=0, lt=1 << 53)]
+    kv_bytes_per_token: Annotated[int, Meta(gt=0, lt=1 << 53)]
     """On this rank."""
 
     prefill: PrefillPrices
@@ -137,7 +139,7 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether pages come from and go to servers with known keys only (``--tier-peer-keys``)."""
 
     queue_wait_s: Seconds
-    """Expected prefill time of the requests that wait."""
+    """Expected time until the requests that wait are admitted, beside the batch that runs."""
 
     running_prefill_s: Seconds
     """What is expected to be left of the prefill that runs, later chunks included."""
@@ -163,9 +165,10 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     def wait_s(self, since_s: float = 0.0) -> float:
         """Return the seconds of prefill before that of a request which comes ``since_s`` seconds
-        after the answer, if the scheduler has worked since the snapshot and nothing else has
-        come."""
-        return max(0.0, self.queue_wait_s + self.running_prefill_s - self.age_s - since_s)
+        after the answer, if nothing else has come. Since the snapshot the scheduler has worked on
+        the batch that ran, and no further: at its end it would have told, unless it hangs."""
+        running_s = max(0.0, self.running_prefill_s - self.age_s - since_s)
+        return self.queue_wait_s + running_s
 
     def cost_model(self) -> CostModel:
         """Return a cost model with these prices. It belongs to the caller, and learns nothing of
@@ -202,7 +205,7 @@ def parse_server_costs(data: bytes) -> ServerCosts:
     versions included; fields that are not known are ignored."""
     try:
         return msgspec.json.decode(data, type=ServerCosts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"this is no answer of /tier/costs: {error}") from error
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.talks import talk_lines
 from sglang_tiered.cluster.cli import main
 from sglang_tiered.cluster.planner import Fleet, Planner, fewest_servers, largest_speed
 from sglang_tiered.cluster.published_settings import distserve
@@ -92,18 +93,7 @@ def test_disaggregation_wins_where_its_authors_say() -> None:
     assert rates["one GPU that only prefills"] < rates["one GPU that only decodes"]
 
 
-LINES = "".join(
-    json.dumps(
-        {
-            "timestamp": 150 * i,
-            "input_length": 1536 + 512 * (i // 8),
-            "output_length": 30,
-            "hash_ids": [0, *range(1000 * (i % 8) + 1, 1000 * (i % 8) + 3 + i // 8)],
-        }
-    )
-    + "\n"
-    for i in range(64)
-)
+LINES = talk_lines(150, 30)
 
 
 def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +120,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
         (("--fleet", "2:tpu"), "is no hardware"),
         (("--price", "h100"), "--price 'h100' is none"),
         (("--policy", "best"), "--policy best is unknown"),
-        (("--stretch", "0"), "is not a number above zero"),
+        (("--stretch", "0"), "is not a number above 0"),
         (("--step", "x"), "is not a number from 1"),
         (("--json", "/no/such/x.json"), "its folder is missing"),
         (("--model", "llama-3.1-70b"), "too little for llama-3.1-70b"),

@@ -121,11 +121,13 @@ def test_tiers_bear_the_names_and_numbers_of_loads() -> None:
     assert tuple(tier.value for tier in Tier) == TIERS
 
 
-def test_queue_ages_while_nothing_is_heard() -> None:
-    record = record_of(CostModel(page_tokens=PAGE, bytes_per_token=BYTES), age_s=0.25)
+def test_silent_server_is_not_taken_to_be_idle() -> None:
+    """The batch that ran may have ended since; a scheduler that hangs has done nothing more."""
+    model = CostModel(page_tokens=PAGE, bytes_per_token=BYTES)
+    record = record_of(model, age_s=0.25)
     assert record.wait_s() == pytest.approx(0.5)
-    assert record.wait_s(0.25) == pytest.approx(0.25)
-    assert record.wait_s(9.0) == 0.0
+    assert record_of(model, age_s=0.1).wait_s(0.05) == pytest.approx(0.6)
+    assert record.wait_s(9.0) == pytest.approx(0.5)
 
 
 def test_a_later_servers_fields_are_ignored() -> None:
@@ -144,6 +146,9 @@ def test_a_later_servers_fields_are_ignored() -> None:
         (("ranks", 0, "tiers", "peer", "prices"), [0, 0], "all prices are zero"),
         (("ranks", 0, "prefill", "prices"), [1, -1, 1, 1], ">= 0"),
         (("ranks", 0, "prefill", "prices"), [1, None, 1, 1], "null"),
+        (("ranks", 0, "prefill", "prices"), [1, 1e308, 1, 1], "<= 1000000"),
+        (("ranks", 0, "queue_wait_s"), 1e300, "<= 1000000000"),
+        (("ranks", 0, "kv_bytes_per_token"), 1 << 60, "<= "),
         (("ranks", 0, "prefill", "prices"), [1, 1, 1], "length 4"),
         (("ranks", 0, "busy"), 1.5, "<= 1"),
         (("ranks", 0, "page_tokens"), 0, ">= 1"),
@@ -159,7 +164,9 @@ def test_anything_else_is_one_sentence(path: tuple[Any, ...], value: Any, senten
         parse_server_costs(msgspec.json.encode(data))
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"error": "later"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'{"error": "later"}', b"\xff\xfe", b'{"x":' + b"[" * 100_000]
+)
 def test_bytes_of_another_kind_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="this is no answer of /tier/costs"):
         parse_server_costs(data)

@@ -8,24 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.talks import talk_lines
 from sglang_tiered.trace.cli import main
 from sglang_tiered.trace.cluster import POLICIES, profiles
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LINES = "".join(
-    json.dumps(
-        {
-            "timestamp": 400 * i,
-            "input_length": 1536 + 512 * (i // 8),
-            "output_length": 9,
-            "hash_ids": [0, *range(1000 * (i % 8) + 1, 1000 * (i % 8) + 3 + i // 8)],
-        }
-    )
-    + "\n"
-    for i in range(64)
-)
+LINES = talk_lines(400, 9)
 
 
 @pytest.fixture

@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.talks import talk_lines
 from sglang_tiered.trace.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LINES = "".join(
-    json.dumps(
-        {
-            "timestamp": 1000 * i,
-            "input_length": 1536 + 512 * (i // 8),
-            "output_length": 1,
-            "hash_ids": [0, *range(1000 * (i % 8) + 1, 1000 * (i % 8) + 3 + i // 8)],
-        }
-    )
-    + "\n"
-    for i in range(64)
-)
+LINES = talk_lines(1000, 1)
 SIZES = ("--device", "4ktok", "--host", "12ktok", "--nvme", "60%")
 
 

@@ -171,7 +171,7 @@ class CostPublisher:
             tiers=tiers,
             always_loads=self._always_loads,
             keyed=self._keyed,
-            queue_wait_s=max(0.0, planner.queue_wait_s),
+            queue_wait_s=max(0.0, planner.wait_behind_batch_s),
             running_prefill_s=self._tiering.work.left_s(now) + self._later_chunks_s(),
             busy=self._tiering.work.busy_share(now),
             ahead_tokens=_three(planner.tokens_ahead(max(0, occupied))),

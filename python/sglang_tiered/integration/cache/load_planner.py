@@ -206,6 +206,11 @@ class LoadPlanner(Generic[Request]):
         """Return how long a request that arrives now is expected to wait for its admission."""
         return self._queue.seconds(is_busy=self.num_running > 0)
 
+    @property
+    def wait_behind_batch_s(self) -> float:
+        """Return the same without the wait for the batch that runs."""
+        return self._queue.seconds(is_busy=False)
+
     def order(self, request: Request) -> tuple[int, int]:
         """Return the rank of a waiting request, and how many arrived before it."""
         return self._queue.order(request)
