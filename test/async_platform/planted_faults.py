@@ -264,13 +264,13 @@ def store_of_a_page_of_which_a_row_was_never_written(world: World) -> None:
 @noticed_as("host-page-changed-during-store")
 def page_written_while_it_is_stored(world: World) -> None:
     _, host = world.backed_up()
-    finish = world.storage.transfers.wait_for
+    finish = world.storage.stores._end_store
 
     def late(*arguments: Any) -> Any:
         world.write_host(int(host[0]))
         return finish(*arguments)
 
-    world.storage.transfers.wait_for = late
+    world.storage.stores._end_store = late
     world.storage.batch_set_v1(hashes(2), host)
 
 

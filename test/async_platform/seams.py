@@ -334,21 +334,38 @@ def _watch_clear(allocator_class: Any) -> None:
 
 
 def _storage(module: ModuleType) -> None:
+    before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
+
     def storing(original: Any) -> Any:
-        def _store(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor | None) -> Any:
-            book = pages_of(self._pool(pool)) if host_indices is not None and hashes else None
-            if book is None or host_indices is None:
+        def _begin_store(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
+            book = pages_of(self._pool(pool))
+            if book is None:
                 return original(self, pool, hashes, host_indices)
             BED.report.ran("store")
             with BED.device.lock:
-                before = book.begin_store(host_indices)
+                checksums = book.begin_store(host_indices)
             try:
-                return original(self, pool, hashes, host_indices)
-            finally:
+                begun = original(self, pool, hashes, host_indices)
+            except BaseException:
                 with BED.device.lock:
-                    book.end_store(host_indices, before)
+                    book.end_store(host_indices, checksums)
+                raise
+            before[begun] = book, checksums
+            return begun
 
-        return _store
+        return _begin_store
+
+    def stored(original: Any) -> Any:
+        def _end_store(self: Any, begun: Any) -> Any:
+            try:
+                return original(self, begun)
+            finally:
+                if begun in before:
+                    book, checksums = before.pop(begun)
+                    with BED.device.lock:
+                        book.end_store(begun.host_indices, checksums)
+
+        return _end_store
 
     def loading(original: Any) -> Any:
         def _begin_load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
@@ -372,7 +389,8 @@ def _storage(module: ModuleType) -> None:
 
         return _begin_load
 
-    wrap(module.TieredStorage, "_store", storing)
+    wrap(module.TieredStorage, "_begin_store", storing)
+    wrap(module.TieredStorage, "_end_store", stored)
     wrap(module.TieredStorage, "_begin_load", loading)
 
 

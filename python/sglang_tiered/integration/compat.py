@@ -127,6 +127,10 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     f"{_CONTROLLER}._storage_hit_query": ("self", "operation"),
     f"{_CONTROLLER}._page_transfer": ("self", "operation"),
+    f"{_CONTROLLER}._page_backup": ("self", "operation"),
+    f"{_CONTROLLER}.backup_thread_func": ("self",),
+    f"{_CONTROLLER}._resolve_sidecar_kv_derived_pool_transfers": ("self", "operation"),
+    f"{_CONTROLLER}._resolve_sidecar_nonkv_derived_pool_transfers": ("self", "operation"),
     f"{_CONTROLLER}._sync_prefetch_hit_query": ("self", "operation", "storage_hit_count"),
     "sglang.srt.managers.scheduler:Scheduler.is_fully_idle": (
         "self",

@@ -32,6 +32,8 @@
 | Scheduler._prefetch_kvcache | BEFORE | with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
 | HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
 | HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
+| HybridCacheController._page_backup | AROUND | SGLang's thread stores one pool of one node at a time, and 128 pages a call (``StoreAhead``) |
+| HybridCacheController.backup_thread_func | AROUND | what was begun of stores that the thread will not come to must end before it does |
 | log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
 """  # noqa: E501
 
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = ["RepeatFilter", "register"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc")
 _SESSION_UPDATES = (
@@ -110,17 +113,13 @@ def register() -> None:
     HookRegistry.register(f"{_SCHEDULER}._prefetch_kvcache", _before_prefetch, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _after_internal_state, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.prefetch",
-        _around_prefetch,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-        "._page_transfer",
-        _around_page_transfer,
-        HookType.AROUND,
-    )
+    for method, around in {
+        "prefetch": _around_prefetch,
+        "_page_transfer": _around_page_transfer,
+        "_page_backup": _around_page_backup,
+        "backup_thread_func": _around_backup_thread,
+    }.items():
+        HookRegistry.register(f"{_CONTROLLER}.{method}", around, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.__init__", _around_scheduler, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.get_init_info", _after_init_info, HookType.AFTER)
     HookRegistry.register(
@@ -232,6 +231,22 @@ def _around_page_transfer(original: Callable[..., Any], controller: Any, operati
     if reads is None:
         return original(controller, operation)
     return reads.carry_out(original, controller, operation)
+
+
+def _around_page_backup(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    stores = getattr(controller.storage_backend, "stores", None)
+    if stores is None:
+        return original(controller, operation)
+    return stores.carry_out(original, controller, operation)
+
+
+def _around_backup_thread(original: Callable[..., Any], controller: Any) -> None:
+    try:
+        original(controller)
+    finally:
+        stores = getattr(controller.storage_backend, "stores", None)
+        if stores is not None:
+            stores.finish()
 
 
 def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

@@ -214,12 +214,14 @@ class Admission:
         page_bytes: int,
         num_held: Callable[[], int],
         backlog: float | None = None,
+        num_unwritten: int = 0,
     ) -> int:
         """Return how many leading pages of an operation to store.
 
         ``prefix_tokens`` is the length of the pages' chain. ``num_held`` returns how many leading
         pages are stored already and cost nothing. ``backlog`` is None where it is not known: then
-        the last one stands.
+        the last one stands. ``num_unwritten``: payload bytes of operations that were admitted
+        before and are not charged yet.
         """
         if backlog is not None:
             self._backlog = backlog
@@ -229,7 +231,8 @@ class Admission:
         admitted = max(wanted, free)
         if self._budget is not None:
             cost = max(1.0, page_bytes * MAX_WRITTEN_PER_PAYLOAD)
-            affordable = free + max(0, int(self._budget.available / cost))
+            left = self._budget.available - num_unwritten * MAX_WRITTEN_PER_PAYLOAD
+            affordable = free + max(0, int(left / cost))
             if admitted > affordable:
                 # Closed until some budget has gathered, or every operation would lose its tail.
                 self.level = Level.CLOSED

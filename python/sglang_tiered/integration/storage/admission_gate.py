@@ -176,6 +176,7 @@ class StoreGate:
             page_bytes=self._page_bytes,
             num_held=lambda: self._engine.lookup(keys).num_hits,
             backlog=backlog,
+            num_unwritten=self._engine.stats().queued_store_bytes,
         )
         self._begin(hashes, num_admitted)
         self._log_level()

@@ -14,7 +14,7 @@ import logging
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,9 +33,15 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch, remember_namespace
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
+from sglang_tiered.integration.storage.host_pages import (
+    engine_keys,
+    page_segments,
+    pool_label,
+)
+from sglang_tiered.integration.storage.late_purges import LatePurges
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.remote_purges import RemotePurges
+from sglang_tiered.integration.storage.store_ahead import BegunStore, StoreAhead
 from sglang_tiered.integration.storage.tiers import (
     OpenTiers,
     lossy_codec,
@@ -47,7 +53,7 @@ from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.storage.base import Health, Run, Stop, Tier
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.promises import all_true, keep, promise
+from sglang_tiered.storage.promises import all_true
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
@@ -69,17 +75,6 @@ NOTE_JOIN_S = 10.0
 
 _NO_POOL = "no pool has this name"
 """No tier holds pages of it."""
-
-
-class _LatePurge(NamedTuple):
-    tenant: bytes | None
-    is_remote: bool
-    propagate: bool
-    is_durable: Future[bool]
-
-
-def _pass_on(late: Future[bool], begun: Future[bool]) -> None:
-    keep(late, begun.result())
 
 
 class TieredStorage(ZeroCopyStorage):
@@ -110,13 +105,14 @@ class TieredStorage(ZeroCopyStorage):
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
         self._noting: threading.Thread | None = None
-        self._late_purges: list[_LatePurge] = []  # to begin when it is
+        self._late_purges = LatePurges()  # to begin when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._dropping_stores = False  # memory is about to be emptied
-        self._storing: Job | None = None  # on the backup thread
+        self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
         self.transfers: TierTransfers  # from when the host pools are registered
         self.reads: ReadAhead  # the same
+        self.stores: StoreAhead  # the same
         self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # no other process will have this namespace
@@ -218,13 +214,21 @@ class TieredStorage(ZeroCopyStorage):
         self._set_claim()
 
     def _make_transfers(self) -> None:
+        moves = host_pages.may_move(self.mem_pool_host, getattr(self, "registered_pools", {}))
         self.transfers = TierTransfers(self.stack, self.page_bytes())
         self.reads = ReadAhead(
             partial(self._begin_load, PoolName.KV),
             lambda: self.transfers.part_bytes,
             page_bytes=self.page_bytes(),
             page_size=self._page_size(),
-            reads_queued=self._storage_config.pp_size == 1,
+            reads_queued=self._storage_config.pp_size == 1 and not moves,
+        )
+        self.stores = StoreAhead(
+            self._begin_store,
+            self._end_store,
+            page_bytes=self.page_bytes(),
+            page_size=self._page_size(),
+            stores_queued=not moves,
         )
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
@@ -299,7 +303,7 @@ class TieredStorage(ZeroCopyStorage):
             self._search = None  # from now on pages are found
             self._is_nameless = search.is_nameless
             self._set_claim()
-            self._begin_late_purges()
+            self._late_purges.begin(self.stack)
         if self._tiers is not None:
             self._tiers.collect()
         if not search.is_nameless and not self.borrows:
@@ -325,8 +329,7 @@ class TieredStorage(ZeroCopyStorage):
             self._lender.close()
         if self._tiers is not None:
             self._tiers.close()
-        for late in self._late_purges:
-            keep(late.is_durable, False)
+        self._late_purges.close()
 
     def clear(self) -> None:
         """Do nothing: SGLang calls this for a change of role and to empty its caches, which concern
@@ -351,7 +354,7 @@ class TieredStorage(ZeroCopyStorage):
             self._search = None
             self._num_updates += 1
             self._set_claim()
-            self._begin_late_purges()
+            self._late_purges.begin(self.stack)
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
             "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
@@ -381,16 +384,8 @@ class TieredStorage(ZeroCopyStorage):
             if self._search is None or not self.stack.remote:
                 return self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
             # In the bucket and the index a purge is of a namespace.
-            late = _LatePurge(tenant, is_remote, propagate, promise())
-            self._late_purges.append(late)
-            return all_true([self.region_engine.begin_purge(tenant), late.is_durable])
-
-    def _begin_late_purges(self) -> None:
-        """Begin the purges that came before the namespace. The caller holds the gate's lock."""
-        for tenant, is_remote, propagate, is_durable in self._late_purges:
-            begun = self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
-            begun.add_done_callback(partial(_pass_on, is_durable))
-        self._late_purges.clear()
+            late = self._late_purges.add(tenant, is_remote=is_remote, propagate=propagate)
+            return all_true([self.region_engine.begin_purge(tenant), late])
 
     def tree_was_reset(self) -> None:
         """Allow stores again: no page of an earlier state is left in the tree."""
@@ -401,12 +396,12 @@ class TieredStorage(ZeroCopyStorage):
         self._gate.tree_was_reset()
 
     def drop_stores(self, dropping: bool) -> None:
-        """Set whether stores that SGLang has queued end at once, as does the rest of the one under
+        """Set whether stores that SGLang has queued end at once, as does the rest of those under
         way. Memory only."""
         with self.gate.lock:
             self._dropping_stores = dropping
-            if dropping and self._storing is not None:
-                self._storing.cancel()
+            for job in self._storing if dropping else ():
+                job.cancel()
 
     @property
     def gate(self) -> StoreGate:
@@ -573,24 +568,36 @@ class TieredStorage(ZeroCopyStorage):
         out the rest of the operation, which would be useless without it, and goes on."""
         if not hashes or host_indices is None:
             return [False] * len(hashes)
-        is_kv = pool == PoolName.KV
-        job, stored = None, []
+        return self.stores.store(pool, hashes, host_indices)
+
+    def _begin_store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
+    ) -> BegunStore:
+        is_kv, num_pages, job = pool == PoolName.KV, len(hashes), None
         with self.gate.lock:
             suspended = self._stores_suspended or self._search is not None
-            dropping = self._dropping_stores
-            takes = not suspended and not dropping
+            takes = not suspended and not self._dropping_stores
             admitted = self.gate.num_admitted(hashes, is_kv=is_kv) if takes else 0
             if admitted:
-                pages = page_segments(self._pool(pool), host_indices, len(hashes))[:admitted]
+                pages = page_segments(self._pool(pool), host_indices, num_pages)[:admitted]
                 run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
-                self._storing = job = self.stack.submit_store(run)
-        if job is not None:
-            stored = self.transfers.wait_for(job)
-            self._storing = None
-        stored += [False] * (len(hashes) - admitted)
-        if is_kv and not dropping:  # or the flush counts them
+                job = self.stack.submit_store(run)
+                self._storing.add(job)
+            counts = is_kv and not self._dropping_stores  # or the flush counts them
             why = None if suspended else self.gate.dropped_as
-            self.accounting.note_stored(host_indices, store_outcomes(stored, admitted, why))
+        return BegunStore(job, host_indices, num_pages, admitted, why, counts)
+
+    def _end_store(self, begun: BegunStore) -> list[bool]:
+        stored = []
+        if begun.job is not None:
+            begun.job.wait()
+            stored = begun.job.ok
+            with self.gate.lock:
+                self._storing.discard(begun.job)
+        stored += [False] * (begun.num_pages - begun.num_admitted)
+        if begun.counts:
+            outcomes = store_outcomes(stored, begun.num_admitted, begun.why)
+            self.accounting.note_stored(begun.host_indices, outcomes)
         return stored
 
     def _pool(self, name: PoolName) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = ["check", "derive_keys", "engine_keys", "page_segments", "pool_label"]
+__all__ = ["check", "derive_keys", "engine_keys", "may_move", "page_segments", "pool_label"]
 
 
 def pool_label(name: Any) -> str:
@@ -39,6 +39,13 @@ def check(pools: Mapping[PoolName, Any]) -> int:
             ) from error
         largest = max(largest, sum(segment.nbytes for segment in page))
     return largest
+
+
+def may_move(anchor: Any, others: Mapping[PoolName, Any]) -> bool:
+    """Whether SGLang moves pages within the memory of these pools while no thread holds its layout:
+    pools that share one piece of memory (``--enable-unified-memory``) are compacted."""
+    pools = [anchor, *others.values()]
+    return any(getattr(pool, "shared_allocation_domain", None) is not None for pool in pools)
 
 
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:

@@ -181,7 +181,8 @@ class ReadAhead:
 
     ``begin`` begins to read KV pages into host slots; ``part_bytes`` says how much to read at once.
     ``reads_queued`` is false for a stage of a pipeline, which does not know when a queued load that
-    was aborted is over, and may empty its memory meanwhile. On that thread only.
+    was aborted is over, and may empty its memory meanwhile; and where SGLang moves pages within
+    host memory, which it may do between two loads. On that thread only.
     """
 
     def __init__(
@@ -215,11 +216,14 @@ class ReadAhead:
         if is_alone and not operation.pool_transfers:
             self._acks = controller.prefetch_sync_queue
         try:
-            return original(controller, operation)
+            with controller.mem_pool_host.layout_lease():  # of what is left, too
+                try:
+                    return original(controller, operation)
+                finally:
+                    for key in [key for key in self._under_way if key[0] is operation]:
+                        self._take(key).job.wait()
         finally:
             self._load = self._queue = self._acks = None
-            for key in [key for key in self._under_way if key[0] is operation]:
-                self._take(key).job.wait()
 
     def read(self, hashes: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
         """Read the next pages of the load; return which arrived. Stops at the first that did not,

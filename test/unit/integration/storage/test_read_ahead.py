@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from queue import Queue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,7 @@ def transfer(
         prefetch_buffer=waiting,
         prefetch_sync_queue=acks or Queue(),
         prefetch_completion_sync_groups=list(sync_groups),
+        mem_pool_host=SimpleNamespace(layout_lease=nullcontext),
     )
     reads.carry_out(in_batches, controller, load)
     return served

@@ -1,0 +1,279 @@
+"""``StoreAhead``: keeps several stores under way for SGLang's backup thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
+
+from sglang_tiered.storage.base import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from queue import Queue
+
+    import torch
+
+    from sglang_tiered.policy.admission import Outcome
+    from sglang_tiered.storage.base import Job
+
+__all__ = ["BegunStore", "StoreAhead"]
+
+logger = logging.getLogger(__name__)
+
+PART_S = 0.02
+MIN_PART_BYTES = 8 << 20
+"""An extent of the engine, which writes several at once: less would leave a fast disk idle."""
+
+MAX_PART_BYTES = 64 << 20
+NUM_PARTS = 2
+"""Full parts under way: one that is waited for, and one that keeps the disk busy meanwhile."""
+
+MAX_STORES_AHEAD = 64
+"""Queued operations that are looked at for something to store."""
+
+MEASURED_S = 1.0
+"""Writing whose speed counts in full; what was before it counts half, and so on."""
+
+
+@dataclass(eq=False)
+class BegunStore:
+    """Pages that were handed to the tier, or were not admitted. Of the backup thread."""
+
+    job: Job | None  # of the admitted pages; None: there are none
+    host_indices: torch.Tensor  # [pages * page_size] int64
+    num_pages: int
+    num_admitted: int
+    why: Outcome | None  # not all were admitted
+    counts: bool  # the page accounting hears of the end
+
+
+class _Piece(NamedTuple):
+    """Pages of one pool that are stored at once."""
+
+    pool: PoolName
+    hashes: Sequence[str]
+    host_indices: torch.Tensor
+
+
+class _Part:
+    """A piece under way. ``ended_at`` is set before its job is done."""
+
+    def __init__(self, begun: BegunStore, clock: Callable[[], float]) -> None:
+        self.begun = begun
+        self.begun_at = self.ended_at = clock()
+        self.num_bytes = 0
+        if begun.job is not None:
+            self.num_bytes = begun.job.run.num_bytes
+            begun.job.call_at_end(lambda job: setattr(self, "ended_at", clock()))
+
+    def cancel(self) -> None:
+        if self.begun.job is not None:
+            self.begun.job.cancel()
+
+
+class _WriteSpeed:
+    """Bytes written per second of the time in which a store was under way."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._busy_s = 0.0
+        self._last_end = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the measured speed; 0 before the first store."""
+        return self._num_bytes / self._busy_s if self._busy_s else 0.0
+
+    def note(self, part: _Part) -> None:
+        """Note a part that ended. In the order of the begins, in which the engine writes."""
+        job = part.begun.job
+        busy_s = part.ended_at - max(part.begun_at, self._last_end)
+        self._last_end = max(part.ended_at, self._last_end)
+        if job is None or any(reason is not Reason.OK for reason in job.reasons):
+            return
+        self._num_bytes += part.num_bytes
+        self._busy_s += max(0.0, busy_s)
+        if self._busy_s > MEASURED_S:
+            self._num_bytes, self._busy_s = self._num_bytes / 2, self._busy_s / 2
+
+
+class StoreAhead:
+    """Several stores under way for SGLang's backup thread, which does one at a time.
+
+    The thread stores the other pools of a node, then up to 128 of its KV pages a call, and waits
+    each time; between two calls the disk is idle, and the engine has nothing that it could write as
+    one extent. Here pieces are begun in the order in which the thread will ask for them, of this
+    operation and of those that SGLang has queued behind it, as far as ``NUM_PARTS`` parts reach.
+    KV is cut into parts of ``PART_S`` as the writing was measured. Results go to SGLang in its own
+    order: acks are as many, and come one after the other, as without it.
+
+    SGLang keeps the host pages of an operation until its ack was taken, or until its threads have
+    ended. So ``carry_out`` waits for what was begun of an operation, and ``finish`` at the end of
+    the thread for what was begun of those that the thread will not come to. Where SGLang moves
+    pages in host memory, it does so between two operations (``layout_lease``).
+
+    ``begin`` admits pages and hands them to the tier, ``end`` waits for that and returns which are
+    stored; admission takes an operation as a whole, so none is begun before all of the one before.
+    ``stores_queued`` is false where pages move. On the backup thread only.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[PoolName, Sequence[str], torch.Tensor], BegunStore],
+        end: Callable[[BegunStore], list[bool]],
+        *,
+        page_bytes: int,
+        page_size: int,
+        stores_queued: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._begin_store, self._end_store = begin, end
+        self._page_bytes, self._page_size = page_bytes, page_size
+        self._stores_queued = stores_queued
+        self._clock = clock
+        self._speed = _WriteSpeed()
+        # By operation, pool and first page.
+        self._under_way: dict[tuple[Any, PoolName, str], _Part] = {}
+        self._num_bytes = 0  # of these
+        # What is left to begin of each operation that was looked at; None: it cannot be begun.
+        self._left: dict[Any, Iterator[_Piece] | None] = {}
+        self._controller: Any = None
+        self._operation: Any = None  # that SGLang's thread is at
+
+    @property
+    def part_bytes(self) -> float:
+        """Return how much is stored at once."""
+        return min(MAX_PART_BYTES, max(MIN_PART_BYTES, PART_S * self._speed.bytes_per_s))
+
+    def carry_out(
+        self, original: Callable[[Any, Any], Any], controller: Any, operation: Any
+    ) -> Any:
+        """Wrap ``HybridCacheController._page_backup``, which stores one node."""
+        if controller.backup_skip:  # KV is another rank's to store
+            return original(controller, operation)
+        with controller.mem_pool_host.layout_lease():
+            self._controller, self._operation = controller, operation
+            try:
+                return original(controller, operation)
+            finally:
+                self._controller = self._operation = None
+                self._left.pop(operation, None)
+                self._end_all([key for key in self._under_way if key[0] is operation])
+
+    def finish(self) -> None:
+        """Wait for all that is under way: the thread ends, and memory may be emptied."""
+        self._left.clear()
+        self._end_all(list(self._under_way))
+
+    def store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
+    ) -> list[bool]:
+        """Store the next pages of the operation; return which are stored. Stops behind the first
+        part of KV that is not."""
+        operation = self._operation
+        if operation is None:  # not SGLang's own thread
+            return self._end_store(self._begin_store(pool, hashes, host_indices))
+        stored: list[bool] = []
+        while len(stored) < len(hashes) and all(stored):
+            at = len(stored)
+            key = operation, pool, hashes[at]
+            while key not in self._under_way and self._begin_next(operation):
+                pass
+            if key not in self._under_way:
+                slots = host_indices[at * len(host_indices) // len(hashes) :]
+                self._begin(operation, _Piece(pool, hashes[at:], slots))
+            self._begin_more()
+            stored += self._end(key)
+        if pool == PoolName.KV and not all(stored):  # SGLang leaves out the rest
+            self._left[operation] = iter(())
+            for (of, *_), part in self._under_way.items():
+                if of is operation:
+                    part.cancel()
+        return stored + [False] * (len(hashes) - len(stored))
+
+    # ---- What is begun next ----
+
+    def _begin_more(self) -> None:
+        """Begin what SGLang's thread will ask for next."""
+        limit = NUM_PARTS * self.part_bytes
+        for operation in self._operations():
+            while self._num_bytes < limit and self._begin_next(operation):
+                pass
+            if self._num_bytes >= limit or self._left[operation] is None:
+                return
+
+    def _operations(self) -> Iterator[Any]:
+        yield self._operation
+        if not self._stores_queued:
+            return
+        queue: Queue[Any] = self._controller.backup_queue
+        with queue.mutex:
+            queued = list(islice(queue.queue, MAX_STORES_AHEAD))
+        yield from (operation for operation in queued if operation is not None)  # None: wake up
+
+    def _begin_next(self, operation: Any) -> bool:
+        """Begin the next piece of an operation; return whether there was one."""
+        if operation not in self._left:
+            self._left[operation] = self._pieces(operation)
+        left = self._left[operation]
+        if left is None:
+            return False
+        try:
+            piece = next(left, None)
+            if piece is None:
+                return False
+            begun = self._begin(operation, piece)
+        except Exception:  # it fails again in its own turn, where SGLang expects that
+            logger.debug("a store cannot be begun ahead of its turn", exc_info=True)
+            self._left[operation] = None
+            return False
+        if piece.pool == PoolName.KV and begun.num_admitted < begun.num_pages:
+            self._left[operation] = iter(())  # SGLang leaves out the rest
+        return True
+
+    def _pieces(self, operation: Any) -> Iterator[_Piece]:
+        """Yield what SGLang's thread will ask for, in its order."""
+        controller = self._controller
+        if operation.pool_transfers:
+            controller._resolve_sidecar_kv_derived_pool_transfers(operation)  # noqa: SLF001
+            controller._resolve_sidecar_nonkv_derived_pool_transfers(operation)  # noqa: SLF001
+        for transfer in operation.pool_transfers or ():
+            if transfer.keys and transfer.host_indices is not None:
+                yield _Piece(transfer.name, transfer.keys, transfer.host_indices)
+        start, hashes = 0, operation.hash_value
+        while start < len(hashes):
+            # No part goes beyond a call, which takes whole parts.
+            call_end = (start // STORAGE_BATCH_SIZE + 1) * STORAGE_BATCH_SIZE
+            end = min(start + self._part_pages, call_end, len(hashes))
+            slots = operation.host_indices[start * self._page_size : end * self._page_size]
+            yield _Piece(PoolName.KV, hashes[start:end], slots)
+            start = end
+
+    @property
+    def _part_pages(self) -> int:
+        return max(1, int(min(STORAGE_BATCH_SIZE, self.part_bytes // self._page_bytes)))
+
+    # ---- What is under way ----
+
+    def _begin(self, operation: Any, piece: _Piece) -> BegunStore:
+        begun = self._begin_store(*piece)
+        part = _Part(begun, self._clock)
+        self._under_way[operation, piece.pool, piece.hashes[0]] = part
+        self._num_bytes += part.num_bytes
+        return begun
+
+    def _end(self, key: tuple[Any, PoolName, str]) -> list[bool]:
+        part = self._under_way[key]
+        stored = self._end_store(part.begun)
+        del self._under_way[key]
+        self._num_bytes -= part.num_bytes
+        self._speed.note(part)
+        return stored
+
+    def _end_all(self, keys: list[tuple[Any, PoolName, str]]) -> None:
+        deque(map(self._end, keys), maxlen=0)
