@@ -64,9 +64,9 @@ class _Piece(NamedTuple):
 class _Part:
     """A piece under way. ``ended_at`` is set before its job is done."""
 
-    def __init__(self, begun: BegunStore, clock: Callable[[], float]) -> None:
+    def __init__(self, begun: BegunStore, begun_at: float, clock: Callable[[], float]) -> None:
         self.begun = begun
-        self.begun_at = self.ended_at = clock()
+        self.begun_at = self.ended_at = begun_at
         self.num_bytes = 0
         if begun.job is not None:
             self.num_bytes = begun.job.run.num_bytes
@@ -109,8 +109,9 @@ class StoreAhead:
     each time; between two calls the disk is idle, and the engine has nothing that it could write as
     one extent. Here pieces are begun in the order in which the thread will ask for them, of this
     operation and of those that SGLang has queued behind it, as far as ``NUM_PARTS`` parts reach.
-    KV is cut into parts of ``PART_S`` as the writing was measured. Results go to SGLang in its own
-    order: acks are as many, and come one after the other, as without it.
+    KV is cut into parts of ``PART_S`` as the writing was measured. What SGLang queues while the
+    thread waits is looked at when that part has ended. Results go to SGLang in its own order: acks
+    are as many, and come one after the other, as without it.
 
     SGLang keeps the host pages of an operation until its ack was taken, or until its threads have
     ended. So ``carry_out`` waits for what was begun of an operation, and ``finish`` at the end of
@@ -261,8 +262,9 @@ class StoreAhead:
     # ---- What is under way ----
 
     def _begin(self, operation: Any, piece: _Piece) -> BegunStore:
+        begun_at = self._clock()
         begun = self._begin_store(*piece)
-        part = _Part(begun, self._clock)
+        part = _Part(begun, begun_at, self._clock)
         self._under_way[operation, piece.pool, piece.hashes[0]] = part
         self._num_bytes += part.num_bytes
         return begun

@@ -165,7 +165,7 @@ class Controller:
         return self
 
     def run(self) -> None:
-        if not self.thread.is_alive():
+        if self.thread.ident is None:
             self.thread.start()
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
@@ -215,7 +215,7 @@ def test_queued_nodes_are_begun_and_acked_in_order() -> None:
 
 def test_no_more_is_under_way_than_its_share() -> None:
     disk = Disk()
-    controller = Controller(make(disk), Node(0, 50), Node(100, 50)).begin()
+    controller = Controller(make(disk), Node(0, 6 * PART), Node(100, 6 * PART)).begin()
     eventually(lambda: disk.num_under_way == NUM_PARTS)
     assert [len(pages) for pages in disk.asked] == [PART] * NUM_PARTS
     for _ in range(8):
@@ -343,7 +343,6 @@ def test_pages_of_another_rank_are_left_to_sglang() -> None:
     disk.finish()
     controller = Controller(make(disk), Node(0, 1))
     controller.backup_skip = True
-    controller._page_backup = None  # type: ignore[assignment,method-assign]
     seen: list[Any] = []
     assert controller.stores.carry_out(lambda *given: seen.append(given), controller, "n") is None
     assert seen == [(controller, "n")] and not disk.asked
@@ -364,6 +363,17 @@ class HeldDisk:
 
         patch.setattr(FileDevice, "writev", wait_and_write)
 
+    def goes_on_at_stop(self, cache: Any) -> None:
+        """Go on once SGLang's threads were told to stop."""
+        event = cache.cache_controller.storage_stop_event
+        stop = event.set
+
+        def stop_and_go_on() -> None:
+            stop()
+            self.goes_on.set()
+
+        event.set = stop_and_go_on
+
 
 @pytest.fixture
 def disk(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
@@ -379,13 +389,22 @@ def prompt(number: int) -> list[int]:
 PROMPTS = [prompt(number) for number in range(1, 5)]
 
 
-def begin_stores(cache: Any) -> None:
-    """The stores of all prompts are under way at once."""
-    for tokens in PROMPTS:
+def begin_stores(cache: Any, num_prompts: int = len(PROMPTS)) -> None:
+    """The stores of the first two prompts are under way at once; the spiller holds the others."""
+    are_queued, stores = threading.Event(), cache.storage.stores
+    carry_out = stores.carry_out
+
+    def wait_and_carry_out(*given: Any) -> Any:
+        assert are_queued.wait(DEADLINE_S)
+        return carry_out(*given)
+
+    stores.carry_out = wait_and_carry_out
+    for tokens in PROMPTS[:num_prompts]:
         compute(cache, tokens)
         step(cache, lambda: not cache.ongoing_write_through)
+    step(cache, lambda: len(cache.ongoing_backup) > 1)
+    are_queued.set()
     step(cache, lambda: cache.storage.region_engine.stats().num_inflight_jobs > 1)
-    assert cache.ongoing_backup
 
 
 def held_pages(cache: Any) -> list[int]:
@@ -426,14 +445,14 @@ def test_flush_ends_stores_under_way(cache: Any, disk: HeldDisk) -> None:
 def test_reset_waits_for_stores_of_its_thread(cache: Any, disk: HeldDisk) -> None:
     """Without rest before it, as in a pipeline: the thread ends after what it has begun."""
     begin_stores(cache)
-    threading.Timer(0.1, disk.goes_on.set).start()
+    disk.goes_on_at_stop(cache)
     flush(cache)
     assert cache.storage.region_engine.stats().num_inflight_jobs == 0
     assert not cache.storage._storing and not cache.storage.stores._under_way
 
 
 def test_purge_finds_every_store_under_way(cache: Any, disk: HeldDisk) -> None:
-    begin_stores(cache)
+    begin_stores(cache, 2)
     purged = cache.storage.begin_purge(None)
     disk.goes_on.set()
     step(cache, purged.done)
@@ -445,7 +464,7 @@ def test_purge_finds_every_store_under_way(cache: Any, disk: HeldDisk) -> None:
 def test_detached_tiers_have_ended_every_store(cache: Any, disk: HeldDisk) -> None:
     begin_stores(cache)
     engine = cache.storage.region_engine
-    threading.Timer(0.1, disk.goes_on.set).start()
+    disk.goes_on_at_stop(cache)
     detached, why = cache.detach_storage_backend()
     assert detached, why
     assert engine.stats().num_inflight_jobs == 0
