@@ -309,7 +309,7 @@ def test_thread_that_ends_waits_for_queued_nodes() -> None:
     assert controller.acks == nodes[:1] and disk.ended == disk.asked
 
 
-def test_no_page_that_may_move_is_read_between_nodes() -> None:
+def test_pages_that_move_are_read_under_lease() -> None:
     disk = Disk()
     controller = Controller(make(disk, stores_queued=False), Node(0, 1), Node(10, 1)).begin()
     eventually(lambda: disk.asked)
