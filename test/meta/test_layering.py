@@ -224,6 +224,7 @@ SMALL_LINES = 60
 SMALL = {
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
+    "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",

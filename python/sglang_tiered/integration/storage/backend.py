@@ -33,11 +33,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch, remember_namespace
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.host_pages import (
-    engine_keys,
-    page_segments,
-    pool_label,
-)
+from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.storage.late_purges import LatePurges
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.remote_purges import RemotePurges
@@ -215,19 +211,20 @@ class TieredStorage(ZeroCopyStorage):
 
     def _make_transfers(self) -> None:
         moves = host_pages.may_move(self.mem_pool_host, getattr(self, "registered_pools", {}))
-        self.transfers = TierTransfers(self.stack, self.page_bytes())
+        page_bytes, page_size = self.page_bytes(), self._page_size()
+        self.transfers = TierTransfers(self.stack, page_bytes)
         self.reads = ReadAhead(
             partial(self._begin_load, PoolName.KV),
             lambda: self.transfers.part_bytes,
-            page_bytes=self.page_bytes(),
-            page_size=self._page_size(),
+            page_bytes=page_bytes,
+            page_size=page_size,
             reads_queued=self._storage_config.pp_size == 1 and not moves,
         )
         self.stores = StoreAhead(
             self._begin_store,
             self._end_store,
-            page_bytes=self.page_bytes(),
-            page_size=self._page_size(),
+            page_bytes=page_bytes,
+            page_size=page_size,
             stores_queued=not moves,
         )
 
@@ -590,8 +587,7 @@ class TieredStorage(ZeroCopyStorage):
     def _end_store(self, begun: BegunStore) -> list[bool]:
         stored = []
         if begun.job is not None:
-            begun.job.wait()
-            stored = begun.job.ok
+            stored = self.transfers.wait_for(begun.job)
             with self.gate.lock:
                 self._storing.discard(begun.job)
         stored += [False] * (begun.num_pages - begun.num_admitted)
