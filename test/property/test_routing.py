@@ -139,7 +139,7 @@ def test_expectations_follow_the_servers_own_plan(
     assert found.ttft_s - found.score_s <= MAX_OWN_LOSS * least_s + 1e-9
 
 
-def test_a_plan_for_all_loads_more_than_one_for_itself() -> None:
+def test_a_plan_for_all_loads_more() -> None:
     """Which is what the router did not know: a load that takes a little longer than computing."""
     tier = (0.0, 1.1e-4 / BYTES)
     held = Held(nvme=64 * PAGE)
