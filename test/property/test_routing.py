@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.cost_model import (
@@ -91,6 +91,10 @@ prompts = st.tuples(holdings, st.integers(1, 100_000))
 
 
 @given(states, st.lists(prompts, min_size=1, max_size=4), prompts, seconds, seconds)
+@example(  # a long one behind many short ones
+    ServerState(make_costs(()), free_s=3.0, busy=0.9, service_s=0.02),
+    *([(Held(), 60_000)], (Held(), 2000), 0.0, 0.0),
+)
 def test_requests_sent_never_make_their_server_better(
     state: ServerState,
     sent: list[tuple[Held, int]],
@@ -100,6 +104,7 @@ def test_requests_sent_never_make_their_server_better(
 ) -> None:
     """Not for any other prompt, then or later: it would draw them all to itself."""
     held, rest = other
+    state = dataclasses.replace(state, sent=[])
     for its_held, its_rest in sent:
         before = dataclasses.replace(state, sent=[*state.sent])
         state.reserve(now_s, estimate(state, its_held, tokens_of(its_held, its_rest), now_s).work_s)
