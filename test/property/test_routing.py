@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.policy.cost_model import (
+    MAX_OWN_LOSS,
+    CostModel,
+    PrefillCost,
+    TransferCost,
+)
 from sglang_tiered.policy.routing import (
     TIE_S,
     TIE_SHARE,
@@ -42,33 +48,113 @@ def make_costs(tiers: tuple[Prices, ...], prefill: float = 1e-4) -> CostModel:
     )
 
 
+states = st.builds(
+    ServerState,
+    three.map(make_costs),
+    free_s=seconds,
+    busy=st.floats(0, 1),
+    ahead=ahead,
+    slowdown=st.floats(0.25, 4),
+    service_s=st.floats(0, 1),
+    num_others=st.integers(0, 50),
+)
+
+
 def tokens_of(held: Held, rest: int) -> int:
     return held.device + held.host + held.num_loadable + rest
 
 
 @given(
-    *(three, holdings, st.integers(1, 3000), seconds, seconds, ahead, ahead),
-    *(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1)),
+    *(states, holdings, st.integers(1, 3000), seconds, ahead, st.floats(0, 1), st.integers(0, 50))
 )
 def test_more_load_never_makes_a_server_better(
-    tiers: tuple[Prices, ...],
+    calm: ServerState,
     held: Held,
     rest: int,
-    queue_s: float,
     more_s: float,
-    loading: tuple[int, ...],
     more_loading: tuple[int, ...],
-    busy: float,
     busier: float,
-    service_s: float,
+    num_more: int,
 ) -> None:
-    calm = ServerState(
-        make_costs(tiers), free_s=queue_s, busy=busy, ahead=loading, service_s=service_s
+    loaded = dataclasses.replace(
+        calm,
+        free_s=calm.free_s + more_s,
+        busy=max(calm.busy, busier),
+        ahead=tuple(a + b for a, b in zip(calm.ahead, more_loading, strict=True)),
+        num_others=calm.num_others + num_more,
     )
-    both = tuple(a + b for a, b in zip(loading, more_loading, strict=True))
-    loaded = dataclasses.replace(calm, free_s=queue_s + more_s, busy=max(busy, busier), ahead=both)
     scores = [estimate(one, held, tokens_of(held, rest), 0.0).score_s for one in (calm, loaded)]
     assert scores[0] <= scores[1] * (1 + 1e-9)
+
+
+prompts = st.tuples(holdings, st.integers(1, 100_000))
+
+
+@given(states, st.lists(prompts, min_size=1, max_size=4), prompts, seconds, seconds)
+@example(  # a long one behind many short ones
+    ServerState(make_costs(()), free_s=3.0, busy=0.9, service_s=0.02),
+    *([(Held(), 60_000)], (Held(), 2000), 0.0, 0.0),
+)
+def test_requests_sent_never_make_their_server_better(
+    state: ServerState,
+    sent: list[tuple[Held, int]],
+    other: tuple[Held, int],
+    now_s: float,
+    later_s: float,
+) -> None:
+    """Not for any other prompt, then or later: it would draw them all to itself."""
+    held, rest = other
+    state = dataclasses.replace(state, sent=[])
+    for its_held, its_rest in sent:
+        before = dataclasses.replace(state, sent=[*state.sent])
+        state.reserve(now_s, estimate(state, its_held, tokens_of(its_held, its_rest), now_s).work_s)
+        for at_s in (now_s, now_s + later_s):
+            scores = [
+                estimate(one, held, tokens_of(held, rest), at_s).score_s for one in (before, state)
+            ]
+            assert scores[0] <= scores[1] * (1 + 1e-9)
+
+
+@given(states, holdings, st.integers(1, 5000))
+def test_expectations_follow_the_servers_own_plan(
+    state: ServerState, held: Held, rest: int
+) -> None:
+    """A prefill that holds up others loads more than is best for the request alone."""
+    state.slowdown = 1.0
+    n, costs = tokens_of(held, rest), state.costs
+    before = held.device + held.host
+    spans = ((0, held.nvme), (1, held.peer), (2, held.object))
+    plan = costs.plan(
+        num_held=held.num_loadable,
+        num_new=n - before,
+        num_before=before,
+        ahead=state.ahead,
+        queue_wait_s=state.free_s,
+        num_others=state.num_others,
+        spans=spans,
+    )
+    found = estimate(state, held, n, 0.0, charge=0.0)
+    own_s = costs.prefill.prices[0] + costs.prefill.seconds(n - before, before)
+    assert found.loaded == plan.num_tokens
+    assert found.work_s == pytest.approx(own_s - plan.saved_s)
+    assert found.ttft_s >= found.score_s * (1 - 1e-9)
+    if not state.num_others:
+        assert found.ttft_s == pytest.approx(found.score_s)
+    least_s = found.score_s - state.free_s - costs.prefill.prices[0]
+    assert found.ttft_s - found.score_s <= MAX_OWN_LOSS * least_s + 1e-9
+
+
+def test_a_plan_for_all_loads_more() -> None:
+    """Which is what the router did not know: a load that takes a little longer than computing."""
+    tier = (0.0, 1.1e-4 / BYTES)
+    held = Held(nvme=64 * PAGE)
+    alone = ServerState(make_costs((tier,)))
+    crowded = dataclasses.replace(alone, num_others=20)
+    always = dataclasses.replace(alone, always_loads=True)
+    found = [estimate(one, held, 65 * PAGE, 0.0) for one in (alone, crowded, always)]
+    assert [one.loaded for one in found] == [0, 64 * PAGE, 64 * PAGE]
+    assert found[0].ttft_s < found[1].ttft_s == pytest.approx(found[2].ttft_s)
+    assert found[0].score_s == found[1].score_s < found[2].score_s
 
 
 @given(three, st.integers(0, 2), st.floats(1, 100), holdings, st.integers(1, 3000), seconds)
@@ -142,20 +228,17 @@ def test_a_server_slower_than_priced_is_found() -> None:
 
 
 @given(
-    st.lists(st.tuples(seconds, st.floats(0, 1), holdings, prices), min_size=1, max_size=12),
+    st.lists(st.tuples(states, holdings), min_size=1, max_size=12),
     st.integers(1, 8000),
     st.integers(0, 99),
 )
 def test_the_bound_never_hides_the_best(
-    servers: list[tuple[float, float, Held, Prices]], rest: int, seed: int
+    servers: list[tuple[ServerState, Held]], rest: int, seed: int
 ) -> None:
     """Some servers are not planned for; the choice is as if all were."""
-    states = [
-        ServerState(make_costs((tier, tier, tier)), queue_s, busy, service_s=0.1)
-        for queue_s, busy, _, tier in servers
-    ]
-    n = max(tokens_of(held, rest) for _, _, held, _ in servers)
-    held = {number: one[2] for number, one in enumerate(servers)}
+    states = [state for state, _ in servers]
+    n = max(tokens_of(held, rest) for _, held in servers)
+    held = {number: one for number, (_, one) in enumerate(servers)}
     draw = random.Random(seed).random
     choice = choose_server(states, range(len(states)), held, n, 0.0, draw=draw)
     least = min(
@@ -174,6 +257,21 @@ def test_a_conversation_stays_among_equals() -> None:
     states[5].free_s = 10.0
     choice = choose_server(states, range(8), {}, 100, 0.0, session=5, draw=random.random)
     assert choice is not None and choice.server != 5
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_score_that_is_no_number_hides_nobody(broken: float) -> None:
+    states = [ServerState(make_costs(())) for _ in range(3)]
+    for state in states:
+        state.slowdown = broken
+    choice = choose_server(states, range(3), {}, 100, 0.0, draw=random.random)
+    assert choice is not None, "a server was there"
+    states[1].slowdown = 1.0
+    states[1].free_s = 100.0
+    for _ in range(9):
+        choice = choose_server(states, range(3), {}, 100, 0.0, draw=random.random)
+        assert choice is not None and choice.server == 1
+    assert 100 < least_ttft(states, range(3), {}, 100, 0.0) < 101
 
 
 @pytest.mark.parametrize("candidates", [[], [1]])

@@ -286,11 +286,13 @@ class TransferCost:
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is the
-    time until all has arrived, queue included; ``saved_s`` the prefill that it replaces."""
+    time until all has arrived, queue included; ``saved_s`` the prefill that it replaces.
+    ``least_s`` is this request's time from its turn on by the plan that is best for it alone."""
 
     parts: tuple[int, ...]
     load_s: float
     saved_s: float
+    least_s: float = 0.0
 
     @property
     def useful_s(self) -> float:
@@ -377,12 +379,12 @@ class CostModel:
         of equal ones the longest. Lengths are whole pages; 0 means that everything is computed.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
-        nothing = LoadPlan((), 0.0, 0.0)
-        if num_held <= 0:
-            return nothing
         everything = self.prefill.seconds(num_new, num_before)
-        # Of each plan: this request's time, and how much of it holds up the others.
-        found = [(everything, everything, nothing)]
+        if num_held <= 0:
+            return LoadPlan((), 0.0, 0.0, everything)
+        # Of each plan: this request's time, how much of it holds up the others, and what it is.
+        found: list[tuple[float, float, tuple[int, ...], float, float]]
+        found = [(everything, everything, (), 0.0, 0.0)]
         for num_tokens in self._cuts(num_held, spans, ends):
             parts = self._parts(num_tokens, spans)
             load_s = self.load_seconds(parts, ahead)
@@ -391,14 +393,15 @@ class CostModel:
             waits_s = max(0.0, load_s - queue_wait_s)
             # What would be given up at once is not begun.
             if self.gains(waits_s, saved_s, num_others):
-                found.append((waits_s + computed_s, computed_s, LoadPlan(parts, load_s, saved_s)))
-        bound_s = min(own_s for own_s, _, _ in found) * (1 + MAX_OWN_LOSS * (num_others > 0))
-        best, best_s = nothing, math.inf
-        for own_s, computed_s, plan in found:
-            total_s = own_s + num_others * computed_s
-            if own_s <= bound_s and total_s <= best_s:
-                best, best_s = plan, total_s
-        return best
+                found.append((waits_s + computed_s, computed_s, parts, load_s, saved_s))
+        least_s = min(found)[0]
+        bound_s = least_s * (1 + MAX_OWN_LOSS * (num_others > 0))
+        best, best_s = found[0], math.inf
+        for one in found:
+            total_s = one[0] + num_others * one[1]
+            if one[0] <= bound_s and total_s <= best_s:
+                best, best_s = one, total_s
+        return LoadPlan(*best[2:], least_s)
 
     def should_wait(
         self, *, num_saved: int, num_before: int, left_s: float, num_others: int = 0

@@ -57,6 +57,7 @@ class QueueWait(Generic[Request]):
         self._kept = 0.5 ** (1 / HALF_LIFE)
         self._waited_s = self._ahead_s = PRIOR_AHEAD_S
         self._first_s, self._num_first = 0.0, 0.0  # of those with nobody ahead
+        self._own_s, self._num_own = 0.0, 0.0  # prefill of those that were admitted
 
     def __contains__(self, request: Request) -> bool:
         return request in self._waiting
@@ -84,6 +85,11 @@ class QueueWait(Generic[Request]):
         """The time until all that wait are admitted."""
         total_s = sum(rank.total_s for rank in self._ranks.values())
         return self._wait_behind(total_s, is_busy=is_busy)
+
+    @property
+    def service_s(self) -> float:
+        """What a request adds to the wait of those behind it, on average; 0 before any."""
+        return self._wait_behind(self._own_s, is_busy=False) / max(1.0, self._num_own)
 
     def _wait_behind(self, ahead_s: float, *, is_busy: bool) -> float:
         return self._turn_s * is_busy + ahead_s * self._waited_s / self._ahead_s
@@ -140,7 +146,11 @@ class QueueWait(Generic[Request]):
     def admitted(self, request: Request, now: float) -> None:
         """Note that a request's turn has come. Unknown ones are ignored."""
         place = self._remove(request)
-        if place is None or not place.counts:
+        if place is None:
+            return
+        self._own_s = self._own_s * self._kept + place.own_s
+        self._num_own = self._num_own * self._kept + 1.0
+        if not place.counts:
             return
         waited_s = max(0.0, now - place.arrived_at)
         if place.ahead_s > 0.0:

@@ -12,25 +12,29 @@ least sum wins), with prices learnt per tier and a charge for the work that thos
 those that come before the queue is empty again, ``busy / (1 - busy) * (1 + queue / service)`` of
 them in a queue with Poisson arrivals (M/G/1: what a busy period lasts for the work that it began
 with). Without it each request takes the shortest queue and hits are lost when they count most.
-Every term is the least over the plans' lengths of a sum that no load and no price lowers, so more
-load or a slower tier never lowers the score, at one mean service time: ``reserve`` moves that too,
-and a long request may lower the charge of the queue behind which it waits.
+
+Every term is the least over the plans' lengths of a sum that no load and no price lowers, so a
+request that was sent to a server, more load or a slower tier never lower its score. A server's own
+plan is another one where its prefill holds up others: it may take a quarter longer than the least,
+and a longer queue may shorten it. So what is expected of the server comes from that plan, and the
+score from the least.
 
 Pure: seconds and tokens in, decisions out; random numbers are passed in. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.policy.cost_model import MIN_GAIN
+from sglang_tiered.policy.cost_model import MIN_GAIN, LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sglang_tiered.policy.cost_model import CostModel, LoadPlan
+    from sglang_tiered.policy.cost_model import CostModel
 
 __all__ = [
     "Choice",
@@ -52,8 +56,11 @@ that."""
 SLOWDOWN_GAIN, SLOWDOWN_MOST = 0.05, 4.0
 """Weight of an answer in what is learnt of a server beyond its prices, and the most that is."""
 
-SERVICE_GAIN = 0.05
-"""Weight of a request in the mean work of a server's requests."""
+MIN_SERVICE_S = 1e-6
+"""A smaller mean work of requests is none that was measured."""
+
+SILENCE_S = 1.0
+"""How long a server is taken to work off its queue without a report: several would have come."""
 
 TIE_S = 5e-3
 TIE_SHARE = 0.05
@@ -87,7 +94,8 @@ class ServerState:
     the caller's clock: what it reported last, and the work that was sent since. ``busy`` is the
     share of the last seconds in which it prefilled, ``ahead`` the tokens of loads under way by
     tier, ``slowdown`` the learnt quotient of seen and predicted times to the first token,
-    ``service_s`` the mean work of its requests."""
+    ``service_s`` the mean work of its requests, ``num_others`` how many of them a prefill holds
+    up, and ``always_loads`` whether it loads all that it holds."""
 
     costs: CostModel
     free_s: float = 0.0
@@ -96,12 +104,32 @@ class ServerState:
     host_token_s: float = 0.0  # seconds to copy a token from host memory to the device
     slowdown: float = 1.0
     service_s: float = 0.0
+    num_others: int = 0
+    always_loads: bool = False
+    silent_s: float = math.inf  # when it will have been silent for too long
+    sent: list[tuple[float, float]] = field(default_factory=list)
+    """When work was sent that no report contains, and the seconds of it."""
+
+    def queue_s(self, now_s: float) -> float:
+        """Return the work ahead of a request that comes now."""
+        return max(0.0, self.free_s - min(now_s, self.silent_s))
 
     def reserve(self, now_s: float, seconds: float) -> None:
-        """Count work that was sent and is not in a report yet."""
-        self.free_s = max(self.free_s, now_s) + seconds
-        gain = SERVICE_GAIN if self.service_s else 1.0
-        self.service_s += gain * (seconds - self.service_s)
+        """Count a request that was sent and is not in a report yet. Its score is higher for it, or
+        the same, whatever comes next."""
+        self.free_s = max(self.free_s, min(now_s, self.silent_s)) + seconds
+        self.num_others += 1
+        self.sent.append((now_s, seconds))
+
+    def reported(
+        self, now_s: float, *, queue_s: float, left_s: float, num_others: int, age_s: float
+    ) -> None:
+        """Take in what the server knew ``age_s`` ago: its queue beside the prefill that runs, and
+        what is left of that by now. What was sent since then comes on top."""
+        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
+        self.free_s = now_s + left_s + queue_s + sum(seconds for _, seconds in self.sent)
+        self.silent_s = now_s + max(SILENCE_S, left_s)
+        self.num_others = num_others + len(self.sent)
 
     def answered(self, predicted_s: float, seen_s: float) -> None:
         """Learn what no price knows from a first token."""
@@ -114,7 +142,7 @@ class ServerState:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """``ttft_s`` is the expected time to the first token, ``work_s`` the prefill that the request
-    adds to the server, ``loaded`` the tokens that it loads."""
+    adds to the server, ``loaded`` the tokens that it loads: all by the server's own plan."""
 
     score_s: float
     ttft_s: float
@@ -131,7 +159,7 @@ class Choice:
 def _num_delayed(state: ServerState, queue_s: float) -> float:
     """Return the number of requests that work at the end of a queue delays, on average."""
     odds = MAX_CHARGE if state.busy >= 1 else min(MAX_CHARGE, state.busy / (1 - state.busy))
-    return odds * (1 + queue_s / state.service_s) if state.service_s else odds
+    return odds if state.service_s < MIN_SERVICE_S else odds * (1 + queue_s / state.service_s)
 
 
 class _Priced(NamedTuple):
@@ -155,31 +183,36 @@ def _price(state: ServerState, held: Held, num_tokens: int) -> _Priced:
     if held.num_loadable:
         saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
         least_s = max(0.0, compute_s - max(0.0, saved_s))
-        idle_s, _ = _planned(costs, held, new, before, compute_s, (), 0.0)
+        idle_s = _plan(state, held, new, before, compute_s, (), 0.0).least_s
     return _Priced(new, before, fixed_s, compute_s, least_s, idle_s)
 
 
-def _planned(
-    costs: CostModel,
+def _plan(
+    state: ServerState,
     held: Held,
     new: int,
     before: int,
     compute_s: float,
     ahead: Sequence[int],
     queue_s: float,
-) -> tuple[float, LoadPlan]:
-    """Return the seconds until the prefill is done, queue included, and the plan behind them."""
-    plan = costs.plan(
+) -> LoadPlan:
+    """Return the plan that the server will make."""
+    costs = state.costs
+    parts = (held.nvme, held.peer, held.object)
+    if state.always_loads:
+        load_s = costs.load_seconds(parts, ahead)
+        saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
+        least_s = max(0.0, load_s - queue_s) + compute_s - (1 - MIN_GAIN) * saved_s
+        return LoadPlan(parts, load_s, saved_s, least_s)
+    return costs.plan(
         num_held=held.num_loadable,
         num_new=new,
         num_before=before,
         ahead=ahead,
         queue_wait_s=queue_s,
-        spans=((0, held.nvme), (1, held.peer), (2, held.object)),
+        num_others=state.num_others,
+        spans=tuple(enumerate(parts)),
     )
-    # As ``plan`` compares: only so is the least of all lengths a sum that no load lowers.
-    saved_s = (1 - MIN_GAIN) * plan.saved_s
-    return max(plan.load_s, queue_s) + compute_s - saved_s, plan
 
 
 def estimate(
@@ -193,16 +226,25 @@ def estimate(
     """Price a prompt of ``num_tokens`` at one server. ``charge`` scales what is charged for work:
     0 is greedy."""
     new, before, fixed_s, compute_s, _, idle_s = priced or _price(state, held, num_tokens)
-    queue_s = max(0.0, state.free_s - now_s)
+    queue_s = state.queue_s(now_s)
     batch_s = state.costs.prefill.prices[0]
-    saved_s, loaded = 0.0, 0
-    total_s = queue_s + compute_s
+    plan = LoadPlan((), 0.0, 0.0, compute_s)
     if held.num_loadable:
-        total_s, plan = _planned(state.costs, held, new, before, compute_s, state.ahead, queue_s)
-        saved_s, loaded = plan.saved_s, plan.num_tokens
+        plan = _plan(state, held, new, before, compute_s, state.ahead, queue_s)
+    # As ``plan`` compares: only so is the least of all lengths a sum that no load lowers.
+    total_s = max(plan.load_s, queue_s) + compute_s - (1 - MIN_GAIN) * plan.saved_s
+    score_s = state.slowdown * (queue_s + plan.least_s + fixed_s)
+    score_s += charge * _num_delayed(state, queue_s) * (idle_s + fixed_s)
     ttft_s = state.slowdown * (total_s + fixed_s)
-    score_s = ttft_s + charge * _num_delayed(state, queue_s) * (idle_s + fixed_s)
-    return Estimate(score_s, ttft_s, compute_s - saved_s + batch_s, loaded)
+    return Estimate(
+        _or_infinite(score_s), ttft_s, compute_s - plan.saved_s + batch_s, plan.num_tokens
+    )
+
+
+def _or_infinite(seconds: float) -> float:
+    """Return infinity for what is no number: whose score it is comes last, and is no candidate
+    less."""
+    return seconds if seconds < math.inf else math.inf
 
 
 def choose_server(
@@ -227,8 +269,16 @@ def choose_server(
     Servers are planned for in order of a bound below their score, until no bound is in reach:
     of many servers that hold nothing, those with the shortest queues.
     """
-    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, charge)
-    reach = min((_reach(one) for _, one in found), default=0.0)
+    found: list[tuple[int, Estimate]] = []
+    reach = math.inf
+    for bound, server, mine, priced in _bounds(
+        states, candidates, held, num_tokens, now_s, elsewhere, charge
+    ):
+        if bound > reach:
+            break
+        one = estimate(states[server], mine, num_tokens, now_s, charge, priced)
+        found.append((server, one))
+        reach = min(reach, one.score_s + max(TIE_S, TIE_SHARE * one.score_s))
     equal = [(server, one) for server, one in found if one.score_s <= reach]
     if not equal:
         return None
@@ -249,16 +299,18 @@ def least_ttft(
     elsewhere: Held = NOTHING_HELD,
 ) -> float:
     """Return the least time to the first token that a candidate promises; infinite without any."""
-    found = _within_reach(states, candidates, held, num_tokens, now_s, elsewhere, 0.0)
-    return min((one.ttft_s for _, one in found), default=float("inf"))
+    least_s = math.inf
+    for bound, server, mine, priced in _bounds(
+        states, candidates, held, num_tokens, now_s, elsewhere, 0.0
+    ):
+        if bound >= least_s:
+            break
+        one = estimate(states[server], mine, num_tokens, now_s, 0.0, priced)
+        least_s = min(least_s, one.ttft_s)
+    return least_s
 
 
-def _reach(one: Estimate) -> float:
-    """Return the largest score that counts as equal."""
-    return one.score_s + max(TIE_S, TIE_SHARE * one.score_s)
-
-
-def _within_reach(
+def _bounds(
     states: Sequence[ServerState],
     candidates: Iterable[int],
     held: Mapping[int, Held],
@@ -266,32 +318,25 @@ def _within_reach(
     now_s: float,
     elsewhere: Held,
     charge: float,
-) -> list[tuple[int, Estimate]]:
-    """Return estimates of the best servers, of all whose score is about the best among them."""
+) -> list[tuple[float, int, Held, _Priced]]:
+    """Return the candidates by a bound below their score and, without a charge, below their time to
+    the first token."""
     bounds: list[tuple[float, int, Held, _Priced]] = []
-    known: dict[tuple[int, Held], _Priced] = {}
+    known: dict[tuple[int, bool, float, Held], _Priced] = {}
     for server in candidates:
         state = states[server]
         mine = held.get(server, elsewhere)
-        key = (id(state.costs), mine)
+        key = (id(state.costs), state.always_loads, state.host_token_s, mine)
         priced = known.get(key)
         if priced is None:
             priced = known[key] = _price(state, mine, num_tokens)
-        queue_s = state.free_s - now_s if state.free_s > now_s else 0.0
+        queue_s = state.queue_s(now_s)
         total_s = max(queue_s + priced.least_s, priced.idle_s)
         bound = state.slowdown * (total_s + priced.fixed_s)
         bound += charge * _num_delayed(state, queue_s) * (priced.idle_s + priced.fixed_s)
-        bounds.append((bound, server, mine, priced))
+        bounds.append((_or_infinite(bound), server, mine, priced))
     bounds.sort(key=itemgetter(0))
-    found: list[tuple[int, Estimate]] = []
-    reach = float("inf")
-    for bound, server, mine, priced in bounds:
-        if bound > reach:
-            break
-        one = estimate(states[server], mine, num_tokens, now_s, charge, priced)
-        found.append((server, one))
-        reach = min(reach, _reach(one))
-    return found
+    return bounds
 
 
 @dataclass(slots=True)

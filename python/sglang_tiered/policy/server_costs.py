@@ -42,6 +42,7 @@ ROLES = ("aggregated", "prefill", "decode")
 Price = Annotated[float, Meta(ge=0, le=1e6)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Moment = Annotated[float, Meta(ge=0, le=1e30)]
 
 
 class PrefillPrices(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
 
     requests: Count
     max_requests: Count
-    moments: tuple[float, float, float, float, float, float]
+    moments: tuple[Moment, Moment, Moment, Moment, Moment, Moment]
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -144,6 +145,13 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     running_prefill_s: Seconds
     """What is expected to be left of the prefill that runs, later chunks included."""
 
+    service_s: Seconds = 0.0
+    """What a request adds to ``queue_wait_s``, on average; 0 before any."""
+
+    num_others: Count = 0
+    """Requests whose decodes or prefills run or who wait: a further prefill holds them up, and
+    plans weigh that."""
+
     busy: Annotated[float, Meta(ge=0, le=1)]
     """Share of the last 10 seconds in which a prefill ran."""
 
@@ -163,12 +171,16 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
         if missing := [name for name in TIERS if name not in self.tiers]:
             raise ValueError(f"the prices of tier {missing[0]} are missing")
 
-    def wait_s(self, since_s: float = 0.0) -> float:
-        """Return the seconds of prefill before that of a request which comes ``since_s`` seconds
-        after the answer, if nothing else has come. Since the snapshot the scheduler has worked on
-        the batch that ran, and no further: at its end it would have told, unless it hangs."""
-        running_s = max(0.0, self.running_prefill_s - self.age_s - since_s)
-        return self.queue_wait_s + running_s
+    @property
+    def left_s(self) -> float:
+        """What is left at the answer of the prefill that ran at the snapshot."""
+        return max(0.0, self.running_prefill_s - self.age_s)
+
+    def wait_s(self) -> float:
+        """Return the seconds of prefill before that of a request which comes at the answer, if
+        nothing else has come. Since the snapshot the scheduler has worked on the batch that ran,
+        and no further: at its end it would have told, unless it hangs."""
+        return self.queue_wait_s + self.left_s
 
     def cost_model(self) -> CostModel:
         """Return a cost model with these prices. It belongs to the caller, and learns nothing of

@@ -42,6 +42,18 @@ def test_running_batch_delays_even_the_first() -> None:
     assert queue.seconds(is_busy=False) == 0.0
 
 
+def test_a_request_adds_what_those_before_it_did() -> None:
+    queue: QueueWait[int] = QueueWait()
+    assert queue.service_s == 0.0
+    for number in range(8 * HALF_LIFE):
+        queue.arrives(2 * number, 0.1 if number % 2 else 0.3, 0.0, is_busy=False)
+        queue.arrives(2 * number + 1, 9.0, 0.0, is_busy=False)
+        queue.admitted(2 * number, 0.0)
+        queue.forget(2 * number + 1)  # aborted
+        assert 0.1 <= queue.service_s <= 0.3
+    assert queue.service_s == pytest.approx(0.2, rel=0.05)
+
+
 def test_wait_for_a_load_teaches_nothing() -> None:
     queue: QueueWait[str] = QueueWait()
     queue.arrives("loads", 0.1, 0.0, is_busy=True)

@@ -9,16 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.server_costs import (
     TIERS,
-    DecodeLoad,
-    PrefillPrices,
     RankCosts,
-    Room,
     ServerCosts,
-    TierPrices,
-    Waiting,
     parse_server_costs,
 )
 from sglang_tiered.storage.base import Tier
@@ -39,36 +35,6 @@ loads = st.lists(
 )
 
 
-def record_of(model: CostModel, **more: Any) -> RankCosts:
-    values: dict[str, Any] = {
-        "at": 1.5,
-        "boot": "00" * 16,
-        "rank": 0,
-        "role": "aggregated",
-        "bootstrap_port": None,
-        "namespace": "11" * 32,
-        "server": "",
-        "page_tokens": model.page_tokens,
-        "kv_bytes_per_token": model.bytes_per_token,
-        "prefill": PrefillPrices(model.prefill.all_prices, model.prefill.num_observed),  # type: ignore[arg-type]
-        "tiers": {
-            name: TierPrices(cost.prices, cost.num_observed, healthy=True)  # type: ignore[arg-type]
-            for name, cost in zip(TIERS, model.transfers, strict=True)
-        },
-        "always_loads": False,
-        "keyed": False,
-        "queue_wait_s": 0.5,
-        "running_prefill_s": 0.25,
-        "busy": 0.5,
-        "ahead_tokens": (0, 0, 0),
-        "waiting": Waiting(0, 0),
-        "decode": DecodeLoad(0, 8, (0, 0, 0, 0, 0, 0)),
-        "device": Room(0, 4096),
-        "host": Room(0, 8192),
-    }
-    return RankCosts(**{**values, **more})
-
-
 def answer(*ranks: RankCosts) -> bytes:
     return msgspec.json.encode(ServerCosts(draining=False, num_ranks=1, ranks=ranks))
 
@@ -81,6 +47,7 @@ def answer(*ranks: RankCosts) -> bytes:
     st.integers(0, 20_000),
     st.floats(0, 5),
     st.tuples(*[st.integers(0, 50_000)] * 3),
+    st.integers(0, 50),
 )
 def test_router_plans_as_the_server_does(
     seen: list[tuple[list[tuple[int, int]], float, int]],
@@ -90,6 +57,7 @@ def test_router_plans_as_the_server_does(
     num_before: int,
     queue_wait_s: float,
     ahead: tuple[int, ...],
+    num_others: int,
 ) -> None:
     model = CostModel(
         page_tokens=PAGE,
@@ -110,6 +78,7 @@ def test_router_plans_as_the_server_does(
         "spans": spans,
         "queue_wait_s": queue_wait_s,
         "ahead": ahead,
+        "num_others": num_others,
     }
     own, routers = model.plan(**asked), rank.cost_model().plan(**asked)  # type: ignore[arg-type]
     assert routers.parts == own.parts
@@ -124,10 +93,9 @@ def test_tiers_bear_the_names_and_numbers_of_loads() -> None:
 def test_silent_server_is_not_taken_to_be_idle() -> None:
     """The batch that ran may have ended since; a scheduler that hangs has done nothing more."""
     model = CostModel(page_tokens=PAGE, bytes_per_token=BYTES)
-    record = record_of(model, age_s=0.25)
-    assert record.wait_s() == pytest.approx(0.5)
-    assert record_of(model, age_s=0.1).wait_s(0.05) == pytest.approx(0.6)
-    assert record.wait_s(9.0) == pytest.approx(0.5)
+    for age_s, wait_s in ((0.0, 0.75), (0.15, 0.6), (0.25, 0.5), (9.0, 0.5)):
+        record = record_of(model, age_s=age_s, queue_wait_s=0.5, running_prefill_s=0.25)
+        assert record.wait_s() == pytest.approx(wait_s)
 
 
 def test_a_later_servers_fields_are_ignored() -> None:
@@ -148,6 +116,9 @@ def test_a_later_servers_fields_are_ignored() -> None:
         (("ranks", 0, "prefill", "prices"), [1, None, 1, 1], "null"),
         (("ranks", 0, "prefill", "prices"), [1, 1e308, 1, 1], "<= 1000000"),
         (("ranks", 0, "queue_wait_s"), 1e300, "<= 1000000000"),
+        (("ranks", 0, "service_s"), 1e300, "<= 1000000000"),
+        (("ranks", 0, "num_others"), 1 << 60, "<= "),
+        (("ranks", 0, "decode", "moments"), [1, 1, 1, 1e308, 1, 1], "<= 1e"),
         (("ranks", 0, "kv_bytes_per_token"), 1 << 60, "<= "),
         (("ranks", 0, "prefill", "prices"), [1, 1, 1], "length 4"),
         (("ranks", 0, "busy"), 1.5, "<= 1"),
@@ -165,7 +136,16 @@ def test_anything_else_is_one_sentence(path: tuple[Any, ...], value: Any, senten
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b'{"error": "later"}', b"\xff\xfe", b'{"x":' + b"[" * 100_000]
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"error": "later"}',
+        b"\xff\xfe",
+        b'{"x":' + b"[" * 100_000,
+        b'{"v": NaN}',
+    ],
 )
 def test_bytes_of_another_kind_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="this is no answer of /tier/costs"):

@@ -173,6 +173,8 @@ class CostPublisher:
             keyed=self._keyed,
             queue_wait_s=max(0.0, planner.wait_behind_batch_s),
             running_prefill_s=self._tiering.work.left_s(now) + self._later_chunks_s(),
+            service_s=planner.service_s,
+            num_others=planner.num_others(),
             busy=self._tiering.work.busy_share(now),
             ahead_tokens=_three(planner.tokens_ahead(max(0, occupied))),
             waiting=Waiting(_num_waiting(scheduler), planner.num_waiting_tokens),

@@ -211,6 +211,11 @@ class LoadPlanner(Generic[Request]):
         """Return the same without the wait for the batch that runs."""
         return self._queue.seconds(is_busy=False)
 
+    @property
+    def service_s(self) -> float:
+        """Return what a request adds to the wait of those behind it, on average."""
+        return self._queue.service_s
+
     def order(self, request: Request) -> tuple[int, int]:
         """Return the rank of a waiting request, and how many arrived before it."""
         return self._queue.order(request)
@@ -233,7 +238,7 @@ class LoadPlanner(Generic[Request]):
         """Note that a request waits for more than its turn in the queue."""
         self._queue.waits_for_more(request)
 
-    def _num_others(self, request: Request | None) -> int:
+    def num_others(self, request: Request | None = None) -> int:
         """Return how many requests a prefill holds up, beside this one."""
         is_among_them = request is not None and request in self._queue
         return self.num_running + len(self._queue) - is_among_them
@@ -298,7 +303,7 @@ class LoadPlanner(Generic[Request]):
             **prefix,
             ahead=remote_first(num_ahead, self._loading),
             queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0, rank=rank),
-            num_others=self._num_others(request),
+            num_others=self.num_others(request),
         )
 
     def reconsider(self, *, num_ahead: int) -> Request | None:
@@ -414,7 +419,7 @@ class LoadPlanner(Generic[Request]):
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
         load_s = self.costs.load_seconds(plan.parts, ahead)
-        return self.costs.gains(load_s, plan.saved_s, self._num_others(request))
+        return self.costs.gains(load_s, plan.saved_s, self.num_others(request))
 
     def patience_s(self, request: Request) -> float:
         """Return how long a load may wait for host memory and still gain."""
@@ -458,7 +463,7 @@ class LoadPlanner(Generic[Request]):
             num_saved=num_saved,
             num_before=num_before - num_lost,
             left_s=left_s,
-            num_others=self._num_others(request),
+            num_others=self.num_others(request),
         )
         if not wait:
             self.tokens[LoadDecision.GAVE_UP] += num_saved

@@ -5,58 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
+from kit.cost_records import record_of
 from sglang_tiered.integration.admin import cost_board
 from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE, CostBoard
 from sglang_tiered.policy.cost_model import CostModel
-from sglang_tiered.policy.server_costs import (
-    TIERS,
-    DecodeLoad,
-    PrefillPrices,
-    RankCosts,
-    Room,
-    TierPrices,
-    Waiting,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from sglang_tiered.policy.server_costs import RankCosts
 
 MODEL = CostModel(page_tokens=64, bytes_per_token=1000)
 
 
 def record(rank: int = 0, *, at: float = 0.0, server: str = "") -> RankCosts:
-    return RankCosts(
-        at=at,
-        boot="00" * 16,
-        rank=rank,
-        role="aggregated",
-        bootstrap_port=None,
-        namespace="11" * 32,
-        server=server,
-        page_tokens=64,
-        kv_bytes_per_token=1000,
-        prefill=PrefillPrices(MODEL.prefill.all_prices, 0),  # type: ignore[arg-type]
-        tiers={
-            name: TierPrices(cost.prices, 0, healthy=True)  # type: ignore[arg-type]
-            for name, cost in zip(TIERS, MODEL.transfers, strict=True)
-        },
-        always_loads=False,
-        keyed=False,
-        queue_wait_s=0.0,
-        running_prefill_s=0.0,
-        busy=0.0,
-        ahead_tokens=(0, 0, 0),
-        waiting=Waiting(0, 0),
-        decode=DecodeLoad(0, 8, (0, 0, 0, 0, 0, 0)),
-        device=Room(0, 1),
-        host=Room(0, 1),
-    )
+    return record_of(MODEL, rank=rank, at=at, server=server)
 
 
 CHILD = """
@@ -107,25 +76,42 @@ def test_half_a_record_leaves_the_one_before() -> None:
         assert [found.at for found in board.read()] == [2.0]
 
 
+WRITER = """
+import sys
+import msgspec
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.policy.server_costs import RankCosts
+board = CostBoard.from_environment()
+record = msgspec.json.decode(sys.argv[1], type=RankCosts)
+records = [
+    msgspec.structs.replace(record, server=letter * (3000 + turn))
+    for turn, letter in enumerate("abcdefgh")
+]
+for number in range(10**9):
+    board.write(msgspec.structs.replace(records[number % 8], at=float(number)), 0.0)
+"""
+
+
 def test_every_read_beside_a_writer_is_whole() -> None:
+    """The writer is another process, which no lock of this interpreter holds up."""
     with CostBoard.create(1) as board:
-        board.write(record(), 0.0)
-        ended = threading.Event()
-
-        def write() -> None:
-            for number in range(3000):
-                board.write(record(at=float(number)), 0.0)
-            ended.set()
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        last, num_read = 0.0, 0
-        while not ended.is_set():
-            (found,) = board.read()
-            assert found.at >= last - 1.0
-            last, num_read = max(last, found.at), num_read + 1
-        writer.join()
-        assert num_read > 10
+        environment = dict(os.environ)
+        board.to_environment(environment)
+        command = [sys.executable, "-c", WRITER, msgspec.json.encode(record())]
+        with subprocess.Popen(command, env=environment) as writer:
+            try:
+                deadline = time.monotonic() + 60.0
+                last, num_seen = -1.0, 0
+                while num_seen < 5_000:
+                    assert time.monotonic() < deadline and writer.poll() is None
+                    for found in board.read():
+                        number = int(found.at)
+                        assert found.server == "abcdefgh"[number % 8] * (3000 + number % 8)
+                        assert found.at >= last - 1.0
+                        num_seen += found.at > last
+                        last = max(last, found.at)
+            finally:
+                writer.kill()
 
 
 def test_processes_without_a_board_publish_nothing(tmp_path: Path) -> None:

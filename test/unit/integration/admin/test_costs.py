@@ -104,6 +104,26 @@ def test_record_tells_what_the_planner_believes(server: Server) -> None:
     assert record.cost_model().plan(**asked) == costs.plan(**asked)
 
 
+def test_batch_that_runs_is_in_no_queue(server: Server) -> None:
+    """A request that finds nobody waits for its end, and the queue learns that; but the record
+    tells what is left of it, and a router adds the two."""
+    planner = server.cache.tiering.planner
+    planner.note_run(3)
+    for name in "abcdefgh":
+        planner.arrives(name, num_held=0, num_new=100, num_before=0, num_ahead=0)
+        planner._queue.admitted(name, planner._clock() + 5.0)
+        planner.forget(name)
+    planner.arrives("waits", num_held=0, num_new=100, num_before=0, num_ahead=0)
+    server.cache.tiering.prefill_begins([(300, 0)], server.now)
+    record = server.publisher.take()
+    own_s = planner.costs.prefill.seconds(100, 0)
+    assert planner.queue_wait_s > 5.0 > record.wait_s()
+    assert record.queue_wait_s == pytest.approx(own_s)
+    assert record.wait_s() == pytest.approx(own_s + record.running_prefill_s)
+    assert record.service_s == pytest.approx(own_s)
+    assert record.num_others == 4, "three run, and one waits"
+
+
 def test_steps_write_no_faster_than_the_interval(server: Server) -> None:
     times = []
     for _ in range(100):

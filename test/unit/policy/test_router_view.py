@@ -1,0 +1,183 @@
+"""What a router makes of records: nothing counts twice or is forgotten, and silence is no rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit import cost_records
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost
+from sglang_tiered.policy.router_view import RouterView
+from sglang_tiered.policy.routing import Held, choose_decode, choose_server, estimate
+from sglang_tiered.policy.server_costs import (
+    TIERS,
+    DecodeLoad,
+    PrefillPrices,
+    RankCosts,
+    Room,
+    ServerCosts,
+    TierPrices,
+    parse_server_costs,
+)
+
+MODEL = CostModel(
+    page_tokens=64,
+    bytes_per_token=1000,
+    prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
+)
+
+
+def record_of(**more: Any) -> RankCosts:
+    load = {
+        "queue_wait_s": 0.5,
+        "running_prefill_s": 0.25,
+        "busy": 0.5,
+        "service_s": 0.125,
+        "num_others": 7,
+        "ahead_tokens": (64, 0, 128),
+    }
+    return cost_records.record_of(MODEL, **{**load, **more})
+
+
+def view_of(*records: RankCosts) -> RouterView:
+    view = RouterView()
+    for record in records:
+        view.add(record, 100.0)
+    return view
+
+
+def test_a_record_says_what_choices_need() -> None:
+    decoding = {"decode": DecodeLoad(3, 8, (0,) * 6), "device": Room(1024, 4096)}
+    view = view_of(record_of(**decoding), record_of(always_loads=True))
+    state, always = view.states
+    assert (state.busy, state.service_s, state.num_others) == (0.5, 0.125, 7)
+    assert (state.ahead, state.host_token_s) == ((64, 0, 128), MODEL.prefill.all_prices[3])
+    assert (state.always_loads, always.always_loads) == (False, True)
+    assert state.queue_s(100.0) == pytest.approx(0.75), "the prefill that runs counts once"
+    decode = view.decode_states[0]
+    assert (decode.num_running, decode.num_tokens, decode.max_tokens) == (3, 1024, 4096)
+
+
+def test_a_queue_ages_by_what_runs_alone() -> None:
+    """A scheduler that hangs has done nothing more, however often it is asked."""
+    view = view_of(record_of(age_s=0.1))
+    (state,) = view.states
+    assert state.queue_s(100.0) == pytest.approx(0.65)
+    for now_s in range(101, 160):
+        view.report(0, record_of(age_s=float(now_s)), float(now_s))
+        assert state.queue_s(float(now_s)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("running_s", "left_s"), [(0.25, 1.5), (30.0, 2.25)])
+def test_a_server_heard_no_more_is_not_idle(running_s: float, left_s: float) -> None:
+    (state,) = view_of(record_of(queue_wait_s=2.25, running_prefill_s=running_s)).states
+    at_s = 100.0 + running_s
+    assert state.queue_s(at_s) == pytest.approx(2.25)
+    assert state.queue_s(at_s + 1e6) == pytest.approx(left_s)
+    state.reserve(at_s + 1e6, 1.0)
+    assert state.queue_s(at_s + 2e6) == pytest.approx(left_s + 1.0)
+
+
+def test_what_was_sent_since_the_snapshot_stays() -> None:
+    """While a long batch runs, reports tell of the time before it."""
+    idle = {"queue_wait_s": 0.0, "running_prefill_s": 3.0, "num_others": 1}
+    view = view_of(record_of(**idle))
+    (state,) = view.states
+    for at_s in (100.1, 100.2, 100.3):
+        state.reserve(at_s, 1.0)
+    view.report(0, record_of(**idle, age_s=0.35), 100.5)
+    assert state.queue_s(100.5) == pytest.approx(2.65 + 2.0)
+    assert state.num_others == 3
+    view.report(0, record_of(**idle, age_s=0.05), 100.6)
+    assert state.queue_s(100.6) == pytest.approx(2.95)
+    assert (state.num_others, state.sent) == (1, [])
+
+
+def test_what_was_learnt_survives_reports() -> None:
+    view = view_of(record_of())
+    (state,) = view.states
+    state.answered(1.0, 3.0)
+    view.report(0, record_of(), 101.0)
+    assert view.states[0] is state
+    assert state.slowdown > 1
+
+
+def test_equal_prices_are_one_model_until_they_change() -> None:
+    view = view_of(record_of(), record_of())
+    first, second = view.states
+    assert first.costs is second.costs
+    dearer = PrefillPrices((1e-3, 1e-3, 1e-9, 1e-9), 9)
+    view.report(1, record_of(prefill=dearer), 101.0)
+    assert second.costs.prefill.prices[1] == 1e-3 > first.costs.prefill.prices[1]
+    view.report(0, record_of(prefill=dearer), 101.0)
+    assert len(view._models) == 1, "models that no server has stay for ever"
+
+
+@given(st.tuples(st.floats(1e-3, 0.1), st.floats(0, 1e-2)), st.sets(st.integers(1, 64), min_size=2))
+def test_steps_are_priced_by_their_batch(
+    prices: tuple[float, float], sizes: set[int]
+) -> None:
+    steps = [(b, 1e6 * (prices[0] + prices[1] * b)) for b in sizes]
+    moments = (
+        float(len(steps)),
+        float(sum(b for b, _ in steps)),
+        sum(t for _, t in steps),
+        float(sum(b * b for b, _ in steps)),
+        sum(b * t for b, t in steps),
+        0.0,
+    )
+    (state,) = view_of(record_of(decode=DecodeLoad(0, 8, moments))).decode_states
+    assert state.prices[:2] == pytest.approx(prices, rel=1e-3, abs=1e-6)
+
+
+@given(st.tuples(*[st.floats(0, 1e30)] * 6), st.integers(0, 1))
+def test_no_moments_break_a_choice(moments: Any, capacity: int) -> None:
+    record = record_of(decode=DecodeLoad(0, 8, moments), device=Room(0, capacity))
+    view = view_of(record, record_of())
+    assert all(0 <= price < 1e31 for price in view.decode_states[0].prices)
+    assert choose_decode(view.decode_states, range(2), 100, 10, draw=lambda: 0.0) is not None
+
+
+BIGGEST = (1 << 53) - 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5000, 1_000_000])
+@pytest.mark.parametrize("price", [0.0, 1e6])
+@pytest.mark.parametrize("service_s", [0.0, 5e-324, 1e9])
+def test_the_worst_record_hides_nobody(num_tokens: int, price: float, service_s: float) -> None:
+    worst = record_of(
+        prefill=PrefillPrices((1e6, price, price, price), 0),
+        tiers={name: TierPrices((1e6, price), 0, healthy=True) for name in TIERS},
+        kv_bytes_per_token=BIGGEST,
+        ahead_tokens=(BIGGEST,) * 3,
+        num_others=BIGGEST,
+        queue_wait_s=1e9,
+        running_prefill_s=1e9,
+        service_s=service_s,
+        busy=1.0,
+    )
+    data = msgspec.json.encode(ServerCosts(draining=False, num_ranks=1, ranks=(worst,)))
+    view = view_of(*parse_server_costs(data).ranks, record_of())
+    held = {0: Held(nvme=BIGGEST // 64 * 64)}
+    assert estimate(view.states[0], held[0], num_tokens, 100.0).score_s < float("inf")
+    for candidates in ([0], [0, 1]):
+        choice = choose_server(view.states, candidates, held, num_tokens, 100.0, draw=lambda: 0.0)
+        assert choice is not None and choice.server == candidates[-1]
+
+
+def test_a_view_plans_as_its_server_does() -> None:
+    (state,) = view_of(record_of()).states
+    held = Held(nvme=6400)
+    plan = MODEL.plan(
+        num_held=6400,
+        num_new=6500,
+        num_before=0,
+        ahead=(64, 0, 128),
+        queue_wait_s=0.75,
+        num_others=7,
+    )
+    assert estimate(state, held, 6500, 100.0).loaded == plan.num_tokens > 0
