@@ -70,7 +70,9 @@ class _Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Kind:
     """One kind of server. A decode step takes ``step_s[0]``, ``step_s[1]`` for each request and
     ``step_s[2]`` for each token attended to. A peer's page comes from its drive, over the
-    network: ``peer`` and ``bucket`` are seconds per load and per byte."""
+    network: ``peer`` and ``bucket`` are seconds per load and per byte. ``mixes``: whether a step
+    carries decodes beside a prefill's chunk. ``outside_s`` passes for every request outside of
+    the server's queues (HTTP, tokens)."""
 
     name: str
     hardware: Hardware
@@ -83,6 +85,9 @@ class Kind:
     bucket: tuple[float, float]
     price_per_hour: float
     chunk_tokens: int = CHUNK_TOKENS
+    page_tokens: int = 64
+    mixes: bool = True
+    outside_s: float = 0.0
 
 
 class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,12 +1,15 @@
-"""One server of a modelled cluster: tiers, loads, one prefill at a time, and decodes beside it.
+"""One server of a modelled cluster: tiers, loads, one batch of prefills at a time, and decodes
+beside it.
 
 Between two events everything goes on at a constant rate. A decode step takes a fixed time and one
-per request and per token attended to. While a prefill runs, steps carry a chunk of it: the chunk
+per request and per token attended to. While prefills run, steps carry a chunk of them: the chunk
 takes its own time and the step's variable part, and every decoding request gets one token. So a
-prefill is slowed by decodes, and decodes by prefills.
+prefill is slowed by decodes, and decodes by prefills; or, where ``mixes`` says that steps carry
+either, decodes stand still. Those that wait are prefilled together as far as they fit a chunk.
 
-Tiers are LRU caches of blocks, each of all that was computed (``trace.replay.lru``), the drive and
-its stores are those of ``trace.replay.disk``. What runs takes device memory from the cache.
+Tiers are LRU caches of whole pages, each of all that was computed (``trace.replay.lru``), but for
+what ``HostMemory`` keeps; the drive and its stores are those of ``trace.replay.disk``. What runs
+takes device memory from the cache, as far as it is not part of it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, NodeTier
 from sglang_tiered.trace.replay.disk import Disk
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
 
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
     from sglang_tiered.trace.replay.server import Request
 
 __all__ = ["Job", "Server", "make_costs"]
+
+MAX_LOST = 8
+"""Times that a load is planned again before its job is prefilled with what there is; SGLang's
+default (``--hicache-storage-prefetch-retry-max-attempts``)."""
 
 MEAN_NEW_TOKENS = 256.0
 """Of an answer, before any ended: what room to expect soon is learnt from is this long."""
@@ -56,11 +64,15 @@ class Job:
 
     __slots__ = (
         "arrival_s",
+        "cached",
         "decode",
         "first_s",
+        "hits",
         "left",
         "load_start",
         "load_stop",
+        "matched",
+        "num_lost",
         "number",
         "parts",
         "planned_s",
@@ -87,6 +99,10 @@ class Job:
         self.ready_s = self.planned_s = self.predicted_s = self.sent_s = 0.0
         self.router_work = 0
         self.load_start = self.load_stop = 0
+        self.hits = (0, 0, 0)  # tokens on the device, in host memory, by loads
+        self.matched = 0  # tokens that memory held when its load was planned
+        self.num_lost = 0  # times that memory held less at its turn
+        self.cached = 0  # tokens that its server also counts as cache
         self.parts: tuple[int, ...] = ()
         self.v_start = 0.0
 
@@ -103,19 +119,25 @@ class Server:
         self, number: int, kind: Kind, role: str, unit_tokens: int, sizes: tuple[int, int, int]
     ) -> None:
         self.number, self.kind, self.role = number, kind, role
-        self._unit_tokens = unit_tokens
+        self._unit_tokens, self._sizes = unit_tokens, sizes
         self.kv_tokens = sizes[0]
-        self.tiers = tuple(LruTier(size) for size in sizes)
+        self._nodes = Nodes()
+        self.host = HostMemory(sizes[1], sizes[0], self._nodes)
+        self.tiers = (NodeTier(sizes[0], self._nodes), self.host, LruTier(sizes[2]))
         self.costs = make_costs(kind, unit_tokens)
         self.disk = Disk(kind.hardware)
         self.link_free_s = self.bucket_free_s = self.handoff_free_s = 0.0
         self.waiting: list[Job] = []
         self.running: Job | None = None
-        self.left_s = 0.0  # of the running prefill, alone
-        self._chunk_s = 0.0
+        self.beside: list[Job] = []  # in the same batch, and behind it
+        self.left_s = 0.0  # of the running batch, alone
+        self._batch_s = self._chunk_s = 0.0
+        self._chunk_left = self._copied_bytes = 0
         self.queued_s = 0.0  # prefill expected of those that wait
         self.queued_tokens = 0  # what they need
+        self._loaded_tokens = 0  # for them, in host memory
         self.used_tokens = 0  # by what runs
+        self._cached_tokens = 0  # of them, those that are also counted as cache
         self.decoding: list[tuple[float, int, Job]] = []  # by the step at which they end
         self.attended = 0.0  # tokens that a step attends to
         self.steps = 0.0
@@ -140,9 +162,12 @@ class Server:
             return
         self.last_s = now_s
         if self.running is not None:
-            step_s = self._chunk_s + self._variable_s()
-            self.left_s -= passed * self._chunk_s / step_s
-            self.steps += passed / step_s
+            if self.kind.mixes:
+                step_s = self._chunk_s + self._variable_s()
+                self.left_s -= passed * self._chunk_s / step_s
+                self.steps += passed / step_s
+            else:
+                self.left_s -= passed
             self.prefilled_s += passed
             self.pressed_s += passed
         else:
@@ -156,6 +181,8 @@ class Server:
         end_s = math.inf
         step_s = self.kind.step_s[0] + self._variable_s()
         if self.running is not None:
+            if not self.kind.mixes:
+                return self.last_s + max(0.0, self.left_s)
             step_s = self._chunk_s + self._variable_s()
             end_s = self.last_s + max(0.0, self.left_s) * step_s / self._chunk_s
         if self.decoding:
@@ -164,6 +191,8 @@ class Server:
 
     def stretch(self) -> float:
         """Return how much longer a prefill takes for the decodes beside it."""
+        if not self.kind.mixes:
+            return 1.0
         chunk_s = self.kind.chunk_tokens * self.kind.hardware.prefill_token_s
         return 1 + self._variable_s() / chunk_s
 
@@ -201,13 +230,48 @@ class Server:
             )
             saved_s = plan.saved_s
             parts = list(plan.parts) or parts
+        job.matched = before
         job.load_start = (held.device + held.host) // self._unit_tokens
         job.load_stop = job.load_start + sum(parts) // self._unit_tokens
         prefill = self.costs.prefill
         job.planned_s = prefill.prices[0] + prefill.seconds(new, before) - saved_s
         self.queued_s += job.planned_s
         self.queued_tokens += job.need
+        self._hold_loaded(sum(parts))
         return parts
+
+    def _unplan(self, job: Job) -> None:
+        self.queued_s = max(0.0, self.queued_s - job.planned_s) if self.waiting else 0.0
+        self.queued_tokens -= job.need
+        self._hold_loaded(-sum(job.parts))
+
+    def _hold_loaded(self, tokens: int) -> None:
+        """Take host memory for a load, which its request has to itself until it is prefilled."""
+        self._loaded_tokens += tokens
+        if self._sizes[1]:
+            self.host.capacity_tokens = max(1, self._sizes[1] - self._loaded_tokens)
+
+    def _touch(self, job: Job, matched: int) -> None:
+        """Note a match: what it found is the most recently used, and a node ends there."""
+        units = job.request.units[: -(-matched // self._unit_tokens)]
+        self._nodes.note_match(units)
+        for tier in self.tiers[:2]:
+            tier.note_use(reversed(units))
+
+    def put_back(self, job: Job) -> bool:
+        """Give a job that was picked its place in the queue again, if memory has lost a part of
+        what it held when the job's load was planned: to be planned again."""
+        if self._match(job)[1] >= job.matched // self.kind.page_tokens * self.kind.page_tokens:
+            return False
+        job.num_lost += 1
+        if job.num_lost > MAX_LOST:
+            return False
+        self._unplan(job)
+        before = [
+            one for one in self.waiting if (one.priority, one.number) < (job.priority, job.number)
+        ]
+        self.waiting.insert(len(before), job)
+        return True
 
     def ahead(self) -> tuple[int, int, int]:
         """Return the tokens of loads under way, by tier."""
@@ -245,11 +309,26 @@ class Server:
                 return job
         return None
 
-    def begin(self, job: Job) -> tuple[int, int, int]:
-        """Begin its prefill. Returns the tokens that it hits on the device, in host memory and by
-        loads."""
+    def pick_beside(self) -> Job | None:
+        """Take a job for the batch that has begun, if the first that could has room in its chunk
+        and beside all else."""
+        if self._chunk_left <= 0:
+            return None
+        for position, job in enumerate(self.waiting):
+            if job.ready_s <= self.last_s + 1e-9:
+                if self.used_tokens + job.need > self.kv_tokens:
+                    return None
+                if job.tokens - self._match(job)[2] > self._chunk_left:
+                    return None
+                del self.waiting[position]
+                return job
+        return None
+
+    def _match(self, job: Job) -> tuple[int, int, int]:
+        """Return how far the device, host memory and loads reach into a prompt, in whole pages, one
+        beyond the other; the last token is always computed."""
         units = job.request.units
-        device, host = self.tiers[0].units, self.tiers[1].units
+        device, host = self.tiers[0].units, self.host
         on_device = 0
         for unit in units:
             if unit not in device:
@@ -259,43 +338,93 @@ class Server:
         while in_memory < len(units) and (units[in_memory] in host or units[in_memory] in device):
             in_memory += 1
         usable = max(in_memory, job.load_stop) if in_memory >= job.load_start else in_memory
-        unit, limit = self._unit_tokens, job.tokens - 1
-        ends = [min(limit, count * unit) for count in (on_device, in_memory, usable)]
-        new = job.tokens - ends[2]
-        hardware = self.kind.hardware
-        prefill_s = hardware.prefill_s(new, ends[2])
-        from_host = (ends[2] - ends[0]) * hardware.kv_bytes_per_token
-        self.queued_s = max(0.0, self.queued_s - job.planned_s) if self.waiting else 0.0
-        self.queued_tokens -= job.need
+        page, unit = self.kind.page_tokens, self._unit_tokens
+        limit = (job.tokens - 1) // page * page
+        return min(limit, on_device * unit), min(limit, in_memory * unit), min(limit, usable * unit)
+
+    def begin(self, job: Job) -> None:
+        """Begin a batch with its prefill; ``job.hits`` says what it finds."""
         self.running = job
-        self.left_s = max(prefill_s, hardware.host_load_s(from_host))
+        self._batch_s, self._copied_bytes = self.kind.hardware.prefill_fixed_s, 0
+        self._chunk_left = self.kind.chunk_tokens
+        if self.decoding and not self.kind.mixes:
+            # The step that is under way ends first.
+            whole = math.ceil(self.steps - 1e-6)
+            self._batch_s += (whole - self.steps) * (self.kind.step_s[0] + self._variable_s())
+            self.steps = float(whole)
+        self._admit(job)
+
+    def join(self, job: Job) -> None:
+        """Prefill it in the batch that has begun just now."""
+        self.beside.append(job)
+        self._admit(job)
+
+    def _admit(self, job: Job) -> None:
+        device, memory, usable = self._match(job)
+        job.hits = device, memory - device, usable - memory
+        self._touch(job, memory)
+        hardware, new = self.kind.hardware, job.tokens - usable
+        self._batch_s += hardware.prefill_s(new, usable) - hardware.prefill_fixed_s
+        self._copied_bytes += (usable - device) * hardware.kv_bytes_per_token
+        self._chunk_left -= new
+        self._unplan(job)
+        self.left_s = max(self._batch_s, hardware.host_load_s(self._copied_bytes))
         self._chunk_s = min(self.left_s, self.kind.chunk_tokens * hardware.prefill_token_s)
         self.computed_tokens += new
-        self._use(job.need if self.role == "both" else job.tokens)
-        return ends[0], ends[1] - ends[0], ends[2] - ends[1]
+        self._use(self._taken(job.need if self.role == "both" else job.tokens))
+        self._count_cached(job, device)
 
     def finish_prefill(self) -> tuple[Job, list[list[int]]]:
-        """End the prefill: its blocks are in all tiers. Returns the job, and by tier the blocks
-        that left for it."""
-        job, self.running = self.running, None
+        """End the first prefill of the batch: its blocks are in all tiers. Returns the job, and by
+        tier the blocks that left for it."""
+        job = self.running
         assert job is not None
+        self.running = self.beside.pop(0) if self.beside else None
         if self.role != "both":
-            self._use(-job.tokens)
+            self._count_cached(job, 0)
+            self._use(-self._taken(job.tokens))
         return job, self.store(job)
+
+    def stored_units(self, job: Job) -> Sequence[int]:
+        """Return the blocks of a prompt that have a whole page."""
+        units, page = job.request.units, self.kind.page_tokens
+        return units[: -(-(job.request.input_tokens // page * page) // self._unit_tokens)]
 
     def store(self, job: Job) -> list[list[int]]:
         """Enter a prompt's blocks into all tiers; returns by tier those that left for it."""
-        units = job.request.units
-        lengths = lengths_of(len(units), job.request.input_tokens, self._unit_tokens)
-        gone = []
+        units = self.stored_units(job)
+        page = self.kind.page_tokens
+        num_tokens = job.request.input_tokens // page * page
+        lengths = lengths_of(len(units), num_tokens, self._unit_tokens)
+        if self.role != "prefill":
+            self._count_cached(job, num_tokens)
+        end = -(-sum(job.hits) // self._unit_tokens)
+        self._nodes.add(units[:end])  # loaded, perhaps
+        self._nodes.add(units)
+        gone: list[list[int]] = []
         for tier in self.tiers:
             if tier.capacity_tokens:
-                new = tier.touch(units, lengths)
+                # The end of a prompt goes before its beginning, without which it is of no use.
+                new = tier.touch(reversed(units), reversed(lengths))
                 if tier is self.tiers[2] and new:
                     per_token = self.kind.hardware.kv_bytes_per_token
                     self.disk.store(self.last_s, new * per_token)
+                elif tier is self.host and units:
+                    self._note_used(job, units, lengths, new)
             gone.append(tier.trim() if tier.tokens > tier.capacity_tokens else [])
+        device = self.tiers[0].units
+        evicted = (*gone[0], *gone[1])
+        self._nodes.forget(unit for unit in evicted if unit not in device and unit not in self.host)
         return gone
+
+    def _note_used(self, job: Job, units: Sequence[int], lengths: Sequence[int], new: int) -> None:
+        """Tell host memory what came back from it, and what is new in it."""
+        device, host, loaded = job.hits if self.role != "decode" else (0, 0, 0)
+        if host + loaded:
+            end = -(-(device + host + loaded) // self._unit_tokens)
+            self.host.came_back(units[:end], lengths[:end])
+        if new > loaded:
+            self.host.was_stored(units, sum(lengths))
 
     # ---- Decode ----
 
@@ -304,11 +433,11 @@ class Server:
 
     def reserve(self, job: Job) -> None:
         """Take room for a job that is handed over."""
-        self._use(job.need)
+        self._use(self._taken(job.need))
 
     def release(self, job: Job) -> None:
         """Give the room back: the handoff was lost."""
-        self._use(-job.need)
+        self._use(-self._taken(job.need))
 
     def begin_decode(self, job: Job) -> None:
         job.v_start = self.steps
@@ -328,24 +457,41 @@ class Server:
         self.attended -= job.tokens + job.left / 2
         if not self.decoding:
             self.attended = 0.0
-        self._use(-job.need)
+        self._count_cached(job, 0)
+        self._use(-self._taken(job.need))
 
     def _use(self, tokens: int) -> None:
         self.used_tokens += tokens
-        self.tiers[0].capacity_tokens = max(0, self.kv_tokens - self.used_tokens)
+        others = self.used_tokens - self._cached_tokens
+        self.tiers[0].capacity_tokens = max(0, self.kv_tokens - others)
+
+    def _count_cached(self, job: Job, tokens: int) -> None:
+        """Count so many tokens of what a job uses as part of the cache."""
+        self._cached_tokens += tokens - job.cached
+        job.cached = tokens
+        self._use(0)
+
+    def _taken(self, tokens: int) -> int:
+        """Return what a request takes that runs: whole pages, and one more, which SGLang keeps free
+        for each at every step."""
+        page = self.kind.page_tokens
+        return (-(-tokens // page) + 1) * page
 
     def die(self) -> list[Job]:
         """End everything; returns the jobs that were there, with what they have generated."""
         jobs = list(self.waiting)
         if self.running is not None:
-            jobs.append(self.running)
+            jobs += [self.running, *self.beside]
         for _, _, job in self.decoding:
             made = min(job.left - 1, int(self.steps - job.v_start))
             job.tokens, job.left = job.tokens + made, job.left - made
             jobs.append(job)
-        self.waiting, self.running, self.decoding = [], None, []
+        for job in jobs:
+            job.cached = 0
+        self.waiting, self.running, self.beside, self.decoding = [], None, [], []
         self.is_live = self.is_open = False
         self.attended = self.queued_s = 0.0
-        self.used_tokens = self.queued_tokens = 0
+        self.used_tokens = self.queued_tokens = self._cached_tokens = 0
+        self._hold_loaded(-self._loaded_tokens)
         self.version += 1
         return jobs

@@ -18,7 +18,7 @@ from sglang_tiered.trace.cluster.server import Job, Server
 from sglang_tiered.trace.replay.copies import mix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.replay.server import Request
@@ -152,10 +152,20 @@ class Simulation:
         job.decode = number if server.role == "both" else router.choose_decode(job)
         books.handed(job)
         server.advance(now_s)
-        held = books.truth.match(job.request.units).one(number, job.tokens, self._plan.unit_tokens)
-        self._load(server, job, server.plan(job, held), now_s)
+        self._plan_loads(server, job, now_s)
         server.enqueue(job)
         self._step(server, now_s)
+
+    def _plan_loads(self, server: Server, job: Job, now_s: float) -> None:
+        matches = self.books.truth.match(job.request.units)
+        held = matches.one(server.number, job.tokens, self._plan.unit_tokens)
+        self._load(server, job, server.plan(job, held), now_s)
+
+    def _next(self, server: Server, pick: Callable[[], Job | None], now_s: float) -> Job | None:
+        """Take the next job for a batch; one that memory has lost a part of is planned again."""
+        while (job := pick()) is not None and server.put_back(job):
+            self._plan_loads(server, job, now_s)
+        return job
 
     def _load(self, server: Server, job: Job, parts: list[int], now_s: float) -> None:
         """Begin a job's loads: from its drive, from another server's drive, from the bucket."""
@@ -193,9 +203,12 @@ class Simulation:
             self._ended(job, now_s)
         if server.role == "decode":
             self._admit_handed(server, now_s)
-        if server.running is None and (job := server.pick()) is not None:
-            hits = server.begin(job)
-            self.outcome.began(job, hits)
+        if server.running is None and (job := self._next(server, server.pick, now_s)) is not None:
+            server.begin(job)
+            self.outcome.began(job, job.hits)
+            while (job := self._next(server, server.pick_beside, now_s)) is not None:
+                server.join(job)
+                self.outcome.began(job, job.hits)
         server.version += 1
         next_s = min(server.next_s(), server.wake_s())
         if next_s <= now_s and server.running is None and server.waiting:
@@ -223,7 +236,7 @@ class Simulation:
 
     def _note_stored(self, server: Server, job: Job, gone: list[list[int]], now_s: float) -> None:
         self.books.stored(
-            server.number, job.request.units, gone, now_s, self._stored_in, self._has_bucket
+            server.number, server.stored_units(job), gone, now_s, self._stored_in, self._has_bucket
         )
 
     def _admit_handed(self, decoder: Server, now_s: float) -> None:
@@ -302,7 +315,7 @@ class Simulation:
     def _die(self, server: Server, now_s: float) -> None:
         handed, self._handed[server.number] = self._handed[server.number], []
         running = server.running
-        waiting = {id(job) for job in server.waiting} | {id(running)}
+        waiting = {id(job) for job in (*server.waiting, running, *server.beside)}
         jobs = server.die()
         self.books.died(server.number)
         for _, _, _, payload, _ in self._heap:
