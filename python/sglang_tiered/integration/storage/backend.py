@@ -219,6 +219,7 @@ class TieredStorage(ZeroCopyStorage):
             page_bytes=page_bytes,
             page_size=page_size,
             reads_queued=self._storage_config.pp_size == 1 and not moves,
+            tells_parts=self._storage_config.pp_size == 1,
         )
         self.stores = StoreAhead(
             self._begin_store,
@@ -467,7 +468,6 @@ class TieredStorage(ZeroCopyStorage):
 
     def get_stats(self) -> None:
         """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""
-        return
 
     def exists(self, key: str) -> bool:
         return self.lookup_leading([key]) == 1
