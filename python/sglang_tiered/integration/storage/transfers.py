@@ -19,7 +19,7 @@ from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
-from sglang_tiered.storage.base import Run, Tier
+from sglang_tiered.storage.base import Reason, Run, Stop, Tier
 from sglang_tiered.storage.stack.tiers import ReadObserver
 
 if TYPE_CHECKING:
@@ -94,6 +94,18 @@ class TierTransfers:
         """Wait for a job; return which pages succeeded."""
         job.wait()
         return job.ok
+
+    def wait_for_store(self, job: Job) -> list[bool]:
+        """Wait for a store; return which pages are held. One that was on its way already may have
+        failed there since."""
+        job.wait()
+        return [
+            reason is Reason.OK or (reason is Reason.DUPLICATE and self._is_held(key))
+            for key, reason in zip(job.run.keys, job.reasons, strict=True)
+        ]
+
+    def _is_held(self, key: bytes) -> bool:
+        return self._stack.nvme.lookup([key]).stop in (Stop.END, Stop.PENDING)
 
     @property
     def part_bytes(self) -> float:
