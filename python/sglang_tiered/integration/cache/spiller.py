@@ -44,6 +44,9 @@ STORES_S_PER_STEP = 5e-4
 ended; one always is. A server of 100 requests a second makes about 200 nodes a second and as few as
 20 steps."""
 
+MAX_ENDED = 256
+"""Stores that ended and wait to be looked up; what is beyond is looked up by its last page only."""
+
 MAX_ANCESTORS = 4
 """Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
 
@@ -200,12 +203,15 @@ class Spiller:
         until = self._clock() + STORES_S_PER_STEP
         while self._ended:
             node_id, store = self._ended.popleft()
-            is_held = storage.num_kept(store.hashes) == len(store.hashes)  # no gap before its end
+            is_behind = len(self._ended) >= MAX_ENDED
+            is_held = storage.holds(store.chain)
+            if is_held and not is_behind:  # and has no gap before its end
+                is_held = storage.num_kept(store.hashes) == len(store.hashes)
             if not is_held or store.num_retries:
                 self._store_ended(store.chain, store.path_end, is_held)
             if not is_held:
                 self._remember(node_id, store)
-            if self._clock() >= until:
+            if self._clock() >= until and not is_behind:
                 break
         if ended:
             self._queue.adapt_limit(storage.gate.waited_s)

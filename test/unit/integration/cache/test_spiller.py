@@ -423,6 +423,26 @@ def test_long_nodes_that_ended_leave_steps_short(monkeypatch: pytest.MonkeyPatch
     assert found == [4, 4]
 
 
+def test_stores_that_end_faster_than_steps_look_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_tiered.integration.cache.spiller.MAX_ENDED", 2)
+    tier = Tier()
+    for seed in range(4):
+        tier.insert(chain(seed, 4))
+        tier.step()
+    assert len(tier.queued) == 4
+    tier.work()
+
+    def look_up(hashes: Sequence[str]) -> int:
+        tier.clock.now += STORES_S_PER_STEP
+        return len(hashes)
+
+    monkeypatch.setattr(tier, "num_kept", look_up)
+    tier.step()
+    assert len(tier.spiller._ended) == 1
+
+
 def test_missing_ancestor_is_stored_before_its_descendant() -> None:
     tier = Tier()
     ancestor = tier.insert(chain(1, 4), offer=False)
