@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -57,6 +58,7 @@ AT_LOAD_1 = ("in-turn", "hash", "p2c", "oracle")
 GENERATE = "--num-conversations 1500 --rate 1 --system-prompts 10 --system-tokens 2048"
 MOONCAKE = ("conversation", "synthetic")
 COPIES = {"conversation": 1, "synthetic": 2}
+TICK_S = {"conversation": 3.0}  # the trace has its times in such steps: ten requests at once
 
 Row = dict[str, Any]
 console = Console()
@@ -81,7 +83,7 @@ CLUSTERS: dict[str, tuple[dict[tuple[str, str], int], frozenset[str]]] = {
     "a bucket for peers": ({("h100", "both"): 16}, frozenset({"host", "nvme", "bucket"})),
     "device only": ({("h100", "both"): 16}, frozenset()),
     "half H100, half A100": ({("h100", "both"): 8, ("a100", "both"): 8}, PEER),
-    "12 prefill, 4 decode": ({("h100", "prefill"): 12, ("h100", "decode"): 4}, PEER),
+    "10 prefill, 6 decode": ({("h100", "prefill"): 10, ("h100", "decode"): 6}, PEER),
 }
 PUBLISHED = Tuning()
 # What is tried of every policy with settings; the first is the published one.
@@ -94,7 +96,7 @@ GRID: dict[str, list[dict[str, Any]]] = {
         )
     ],
     "dynamo": [
-        *({"overlap_weight": weight} for weight in (1.0, 4.0, 16.0, 64.0)),
+        *({"overlap_weight": weight} for weight in (1.0, 4.0, 16.0, 64.0, 256.0)),
         *({"overlap_weight": weight, "predicted_s": 5.0} for weight in (4.0, 16.0, 64.0)),
         {"overlap_weight": 16.0, "shared_credit": 0.5},
     ],
@@ -114,13 +116,19 @@ def whole_trace(name: str, copies: int) -> list[Request]:
 
 @functools.cache
 def requests_of(name: str, seed: int, scale: Scale) -> list[Request]:
-    """Return the window of a trace that belongs to a seed, or what is generated with it."""
+    """Return the window of a trace that belongs to a seed, or what is generated with it. Where the
+    trace has times in steps they are drawn within those."""
     if name == "generated":
         return generated(seed)[: scale.requests * 2]
     whole = whole_trace(name, COPIES[name])
     last = max(0, len(whole) - scale.requests)
     begin = int(last * (0.5 if seed == TUNING_SEED else seed) / max(1, len(SEEDS) - 1))
-    return whole[begin : begin + scale.requests]
+    draw, tick_s = random.Random(seed), TICK_S.get(name, 0.0)
+    window = [
+        one._replace(arrival_s=one.arrival_s + tick_s * draw.random())
+        for one in whole[begin : begin + scale.requests]
+    ]
+    return sorted(window, key=lambda one: one.arrival_s)
 
 
 def generated(seed: int) -> list[Request]:
