@@ -40,14 +40,13 @@ from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
 from sglang_tiered.trace.cluster.routers import Tuning
 from sglang_tiered.trace.cluster.simulation import run_cluster
-from sglang_tiered.trace.replay.server import Request
 from sglang_tiered.trace.replay.stream import TraceStream
-from sglang_tiered.trace.replay.timing import PROFILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from sglang_tiered.trace.cluster.outcome import Outcome
+    from sglang_tiered.trace.replay.server import Request
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEEDS = (0, 1, 2, 3)
@@ -73,7 +72,7 @@ class Scale:
     requests: int
 
 
-WIDE, NARROW = Scale(64, 6000), Scale(16, 2500)
+WIDE, NARROW = Scale(64, 4000), Scale(16, 2500)
 
 PEER = frozenset({"host", "nvme", "peer"})
 # Of each kind of cluster: servers of each part of 16, and its tiers.
@@ -462,57 +461,8 @@ def published_part(quick: bool) -> dict[str, Any]:
     return made
 
 
-def live_part(quick: bool) -> dict[str, Any]:
-    """The returns of ``bench_rounds.py``, as recorded, beside the same prompts here: one server of
-    the demo model, one prompt at a time."""
-    recorded = json.loads((RESULTS / "rounds_2core_epyc_202611.json").read_text())
-    settings = recorded["settings"]
-    hardware = PROFILES["demo-cpu"]
-    page, length = 64, settings["prompt_length"]
-    demo = dataclasses.replace(
-        kind("cpu"),
-        name="demo-cpu",
-        hardware=hardware,
-        kv_tokens=settings["device_tokens"],
-        host_tokens=(64 << 20) // hardware.kv_bytes_per_token,
-        nvme_tokens=10_000_000,
-        chunk_tokens=8192,
-    )
-    count, num_pages = settings["num_prompts"], -(-length // page)
-    rounds = [one for one in recorded["raw"] if one["round"].startswith("return")]
-    prompts = [range(1000 * number, 1000 * number + num_pages) for number in range(count)]
-    requests = [
-        Request(float(number), length, 1, prompts[number % count], number >= count)
-        for number in range(count * (1 + len(rounds)))
-    ]
-    plan = dataclasses.replace(make_plan(), members=[Member(kind=demo)], unit_tokens=page)
-    outcome = run_cluster(plan, requests)
-    found = {tier: tokens / len(rounds) for tier, tokens in outcome.hit_tokens.items()}
-    live_s = [statistics.mean(one["tiered"]["seconds"]) for one in rounds]
-    modelled_s = float(outcome.ttft_s[count:].mean())
-    wanted = count * length
-    made: dict[str, Any] = {"ratios": {}, "raw": []}
-    for tier, name in (("device", "device"), ("host", "host"), ("nvme", "storage")):
-        value = found[tier] / wanted - statistics.mean(
-            one["tiered"][name] / wanted for one in rounds
-        )
-        key = f"modelled_minus_live_{tier}_hit_rate"
-        made["ratios"][key] = {"value": value, "min": value, "max": value, "n": 1}
-    quotients = sorted(modelled_s / one for one in live_s)
-    made["ratios"]["modelled_over_live_ttft"] = {
-        "value": statistics.median(quotients),
-        "min": quotients[0],
-        "max": quotients[-1],
-        "n": len(quotients),
-    }
-    made["raw"] = [{"live_s": live_s, "modelled_s": modelled_s, "modelled_tokens": found}]
-    console.print(made)
-    return made
-
-
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "tuning": tuning_part,
-    "live": live_part,
     "plan": plan_part,
     "published": published_part,
     "large": large_part,

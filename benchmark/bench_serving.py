@@ -301,7 +301,7 @@ def document(report: Report) -> dict[str, Any]:
 def write_json(path: Path | None, report: Report) -> None:
     """After each scenario and at the end, so that nothing that took minutes is lost."""
     if path:
-        path.write_text(json.dumps(document(report), indent=1) + "\n")
+        path.write_text(json.dumps(document(report), separators=(",", ":")) + "\n")
 
 
 def main() -> int:

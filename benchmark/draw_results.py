@@ -21,6 +21,8 @@ import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from serving_bench.users_figure import users_figure
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -154,44 +156,51 @@ def demo(document: dict[str, Any]) -> Picture:
     return Picture("scripts/demo: the same prompts, again and again", rows, notes, headers)
 
 
+def by_users(document: dict[str, Any]) -> Figure:
+    """``bench_serving``, scenario ``users``: four systems as users come."""
+    figure = users_figure(document["raw"]["users"]["points"])
+    figure.suptitle("Users of growing conversations", weight="bold", x=0.02, ha="left")
+    figure.supxlabel(_machine(document), size=9, color="#57606a", x=0.02, ha="left")
+    return figure
+
+
 # Name of the picture, pattern of its results, what is shown of them.
-PICTURES: tuple[tuple[str, str, Callable[[dict[str, Any]], Picture]], ...] = (
+PICTURES: tuple[tuple[str, str, Callable[[dict[str, Any]], Picture | Figure]], ...] = (
+    ("users.svg", "serving_users_*.json", by_users),
     ("ttft_by_tier.svg", "serving_2core_xeon_202611.json", by_tier),
     ("returning_prompts.svg", "rounds_2core_epyc_202611.json", returning),
     ("demo.svg", "demo_*.json", demo),
 )
 
 
-def draw(picture: Picture, path: Path) -> None:
+def bars(picture: Picture) -> Figure:
     """Bars from the top down with their figures behind them; on white, for dark pages too."""
-    with mpl.rc_context(STYLE):
-        height = 0.34 * len(picture.rows) + 0.24 * len(picture.notes) + 0.85
-        figure = Figure(figsize=(8.8, height), facecolor="white")
-        FigureCanvasSVG(figure)
-        below = 0.24 * len(picture.notes) + 0.15
-        width = 0.38 if picture.headers else 0.7
-        axes = figure.add_axes((0.22, below / height, width, 0.34 * len(picture.rows) / height))
-        axes.set_axis_off()
-        longest = max(row.max_s for row in picture.rows)
-        axes.set_xlim(0, longest * (2.25 if picture.headers else 1.35))
-        axes.set_ylim(len(picture.rows) - 0.5, -0.5)
-        for place, row in enumerate(picture.rows):
-            axes.barh(place, row.median_s, height=0.62, color=row.colour)
-            axes.hlines(place, row.min_s, row.max_s, color="#1f2328", linewidth=1)
-            axes.annotate(
-                row.label, (0, place), (-6, 0), textcoords="offset points", ha="right", va="center"
-            )
-            axes.annotate(
-                row.figures, (row.max_s, place), (6, 0), textcoords="offset points", va="center"
-            )
-            for number, text in enumerate(row.columns):
-                _cell(axes, number, place, text)
-        for number, text in enumerate(picture.headers):
-            _cell(axes, number, -0.9, text, weight="bold")
-        figure.text(0.02, 1 - 0.3 / height, picture.title, weight="bold", size=12)
-        for number, note in enumerate(reversed(picture.notes)):
-            figure.text(0.02, (0.1 + 0.24 * number) / height, note, size=9, color="#57606a")
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    height = 0.34 * len(picture.rows) + 0.24 * len(picture.notes) + 0.85
+    figure = Figure(figsize=(8.8, height), facecolor="white")
+    below = 0.24 * len(picture.notes) + 0.15
+    width = 0.38 if picture.headers else 0.7
+    axes = figure.add_axes((0.22, below / height, width, 0.34 * len(picture.rows) / height))
+    axes.set_axis_off()
+    longest = max(row.max_s for row in picture.rows)
+    axes.set_xlim(0, longest * (2.25 if picture.headers else 1.35))
+    axes.set_ylim(len(picture.rows) - 0.5, -0.5)
+    for place, row in enumerate(picture.rows):
+        axes.barh(place, row.median_s, height=0.62, color=row.colour)
+        axes.hlines(place, row.min_s, row.max_s, color="#1f2328", linewidth=1)
+        axes.annotate(
+            row.label, (0, place), (-6, 0), textcoords="offset points", ha="right", va="center"
+        )
+        axes.annotate(
+            row.figures, (row.max_s, place), (6, 0), textcoords="offset points", va="center"
+        )
+        for number, text in enumerate(row.columns):
+            _cell(axes, number, place, text)
+    for number, text in enumerate(picture.headers):
+        _cell(axes, number, -0.9, text, weight="bold")
+    figure.text(0.02, 1 - 0.3 / height, picture.title, weight="bold", size=12)
+    for number, note in enumerate(reversed(picture.notes)):
+        figure.text(0.02, (0.1 + 0.24 * number) / height, note, size=9, color="#57606a")
+    return figure
 
 
 def _cell(axes: Any, number: int, place: float, text: str, **style: Any) -> None:
@@ -224,7 +233,12 @@ def draw_all(results: Path, pictures: Path) -> list[Path]:
     for name, pattern, describe in PICTURES:
         found = sorted(results.glob(pattern))
         if found:
-            draw(describe(json.loads(found[-1].read_text(encoding="utf-8"))), pictures / name)
+            with mpl.rc_context(STYLE):
+                shown = describe(json.loads(found[-1].read_text(encoding="utf-8")))
+                figure = bars(shown) if isinstance(shown, Picture) else shown
+                FigureCanvasSVG(figure)
+                metadata = {"Date": None, "Creator": None}
+                figure.savefig(pictures / name, format="svg", metadata=metadata)
             drawn.append(pictures / name)
     return drawn
 

@@ -87,15 +87,16 @@ class Bench:
             step()
             yield fleet
 
-    def warm_up(self, fleet: Fleet) -> None:
+    def warm_up(self, fleet: Fleet, names: Sequence[str] = ()) -> None:
+        """Ask these systems, or all, for more than a host tier holds."""
         source = random.Random("warm-up")
         length = self.setting.contexts[1]
         number = fleet.geometry.host_tokens // length + 2
         with self.steps("warm-up", number) as step:
             for index in range(number):
                 request = Request(f"warm-up/{index}", tuple(random_tokens(source, length)), 2)
-                for system in fleet.systems.values():
-                    ask_each(system.url, [request])
+                for name in names or fleet.systems:
+                    ask_each(fleet[name].url, [request])
                 step()
 
     # ---- Asking ----

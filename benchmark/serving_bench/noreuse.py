@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from serving_bench import processor_time, stored_soon
 from serving_bench.client import Request, ask_each
 from serving_bench.conversations import make_conversations, random_tokens
 from serving_bench.measures import (
@@ -86,11 +87,16 @@ def run_device(bench: Bench) -> None:
     disturbed: list[Round] = []  # batches beside a neighbour that keeps cores busy
     parts = [(0, batches), *([(bench.neighbour, disturbed)] if bench.neighbour else [])]
     outcome = Outcome(beside={"first": [first]})
+    turns: list[stored_soon.Turn] = []
+    processor_s: dict[str, dict[str, float]] = {}
     for number, conversation in enumerate(conversations):
         request = conversation.turn(length, setting.num_output)
         sample = bench.ask_in_turn(fleet, names, request, number, first)
         conversation.answered(request, sample)
-    with bench.steps("device", setting.rounds + setting.throughput_rounds) as step:
+    with (
+        processor_time.measuring(fleet, processor_s),
+        bench.steps("device", setting.rounds + setting.throughput_rounds) as step,
+    ):
         for number in range(setting.rounds):
             one: Round = {}
             for place in range(setting.per_round):
@@ -98,6 +104,7 @@ def run_device(bench: Bench) -> None:
                 request = conversation.turn(setting.num_new, setting.num_output)
                 sample = bench.ask_in_turn(fleet, names, request, number + place, one)
                 conversation.answered(request, sample)
+                turns += stored_soon.answered_turns([request], one["tiered"][-1:])
             singles.append(one)
             step()
         for number in range(setting.throughput_rounds):
@@ -112,10 +119,12 @@ def run_device(bench: Bench) -> None:
                 with busy_cores(num_cores):
                     for system in fleet.in_turn(names, number):
                         batch[system.name] = ask_each(system.url, requests, CONCURRENCY)
+                turns += stored_soon.answered_turns(requests, batch["tiered"])
                 into.append(batch)
             step()
+    kept = stored_soon.run(bench, fleet, conversations, turns)
     outcome.rounds = [*singles, *batches]
-    outcome.beside["beside a neighbour"] = disturbed
+    outcome.beside |= {"beside a neighbour": disturbed, "after kill -9": [kept.after]}
     held = sum(len(conversation.history) for conversation in conversations)
     outcome.conditions = (
         f"{len(conversations)} conversations, at the end {held:,} tokens = "
@@ -125,6 +134,26 @@ def run_device(bench: Bench) -> None:
     if bench.conclude("device", outcome):
         _report(bench, "device", singles, batches)
         _report_disturbed(bench, disturbed)
+        stored_soon.report(bench, kept)
+    _report_processor(bench, processor_s, [*singles, *batches, *disturbed])
+
+
+def _report_processor(
+    bench: Bench, processor_s: dict[str, dict[str, float]], rounds: list[Round]
+) -> None:
+    """Which threads computed in the rounds, and how long for a thousand tokens."""
+    per_token: dict[str, dict[str, float]] = {}
+    for name in rounds[0]:
+        taken = [sample for one in rounds for sample in one[name]]
+        thousands = sum(each.num_prompt + len(each.output_ids) for each in taken) / 1000
+        per_token[name] = {
+            label: seconds / thousands for label, seconds in processor_s[name].items()
+        }
+        bench.report.note(
+            f"device: threads of {name}, {sum(per_token[name].values()) * 1e3:.1f} ms of the "
+            f"processor per 1,000 tokens: {processor_time.describe_shares(per_token[name])}."
+        )
+    bench.report.raw["device"]["processor_s_per_1000_tokens"] = per_token
 
 
 def _report_disturbed(bench: Bench, disturbed: list[Round]) -> None:

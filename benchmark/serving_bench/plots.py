@@ -89,35 +89,10 @@ def draw_plots(
 
 
 def draw_users(folder: Path, points: Mapping[str, Sequence[Mapping[str, float]]]) -> Path:
-    """Throughput and TTFT by the number of users, one line per system. Needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    """Throughput and TTFT by the number of users. Needs matplotlib."""
+    from serving_bench.users_figure import users_figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for name, taken in points.items():
-        users = [point["users"] for point in taken]
-        (line,) = left.plot(
-            users, [point["throughput_tokens_per_s"] for point in taken], marker="o", label=name
-        )
-        for share, style in (("p50", "-"), ("p99", ":")):
-            right.plot(
-                users,
-                [point[f"ttft_{share}_s"] * 1e3 for point in taken],
-                style,
-                marker="o",
-                color=line.get_color(),
-                label=f"{name}, {share}",
-            )
-    left.set(title="users: throughput", xlabel="users", ylabel="prompt and output tokens/s")
-    left.set_ylim(bottom=0)
-    right.set(title="users: TTFT", xlabel="users", ylabel="ms", yscale="log")
-    left.legend()
-    right.legend(fontsize="small")
-    figure.tight_layout()
     path = folder / "users_points.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    users_figure(points).savefig(path, dpi=120)
     return path

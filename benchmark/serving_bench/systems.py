@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from server_process import Server
+from serving_bench.processor_time import naming_threads
 from serving_bench.setting import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALWAYS",
     "ENVIRONMENT",
+    "START_DEADLINE_S",
     "SYSTEMS",
     "Fleet",
     "System",
@@ -99,6 +101,13 @@ class System:
     def url(self) -> str:
         return self.server.url
 
+    def respawn(self) -> None:
+        """A new process on the same store, in place of one that was killed."""
+        old = self.server
+        self.server = Server.spawn(
+            self.model, old.log_path, *old.arguments, environment=old.environment
+        )
+
     @property
     def host_tokens(self) -> int:
         """What its log says was allocated; 0 without a host tier."""
@@ -147,10 +156,7 @@ def restart(fleet: Fleet) -> None:
         system.server.flush()  # refused until everything is stored
         system.server.kill()
     for system in fleet.systems.values():
-        old = system.server
-        system.server = Server.spawn(
-            system.model, old.log_path, *old.arguments, environment=old.environment
-        )
+        system.respawn()
     for system in fleet.systems.values():
         system.server.wait_until_it_generates(START_DEADLINE_S)
 
@@ -204,7 +210,7 @@ def start_fleet(
     try:
         for name in names:
             arguments = launch_arguments(name, geometry, folder, extra)
-            variables = {**ENVIRONMENT, **environment(name)}
+            variables = {**ENVIRONMENT, **naming_threads(), **environment(name)}
             server = Server.spawn(model, folder / f"{name}.log", *arguments, environment=variables)
             fleet.systems[name] = System(name, server, folder / name, model)
         for system in fleet.systems.values():

@@ -1,7 +1,10 @@
-"""The ranks of a server, whose tiers are attached when one rank cannot open its own.
+"""The ranks of a server, whose tiers are attached when one rank cannot open its own, and of which
+one declines a load for some steps.
 
-Two hold parts of the same pages and two of others, as with DP attention. Each is the cache of
-``small_cache`` in a process of its own, in a folder that is the argument; the last line is JSON.
+Two hold parts of the same pages and two of others, as with DP attention: the first two by tensor
+parallelism of attention, the others by context parallelism, which SGLang's group of the ranks of
+tensor parallelism leaves out. Each is the cache of ``small_cache`` in a process of its own, in a
+folder that is the argument; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from array import array
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 NUM_RANKS = 4
 TIMEOUT = timedelta(seconds=60)
+NUM_DECLINED_STEPS = 40
 
 
 def step_together(cache: Any, until: Callable[[], bool]) -> None:
@@ -40,6 +45,35 @@ def step_together(cache: Any, until: Callable[[], bool]) -> None:
     from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 
     step(cache, lambda: least_on_every_rank(cache, [int(until())]) == [1])
+
+
+def steps_until_load(cache: Any, *, declines: bool) -> int:
+    """Steps of two ranks until the load of a prompt begins. ``declines``: this rank says for some
+    of them that computing is sooner."""
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_tiered.policy.cost_model import PrefillCost
+
+    costs, request = cache.tiering.planner.costs, CacheRequestHandle("r", 0)
+    costs.prefill = PrefillCost((1.0, 1.0, 0.0))
+    load_seconds = costs.load_seconds
+    pending = cache.storage_prefetch_retries._pending
+    for number in range(100 * NUM_DECLINED_STEPS):
+        is_declined = declines and number < NUM_DECLINED_STEPS
+        costs.load_seconds = (lambda *_: 1e9) if is_declined else load_seconds
+        if request.rid in pending or number == 0:
+            cache.storage_prefetch_retries.cancel(request.rid)
+            node = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", TOKENS))))
+            cache.prefetch_from_storage(
+                request, node.last_host_node, array("q", TOKENS), matched_prefix_tokens=[]
+            )
+        if request in cache.ongoing_prefetch:
+            step_together(cache, lambda: request not in cache.ongoing_prefetch)
+            return number
+        cache.check_hicache_events()
+        cache.load_has_ended(request)
+    raise AssertionError("the load never begins")
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
@@ -52,7 +86,10 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     world = SimpleNamespace(cpu_group=dist.group.WORLD, world_size=NUM_RANKS)
     held.enter_context(get_parallel().override(world_group=world))
     pairs = [dist.new_group([first, first + 1]) for first in range(0, NUM_RANKS, 2)]
-    cache = make_cache(str(folder / "kv"), held, rank=rank, group=pairs[rank // 2])
+    alone = [dist.new_group([each]) for each in range(NUM_RANKS)][rank]
+    tp, cp = (pairs[0], alone) if rank < 2 else (alone, pairs[1])
+    groups = {"tp_cache_group": tp, "attn_tp_cache_group": tp, "attn_cp_cache_group": cp}
+    cache = make_cache(str(folder / "kv"), held, rank=rank, **groups)
     assert cache.detach_storage_backend()[0]
     refused, holding, write_policies = [], [], []
     for broken in (0, 1):
@@ -66,6 +103,8 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     attached = attach(cache)
     compute(cache, TOKENS)
     step_together(cache, lambda: cache.storage.num_kept(keys_of(TOKENS)) == 4)
+    flush(cache)
+    num_steps = steps_until_load(cache, declines=rank % 2 == 1)
     if rank % 2:
         assert cache.detach_storage_backend()[0]
     differing = attach(cache)
@@ -74,6 +113,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         "held while refused": holding,
         "write policy": write_policies,
         "attached": attached,
+        "steps until its load": num_steps,
         "differing": differing,
     }
 

@@ -51,8 +51,8 @@ def storage_flags() -> dict[str, str]:
     }
 
 
-def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None) -> Any:
-    """``rank``: among all. ``group``: of the ranks that hold parts of the same pages."""
+def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) -> Any:
+    """``rank``: among all. ``groups``: of this rank, by their names in ``CacheInitParams``."""
     import torch
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -65,7 +65,7 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity import namespace
 
-    num_ranks = 1 if group is None else torch.distributed.get_world_size()
+    num_ranks = torch.distributed.get_world_size() if groups else 1
     nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB)
     config = TieredConfig(
         mode=TierMode.NVME, host_bytes=num_ranks * 8 * MiB, nvme=nvme, num_ranks=num_ranks
@@ -112,7 +112,7 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, group: Any = None
         page_size=PAGE,
         disable=False,
         tree_components=(ComponentType.FULL,),
-        tp_cache_group=group,
+        **groups,
     )
     cache = TieredRadixCache(params=params)
     cache.init_hicache(arguments, params)

@@ -191,7 +191,7 @@ class CacheWorld:
                     data[-1 - place] = min(int(data[-1 - place]), other(question))
 
         monkeypatch.setattr(cache, "_all_reduce_attn_groups", reduce)
-        monkeypatch.setattr(cache, "tp_world_size", 2)
+        monkeypatch.setattr(cache, "decides_alone", False)
         cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
 
 

@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.cost_model import (
@@ -91,6 +91,10 @@ prompts = st.tuples(holdings, st.integers(1, 100_000))
 
 
 @given(states, st.lists(prompts, min_size=1, max_size=4), prompts, seconds, seconds)
+@example(  # a long one behind many short ones
+    ServerState(make_costs(()), free_s=3.0, busy=0.9, service_s=0.02),
+    *([(Held(), 60_000)], (Held(), 2000), 0.0, 0.0),
+)
 def test_requests_sent_never_make_their_server_better(
     state: ServerState,
     sent: list[tuple[Held, int]],
@@ -100,6 +104,7 @@ def test_requests_sent_never_make_their_server_better(
 ) -> None:
     """Not for any other prompt, then or later: it would draw them all to itself."""
     held, rest = other
+    state = dataclasses.replace(state, sent=[])
     for its_held, its_rest in sent:
         before = dataclasses.replace(state, sent=[*state.sent])
         state.reserve(now_s, estimate(state, its_held, tokens_of(its_held, its_rest), now_s).work_s)
@@ -139,7 +144,7 @@ def test_expectations_follow_the_servers_own_plan(
     assert found.ttft_s - found.score_s <= MAX_OWN_LOSS * least_s + 1e-9
 
 
-def test_a_plan_for_all_loads_more_than_one_for_itself() -> None:
+def test_a_plan_for_all_loads_more() -> None:
     """Which is what the router did not know: a load that takes a little longer than computing."""
     tier = (0.0, 1.1e-4 / BYTES)
     held = Held(nvme=64 * PAGE)

@@ -78,6 +78,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.check_prefetch_progress": ("self", "request"),
     f"{_TREE}._sync_hicache_ready_counts": ("self",),
     f"{_TREE}._all_reduce": ("self", "data", "tp_reduce_op"),
+    f"{_TREE}._all_reduce_attn_groups": ("self", "tensor", "op"),
     f"{_TREE}._prefetch_deadline_expired": ("self", "operation"),
     f"{_TREE}.release_aborted_request": ("self", "request"),
     f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),

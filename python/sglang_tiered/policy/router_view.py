@@ -78,10 +78,10 @@ def _step_prices(decode: DecodeLoad) -> tuple[float, float, float]:
     """Return the seconds of a decode step, and per request in it, by least squares over the steps
     since the server's start. What a token of keys and values adds is in the price per request."""
     steps, requests, microseconds, squares, products, _ = decode.moments
-    if not steps:
-        return 0.0, 0.0, 0.0
+    if steps < 1 or requests < steps:
+        return 0.0, 0.0, 0.0  # there were none, or the sums are not of any
     spread = steps * squares - requests * requests
     per_request = (steps * products - requests * microseconds) / spread if spread > 0 else 0.0
-    per_request = min(max(0.0, per_request), microseconds / requests if requests else 0.0)
-    fixed = (microseconds - per_request * requests) / steps
+    per_request = min(max(0.0, per_request), microseconds / requests)
+    fixed = max(0.0, microseconds - per_request * requests) / steps
     return MICROSECOND * fixed, MICROSECOND * per_request, 0.0

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Sequence
 
 __all__ = ["Flight", "NodeStore", "SpillQueue"]
 
@@ -60,6 +60,7 @@ class NodeStore:
     path_end: int
     num_retries: int = 0
     due: float = 0.0  # when it may be offered again
+    hashes: Sequence[str] = ()  # of all its pages, while it is under way
 
     @property
     def num_tokens(self) -> int:

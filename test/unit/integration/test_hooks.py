@@ -35,6 +35,7 @@ class Updater(SimpleNamespace):
         self, patch: pytest.MonkeyPatch, *, is_idle: bool = True, is_empty: bool = True
     ) -> None:
         cache = TieredRadixCache.__new__(TieredRadixCache)
+        cache.attn_cp_group = cache.attn_tp_group = None
         cache.tp_world_size = 1
         scheduler = SimpleNamespace(
             tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: is_idle

@@ -50,7 +50,7 @@ def view_of(*records: RankCosts) -> RouterView:
     return view
 
 
-def test_a_record_says_all_that_a_choice_needs() -> None:
+def test_a_record_says_what_choices_need() -> None:
     decoding = {"decode": DecodeLoad(3, 8, (0,) * 6), "device": Room(1024, 4096)}
     view = view_of(record_of(**decoding), record_of(always_loads=True))
     state, always = view.states
@@ -62,7 +62,7 @@ def test_a_record_says_all_that_a_choice_needs() -> None:
     assert (decode.num_running, decode.num_tokens, decode.max_tokens) == (3, 1024, 4096)
 
 
-def test_a_queue_ages_by_what_runs_and_no_further() -> None:
+def test_a_queue_ages_by_what_runs_alone() -> None:
     """A scheduler that hangs has done nothing more, however often it is asked."""
     view = view_of(record_of(age_s=0.1))
     (state,) = view.states
@@ -73,7 +73,7 @@ def test_a_queue_ages_by_what_runs_and_no_further() -> None:
 
 
 @pytest.mark.parametrize(("running_s", "left_s"), [(0.25, 1.5), (30.0, 2.25)])
-def test_a_server_that_is_heard_no_more_is_not_idle(running_s: float, left_s: float) -> None:
+def test_a_server_heard_no_more_is_not_idle(running_s: float, left_s: float) -> None:
     (state,) = view_of(record_of(queue_wait_s=2.25, running_prefill_s=running_s)).states
     at_s = 100.0 + running_s
     assert state.queue_s(at_s) == pytest.approx(2.25)
@@ -106,7 +106,7 @@ def test_what_was_learnt_survives_reports() -> None:
     assert state.slowdown > 1
 
 
-def test_equal_prices_are_one_model_and_new_ones_are_heard() -> None:
+def test_equal_prices_are_one_model_until_they_change() -> None:
     view = view_of(record_of(), record_of())
     first, second = view.states
     assert first.costs is second.costs
@@ -118,9 +118,7 @@ def test_equal_prices_are_one_model_and_new_ones_are_heard() -> None:
 
 
 @given(st.tuples(st.floats(1e-3, 0.1), st.floats(0, 1e-2)), st.sets(st.integers(1, 64), min_size=2))
-def test_steps_are_priced_by_the_size_of_their_batch(
-    prices: tuple[float, float], sizes: set[int]
-) -> None:
+def test_steps_are_priced_by_their_batch(prices: tuple[float, float], sizes: set[int]) -> None:
     steps = [(b, 1e6 * (prices[0] + prices[1] * b)) for b in sizes]
     moments = (
         float(len(steps)),

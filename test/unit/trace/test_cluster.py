@@ -108,7 +108,7 @@ def test_each_tier_serves_when_nearer_ones_cannot() -> None:
     units = list(range(24))
     twice = [Request(10.0 * n, 24 * UNIT, 2, units, n > 0) for n in range(2)]
     same = run_cluster(plan("in-turn", BOTH), twice)
-    assert same.hit_tokens["device"] == 24 * UNIT - 1
+    assert same.hit_tokens["device"] == 24 * UNIT - KIND.page_tokens
     fast = dataclasses.replace(KIND, peer=(1e-3, 1e-11), bucket=(1e-3, 1e-11))
     for tiers, tier in (({"nvme", "peer"}, "peer"), ({"bucket"}, "bucket"), ({"host"}, None)):
         members = [Member(kind=fast)] * 2

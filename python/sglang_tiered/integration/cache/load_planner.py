@@ -1,4 +1,5 @@
 """``LoadPlanner``: feeds the cost model of one scheduler, and follows its plans to their end.
+``DeclinedLoads``: which of them are made again.
 
 The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
 request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
@@ -29,9 +30,10 @@ from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
     from sglang_tiered.policy.cost_model import CostModel
 
-__all__ = ["LoadPlanner"]
+__all__ = ["ABSENT", "DECLINED", "DeclinedLoads", "LoadPlanner"]
 
 Request = TypeVar("Request")
 
@@ -52,25 +54,28 @@ YIELD_SHARE = 0.05
 """Of its own prefill, what a request waits so that a load that is nearly done gets into the same
 batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
-MAX_RECONSIDERED = 2
-"""How often a load that was declined is planned again: SGLang bounds attempts too."""
+DECLINED, ABSENT = -1, -2
+"""What a rank answers in place of where a load ends: that computing is sooner, or that its tiers
+hold nothing. The least answer counts, so a prefix that one rank lacks is not declined."""
+
+MAX_ATTEMPTS = 2
+"""How often a declined load is attempted again: SGLang bounds attempts too."""
 
 MAX_DECLINED = 4096
 """Declined loads that are remembered: the first, since the turns of the others are far."""
 
-RECONSIDER_STEPS = 8
-"""Steps between two looks at a declined load while no price changes. A look takes 0.2 ms."""
+LOOK_STEPS = 8
+"""Steps between two plans while nothing is measured. A plan takes 0.2 ms."""
 
 
 @dataclass(slots=True)
 class _Books:
-    """Holds what is said of a waiting request's tokens when it leaves, and how often its declined
-    load was planned again."""
+    """Holds what is said of a waiting request's tokens when it leaves."""
 
     num_held: int  # in the tiers, when it came
+    prefix: dict[str, Any]  # the arguments of its last plan
     num_loaded: int = 0
     num_rest: int = 0  # that it is to compute
-    num_times: int = 0
 
 
 @dataclass(slots=True)
@@ -112,9 +117,6 @@ class LoadPlanner(Generic[Request]):
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
         self._queue: QueueWait[Request] = QueueWait()
         self._books: dict[Request, _Books] = {}
-        # Of requests whose loads were declined: the arguments of ``CostModel.plan``.
-        self._declined: OrderedDict[Request, dict[str, Any]] = OrderedDict()
-        self._num_steps = self._num_observed = 0
         self._num_running = self._num_running_now = 0  # in the step before, and since
         self.num_waiting_tokens = 0  # that those which wait are to compute
         self._yielding: dict[Request, float] = {}  # since when
@@ -189,7 +191,6 @@ class LoadPlanner(Generic[Request]):
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.learn()
-        self._num_steps += 1
         self._num_running, self._num_running_now = self._num_running_now, 0
         if self._deadline_is_due:
             self._deadline_is_due = False
@@ -266,19 +267,14 @@ class LoadPlanner(Generic[Request]):
         self.learn()
         is_new = not self.knows(request)
         self._forget_load(request)
-        plan = LoadPlan((num_held,), 0.0, 0.0)
-        self._declined.pop(request, None)
-        if not self._always and not self.follows:
-            prefix = {
-                "num_held": num_held,
-                "num_new": num_new,
-                "num_before": num_before,
-                "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
-                "ends": ends,
-            }
-            plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
-            if num_held and not plan.num_tokens and len(self._declined) < MAX_DECLINED:
-                self._declined[request] = prefix
+        prefix = {
+            "num_held": num_held,
+            "num_new": num_new,
+            "num_before": num_before,
+            "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
+            "ends": ends,
+        }
+        plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
         if plan.num_tokens:
             self._loads[request] = _Load(plan)
         if is_new:
@@ -288,9 +284,10 @@ class LoadPlanner(Generic[Request]):
         is_busy = self.num_running > 0
         self._queue.arrives(request, own_s, self._clock(), is_busy=is_busy, rank=rank)
         if is_new and request in self._queue:
-            self._books[request] = _Books(num_held)
+            self._books[request] = _Books(num_held, prefix)
         books = self._books.get(request)
         if books is not None:
+            books.prefix = prefix
             self.num_waiting_tokens += rest - books.num_rest
             books.num_rest = rest
         return plan.num_tokens
@@ -299,6 +296,8 @@ class LoadPlanner(Generic[Request]):
         self, request: Request | None, prefix: dict[str, Any], num_ahead: int, rank: int = 0
     ) -> LoadPlan:
         """Plan the load of a waiting request, or of one of ``rank`` that arrives now (``None``)."""
+        if self._always or self.follows:
+            return LoadPlan((prefix["num_held"],), 0.0, 0.0)
         return self.costs.plan(
             **prefix,
             ahead=remote_first(num_ahead, self._loading),
@@ -306,27 +305,15 @@ class LoadPlanner(Generic[Request]):
             num_others=self.num_others(request),
         )
 
-    def reconsider(self, *, num_ahead: int) -> Request | None:
-        """Look again at one waiting request whose load was declined, another one each time; return
-        it if its load gains by now, behind ``num_ahead`` tokens of other loads."""
-        if not self._declined or not self._may_differ():
-            return None
-        request, prefix = self._declined.popitem(last=False)
+    def end_by_now(self, request: Request, *, num_ahead: int) -> int | None:
+        """Return after how many tokens of its prompt the load of a waiting request would end that
+        is planned now, as it was when it arrived last, behind ``num_ahead`` tokens of other loads;
+        None if it gains nothing."""
         books = self._books.get(request)
-        if books is None or books.num_times >= MAX_RECONSIDERED:
+        if books is None:
             return None
-        self._declined[request] = prefix
-        if not self._plan(request, prefix, num_ahead).num_tokens:
-            return None
-        books.num_times += 1
-        return request
-
-    def _may_differ(self) -> bool:
-        """Whether a plan may come out differently than it did a step before."""
-        num_observed = self.costs.prefill.num_observed
-        num_observed += sum(cost.num_observed for cost in self.costs.transfers)
-        is_same, self._num_observed = num_observed == self._num_observed, num_observed
-        return not is_same or self._num_steps % RECONSIDER_STEPS == 0
+        num_tokens = self._plan(request, books.prefix, num_ahead).num_tokens
+        return books.prefix["num_before"] + num_tokens if num_tokens else None
 
     def leaves(self, request: Request) -> None:
         """Note that a request was admitted. Unknown ones are ignored."""
@@ -337,7 +324,6 @@ class LoadPlanner(Generic[Request]):
         """Forget a request that was admitted or aborted. Unknown ones are ignored."""
         self._forget_load(request)
         self._yielding.pop(request, None)
-        self._declined.pop(request, None)
         self._settle(self._books.pop(request, None))
         self._queue.forget(request)
 
@@ -473,9 +459,82 @@ class LoadPlanner(Generic[Request]):
         """Forget all requests."""
         self._loads.clear()
         self._loading = [0] * len(TIERS)
-        self._declined.clear()
         self._yielding.clear()
         self._queue.clear()
         for books in self._books.values():
             self._settle(books)
         self._books.clear()
+
+
+class DeclinedLoads(Generic[Request]):
+    """Has the loads that were declined when their request arrived planned again while it waits:
+    the prices may have been wrong for a moment.
+
+    Several ranks come to the same decision at no collective of their own: whose turn it is follows
+    from what all of them see in the same step, and what each rank's own plan says is a question
+    that rides in the next step's exchange. Scheduler thread."""
+
+    def __init__(self, planner: LoadPlanner[Request]) -> None:
+        self._planner = planner
+        self._waiting: OrderedDict[Request, None] = OrderedDict()  # by turn
+        self._num_attempts: dict[Request, int] = {}
+        self._asked: Request | None = None  # of whom all ranks told their plan
+        self._num_steps = 0
+        self._prices_move = False
+
+    def add(self, request: Request) -> None:
+        """Note that all ranks together declined a load, though the tiers of each hold a prefix."""
+        has_place = self._planner.knows(request) and len(self._waiting) < MAX_DECLINED
+        if has_place and self._num_attempts.get(request, 0) < MAX_ATTEMPTS:
+            self._waiting[request] = None
+
+    def withdraw(self, request: Request) -> None:
+        """Plan a load no more: its request arrived again."""
+        self._waiting.pop(request, None)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that waits no more."""
+        self.withdraw(request)
+        self._num_attempts.pop(request, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        self._num_attempts.clear()
+        self._asked = None
+
+    def expect_prices(self) -> None:
+        """Note that a load has ended or a prefill begins. What is measured, and when, differs
+        between ranks; this is the same on all of them."""
+        self._prices_move = True
+
+    def step(self, agreement: RankAgreement, *, num_ahead: int) -> list[Request]:
+        """Plan one load again in a step of the scheduler, another one each time, behind
+        ``num_ahead`` tokens of other loads. Return those to attempt now, the same on all ranks:
+        several know of the load that they planned in the step before. Where it ends stays the
+        answer to the question that the request is, so the attempt need not ask."""
+        self._num_steps += 1
+        asked, self._asked = self._asked, None
+        attempts = [] if asked is None else self._ask(asked, DECLINED, agreement)
+        if self._waiting and (self._prices_move or self._num_steps % LOOK_STEPS == 0):
+            self._prices_move = False
+            request = next(iter(self._waiting))
+            self._waiting.move_to_end(request)
+            end = self._planner.end_by_now(request, num_ahead=num_ahead)
+            attempts += self._ask(request, DECLINED if end is None else end, agreement)
+        return attempts
+
+    def _ask(self, request: Request, own: int, agreement: RankAgreement) -> list[Request]:
+        """Return the request if its load gains on all ranks; nothing until they say."""
+        if request not in self._waiting:
+            return []
+        end = agreement.ask_ranks(request, own)
+        if end is None:
+            self._asked = request
+            return []
+        if end < 0:
+            agreement.forget_question(request)
+            return []
+        self.withdraw(request)
+        self._num_attempts[request] = self._num_attempts.get(request, 0) + 1
+        return [request]

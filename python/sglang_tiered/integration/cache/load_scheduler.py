@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.integration.cache.load_planner import ABSENT, DECLINED, DeclinedLoads
 from sglang_tiered.integration.cache.planned_hits import PlannedHits
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -162,6 +163,7 @@ class LoadScheduler:
         self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
         self._num_loaded: dict[CacheRequestHandle, int] = {}
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
+        self.declined = DeclinedLoads(planner)
         self._hits = PlannedHits(cache.cache_controller, lambda: cache.decides_alone)
 
     # ---- A load begins ----
@@ -180,13 +182,15 @@ class LoadScheduler:
         is_new = not self.planner.knows(request)
         has_waited = self._window.has_waited(request.rid)
         self._window.withdraw_load(request.rid)
+        self.declined.withdraw(request)
         hashes, spans = self._held_pages(call, storage)
         ends = self._restorable_ends(call.last_host_node_id, hashes, storage)
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
+        num_held = len(hashes) * cache.page_size
         num_planned = self.planner.arrives(
             request,
-            num_held=len(hashes) * cache.page_size,
+            num_held=num_held,
             num_new=len(tokens) + 1,
             num_before=call.num_before,
             num_ahead=cache.cache_controller.prefetch_tokens_occupied,
@@ -197,24 +201,27 @@ class LoadScheduler:
         self._probe_declined(storage, hashes, spans, num_planned // cache.page_size)
         tenant = cache.purged_tenants.tenant_of(call.extra_key, call.cache_salt)
         storage.transfers.expect_load(hashes, tenant)
-        num_held = self._agree(request, num_planned, call.num_before, len(tokens))
-        if num_held is None:
+        end = self._agree_on_end(request, num_planned, num_held, call.num_before)
+        if end is None:
             self._put_off(request, 0)
             return None
-        if num_held < cache.prefetch_threshold:
+        num_agreed = self._num_agreed(request, end, call.num_before, len(tokens))
+        if num_agreed < cache.prefetch_threshold:
             self._forget_questions(request)
+            if end == DECLINED:
+                self.declined.add(request)
             return None
         # One that has just come overtakes nobody who waits for room.
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
-        has_room = ask(num_held, self.num_tokens())
-        if not has_room or self._stores_in_the_way(request, num_held, storage):
-            self._put_off(request, num_held)
+        has_room = ask(num_agreed, self.num_tokens())
+        if not has_room or self._stores_in_the_way(request, num_agreed, storage):
+            self._put_off(request, num_agreed)
             return None
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
             return None
-        self._hits.expect(request, hashes[: num_held // cache.page_size])
-        tokens = tokens[: num_held + int(cache.tree_core.is_eagle)]
+        self._hits.expect(request, hashes[: num_agreed // cache.page_size])
+        tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
         return Planned(call._replace(new_input_tokens=tokens), is_new)
 
     def begun(self, planned: Planned) -> None:
@@ -257,13 +264,11 @@ class LoadScheduler:
         for rid in self._window.turns(self.num_tokens()):
             self._cache.storage_prefetch_retries.refetch(rid)
 
-    def _reconsider_declined(self) -> None:
-        """Look again at a load that was declined. Several ranks would have to do so together."""
-        if self._cache.decides_alone:
-            num_ahead = self._cache.cache_controller.prefetch_tokens_occupied
-            request = self.planner.reconsider(num_ahead=num_ahead)
-            if request is not None:
-                self._cache.storage_prefetch_retries.refetch(request.rid)
+    def _attempt_declined(self) -> None:
+        """Let SGLang attempt a declined load that gains by now, as it does those put off."""
+        num_ahead = self._cache.cache_controller.prefetch_tokens_occupied
+        for request in self.declined.step(self.agreement, num_ahead=num_ahead):
+            self._cache.storage_prefetch_retries.refetch(request.rid)
 
     def _stores_in_the_way(
         self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
@@ -272,17 +277,21 @@ class LoadScheduler:
             request, num_tokens, storage, num_loading=self.num_tokens()
         )
 
-    def _agree(
-        self, request: CacheRequestHandle, num_planned: int, num_before: int, num_tokens: int
+    def _agree_on_end(
+        self, request: CacheRequestHandle, num_planned: int, num_held: int, num_before: int
     ) -> int | None:
-        """Return what all ranks load of ``num_tokens`` behind ``num_before``; None until they
-        agree.
+        """Return after how many tokens of its prompt a load ends on all ranks, ``DECLINED`` or
+        ``ABSENT``; None until they agree. They do so on its end, for the match may have moved when
+        the answer is there."""
+        least = self._cache.prefetch_threshold
+        nothing = DECLINED if num_held >= least else ABSENT
+        own = num_before + num_planned if num_planned >= least else nothing
+        return self.agreement.ask_ranks(request, own)
 
-        They agree on where the load ends, for the match may have moved when the answer is there.
-        """
-        end = self.agreement.ask_ranks(request, num_before + num_planned)
-        if end is None:
-            return None
+    def _num_agreed(
+        self, request: CacheRequestHandle, end: int, num_before: int, num_tokens: int
+    ) -> int:
+        """Return what all ranks load of ``num_tokens`` behind ``num_before``."""
         page_size = self._cache.page_size
         num_agreed = min(max(0, end - num_before), num_tokens) // page_size * page_size
         assert_same("load of %s: %d tokens", request.rid, num_agreed)
@@ -367,7 +376,7 @@ class LoadScheduler:
         self._soonest_load_s = None
         self._num_unused = None
         self._attempt_put_off()
-        self._reconsider_declined()
+        self._attempt_declined()
 
     def rests(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
@@ -482,6 +491,7 @@ class LoadScheduler:
         the loads of later requests would evict it before."""
         key = self._loading_keys.pop(request, None)
         self._look_numbers.pop(request.rid, None)
+        self.declined.expect_prices()
         self.unlock_loaded(request)
         if key is None or num_loaded == 0:
             return
@@ -517,12 +527,13 @@ class LoadScheduler:
         self._look_numbers.pop(request.rid, None)
         self._num_unused = None
         self._copies.stops_waiting(request)
+        self.declined.forget(request)
+        self._forget_questions(request)
 
     def forget(self, request: CacheRequestHandle) -> None:
         """Forget a request that was aborted, or a load that no request waits for."""
         self.planner.forget(request)
         self._stop(request)
-        self._forget_questions(request)
         self.unlock_loaded(request)
 
     def is_loading_or_waiting(self) -> bool:
@@ -537,6 +548,7 @@ class LoadScheduler:
     def detached(self) -> None:
         """End all waiting for turns: there is nothing to load from."""
         self._window.clear()
+        self.declined.clear()
         self.agreement.forget_all()
 
     def clear(self) -> None:
@@ -549,4 +561,5 @@ class LoadScheduler:
         self._num_asks_left = [0, 0]
         self._window.clear()
         self.planner.clear()
+        self.declined.clear()
         self.agreement.forget_all()

@@ -52,7 +52,11 @@ from sglang_tiered.integration.cache.quiescing import (
     is_under_way,
     wait_until_quiet,
 )
-from sglang_tiered.integration.cache.rank_consensus import RankAgreement, least_on_every_rank
+from sglang_tiered.integration.cache.rank_consensus import (
+    RankAgreement,
+    groups_of,
+    least_on_every_rank,
+)
 from sglang_tiered.integration.cache.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
@@ -143,6 +147,8 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
         self._loads_under_way = LoadsUnderWay()
         super().__init__(params)  # which calls ``reset``
+        # Whether no other rank must come to the same decisions.
+        self.decides_alone = self.pp_size == 1 and not groups_of(self)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
         config = TieredConfig.from_environment()
@@ -198,11 +204,6 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """The attached tiers; None in host mode, or while an operator has detached them."""
         backend = getattr(self.cache_controller, "storage_backend", None)
         return backend if isinstance(backend, TieredStorage) else None
-
-    @property
-    def decides_alone(self) -> bool:
-        """Whether no other rank must come to the same decisions."""
-        return bool(self.tp_world_size == 1 and self.pp_size == 1)
 
     @property
     def has_small_host(self) -> bool:

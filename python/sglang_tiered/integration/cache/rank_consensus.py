@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-__all__ = ["RankAgreement", "Rule", "least_on_every_rank"]
+__all__ = ["RankAgreement", "Rule", "groups_of", "least_on_every_rank"]
 
 SILENT = torch.iinfo(torch.int64).max
 
@@ -75,10 +75,7 @@ class RankAgreement:
         cls, cache: UnifiedRadixCache, initial: Sequence[float], rules: Sequence[Rule]
     ) -> RankAgreement:
         """Create one for the ranks that SGLang's exchange reduces over."""
-        attention = (cache.attn_cp_group, cache.attn_tp_group)
-        groups = [group for group in attention if group is not None and group.size() > 1]
-        if not groups and cache.tp_world_size > 1:
-            groups = [cache.tp_group]
+        groups = groups_of(cache)
         is_first = all(group.rank() == 0 for group in groups)
         return cls(initial, rules, is_first=is_first, is_alone=not groups)
 
@@ -203,10 +200,17 @@ def _unordered(number: int) -> float:
     return float(value)
 
 
+def groups_of(cache: UnifiedRadixCache) -> list[torch.distributed.ProcessGroup]:
+    """Return the groups of the ranks that serve the same requests from equal trees, those that
+    SGLang's exchange reduces over; none for a lone rank. With DP attention the group of tensor
+    parallelism leaves out those of context parallelism."""
+    attention = (cache.attn_cp_group, cache.attn_tp_group)
+    groups = [group for group in attention if group is not None and group.size() > 1]
+    return [cache.tp_group] if not groups and cache.tp_world_size > 1 else groups
+
+
 def least_on_every_rank(cache: UnifiedRadixCache, values: list[int]) -> list[int]:
-    """Return the smallest of each value over all ranks that hold parts of the same pages."""
-    if cache.tp_world_size == 1:
-        return values
+    """Return the smallest of each value over all ranks that serve the same requests."""
     reduced = torch.tensor(values, dtype=torch.int64)
-    torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=cache.tp_group)
+    cache._all_reduce_attn_groups(reduced, torch.distributed.ReduceOp.MIN)  # noqa: SLF001
     return [int(value) for value in reduced]

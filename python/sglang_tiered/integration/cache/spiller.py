@@ -20,12 +20,12 @@ Everything runs on the scheduler thread, in bounded work per step, and waits for
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
 from sglang_tiered.policy.admission import TouchMemory
-from sglang_tiered.policy.spill import NodeStore, SpillQueue
+from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Spiller", "SpillingCache"]
 
 STORES_S_PER_STEP = 5e-4
-"""How long a step may take to begin stores, about 55 us each; one is always begun. A server of 100
-requests a second makes about 200 nodes a second and as few as 20 steps."""
+"""How long a step may take to begin stores, about 55 us each, and as long to look up those that
+ended; one always is. A server of 100 requests a second makes about 200 nodes a second and as few as
+20 steps."""
 
 MAX_ANCESTORS = 4
 """Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
@@ -118,6 +119,7 @@ class Spiller:
         self._locks: HostLocks[int] = HostLocks(cache)
         # By operation: what must stay on the device until it is stored.
         self._device_locks: dict[int, tuple[int, DecLockRefParams]] = {}
+        self._ended: deque[Flight[int]] = deque()  # and not looked up yet
         self._dropped: OrderedDict[int, NodeStore] = OrderedDict()
         self._touches = TouchMemory(NUM_REMEMBERED_PAGES)
         # A pin of another component's state could starve a pool whose eviction knows no pins.
@@ -194,12 +196,17 @@ class Spiller:
     def _reap(self, storage: TieredStorage) -> None:
         """Notice the stores whose result SGLang has taken."""
         ended = self._queue.pop_ended(self._cache.ongoing_backup)
-        for node_id, store in ended:
-            is_held = storage.holds(store.chain)
+        self._ended.extend(ended)
+        until = self._clock() + STORES_S_PER_STEP
+        while self._ended:
+            node_id, store = self._ended.popleft()
+            is_held = storage.num_kept(store.hashes) == len(store.hashes)  # no gap before its end
             if not is_held or store.num_retries:
                 self._store_ended(store.chain, store.path_end, is_held)
             if not is_held:
                 self._remember(node_id, store)
+            if self._clock() >= until:
+                break
         if ended:
             self._queue.adapt_limit(storage.gate.waited_s)
 
@@ -271,7 +278,9 @@ class Spiller:
         self._announce(node, hashes, chain_tokens, storage)
         operation = self._queue_store(node_id)
         if operation is not None:
-            store = NodeStore(hashes[-1], node.path_start, node.path_end, num_retries)
+            store = NodeStore(
+                hashes[-1], node.path_start, node.path_end, num_retries, hashes=hashes
+            )
             self._queue.note_flight(operation, node_id, store)
 
     def _queue_store(self, node_id: int) -> int | None:
@@ -318,6 +327,7 @@ class Spiller:
             return
         store.due = self._clock() + RETRY_S * RETRY_GROWTH**store.num_retries
         store.num_retries += 1
+        store.hashes = ()
         self._dropped[node_id] = store
         if len(self._dropped) > MAX_REMEMBERED:
             self._dropped.popitem(last=False)
@@ -334,9 +344,10 @@ class Spiller:
         del self._dropped[node_id]
         try:
             is_there = self._cache.tree_core.is_backuped(node_id)
+            hashes = self._cache.tree_core.get_hash_values(node_id)
         except KeyError:
             return
-        if storage.holds(store.chain):
+        if storage.num_kept(hashes) == len(hashes):
             return
         if is_there:
             self._wait(node_id, store, returned=False)
@@ -371,10 +382,12 @@ class Spiller:
         self._queue.clear()
         self._locks.clear()
         self._device_locks.clear()
+        self._ended.clear()
         self._dropped.clear()
 
     def abandon(self) -> None:
         """Unlock everything: the tier was detached, or memory is about to be emptied."""
         self._locks.unlock_all_but()
         self._queue.clear()
+        self._ended.clear()
         self._dropped.clear()

@@ -206,6 +206,7 @@ class Tiering:
         prefill = self.planner.costs.prefill
         expected_s = prefill.prices[0] + sum(prefill.seconds(*span) for span in spans)
         self.work.launched(expected_s, now)
+        self.loads.declined.expect_prices()
         if self.costs is not None:
             self.costs.publish_if_due(expected_s)
 

@@ -169,14 +169,14 @@ class StoreGate:
 
     def _decide(self, hashes: tuple[str, ...], prefix_tokens: int, backlog: float | None) -> None:
         keys = [bytes.fromhex(text) for text in hashes]
-        self._charge()
+        num_unwritten = self._charge()
         num_admitted = self._admission.decide(
             keys,
             prefix_tokens=prefix_tokens,
             page_bytes=self._page_bytes,
             num_held=lambda: self._engine.lookup(keys).num_hits,
             backlog=backlog,
-            num_unwritten=self._engine.stats().queued_store_bytes,
+            num_unwritten=num_unwritten,
         )
         self._begin(hashes, num_admitted)
         self._log_level()
@@ -186,14 +186,16 @@ class StoreGate:
         self._positions = {text: position for position, text in enumerate(hashes)}
         self._next_kv = 0
 
-    def _charge(self) -> None:
-        """Spend what the device was given since the last call. Any thread."""
+    def _charge(self) -> int:
+        """Spend what the device was given since the last call; return the bytes of stores that it
+        had not been given whole by then. Any thread."""
         if self._admission.budget_bytes is None:
-            return
+            return 0
         with self._charging:
-            written = self._engine.stats().bytes_written
-            self._admission.spend(written - self._bytes_written)
-            self._bytes_written = written
+            stats = self._engine.stats()  # once: a store that ends between two is in neither
+            self._admission.spend(stats.bytes_written - self._bytes_written)
+            self._bytes_written = stats.bytes_written
+            return stats.queued_store_bytes
 
     def _log_level(self) -> None:
         level, now = self._admission.level, self._clock()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -56,6 +55,8 @@ from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
+
+    import torch
 
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.storage.base import Job
@@ -219,11 +220,12 @@ class TieredStorage(ZeroCopyStorage):
             page_bytes=page_bytes,
             page_size=page_size,
             reads_queued=self._storage_config.pp_size == 1 and not moves,
+            tells_parts=self._storage_config.pp_size == 1,
         )
         self.stores = StoreAhead(
             self._begin_store,
             self._end_store,
-            page_bytes=page_bytes,
+            page_bytes=self.page_bytes,
             page_size=page_size,
             stores_queued=not moves,
         )
@@ -256,10 +258,9 @@ class TieredStorage(ZeroCopyStorage):
         """Whether another rank keeps the pages of this one, and knows which there are."""
         return isinstance(self.region_engine, BorrowedEngine)
 
-    def page_bytes(self) -> int:
-        """Return the payload bytes of one KV page of this rank."""
-        pages = page_segments(self.mem_pool_host, torch.arange(self._page_size()), 1)
-        return sum(segment.nbytes for segment in pages[0])
+    def page_bytes(self, pool: PoolName = PoolName.KV) -> int:
+        """Return the payload bytes of one page of this rank."""
+        return host_pages.page_bytes(self._pool(pool))
 
     def _page_size(self) -> int:
         return self._storage_config.logical_page_size or int(self.mem_pool_host.page_size)
@@ -467,7 +468,6 @@ class TieredStorage(ZeroCopyStorage):
 
     def get_stats(self) -> None:
         """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""
-        return
 
     def exists(self, key: str) -> bool:
         return self.lookup_leading([key]) == 1
@@ -587,7 +587,7 @@ class TieredStorage(ZeroCopyStorage):
     def _end_store(self, begun: BegunStore) -> list[bool]:
         stored = []
         if begun.job is not None:
-            stored = self.transfers.wait_for(begun.job)
+            stored = self.transfers.wait_for_store(begun.job)
             with self.gate.lock:
                 self._storing.discard(begun.job)
         stored += [False] * (begun.num_pages - begun.num_admitted)

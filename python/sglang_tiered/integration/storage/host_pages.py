@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = ["check", "derive_keys", "engine_keys", "may_move", "page_segments", "pool_label"]
+__all__ = [
+    "check",
+    "derive_keys",
+    "engine_keys",
+    "may_move",
+    "page_bytes",
+    "page_segments",
+    "pool_label",
+]
 
 
 def pool_label(name: Any) -> str:
@@ -29,16 +37,21 @@ def check(pools: Mapping[PoolName, Any]) -> int:
     found whole."""
     largest = 0
     for name, pool in pools.items():
-        page_size = getattr(pool, "logical_page_size", pool.page_size)
         try:
-            page = page_segments(pool, torch.arange(page_size), 1)[0]
+            largest = max(largest, page_bytes(pool))
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(
                 f"the NVMe tier cannot store this model's {pool_label(name)} pool "
                 f"({str(error).rstrip('.')}); start with --tier-mode host."
             ) from error
-        largest = max(largest, sum(segment.nbytes for segment in page))
     return largest
+
+
+def page_bytes(pool: Any) -> int:
+    """Return the payload bytes of a page of a host pool."""
+    page_size = getattr(pool, "logical_page_size", pool.page_size)
+    page = page_segments(pool, torch.arange(page_size), 1)[0]
+    return sum(segment.nbytes for segment in page)
 
 
 def may_move(anchor: Any, others: Mapping[PoolName, Any]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,6 +76,10 @@ class _Part:
         if self.begun.job is not None:
             self.begun.job.cancel()
 
+    def wait(self) -> None:
+        if self.begun.job is not None:
+            self.begun.job.wait()
+
 
 class _WriteSpeed:
     """Bytes written per second of the time in which a store was under way."""
@@ -109,7 +113,7 @@ class StoreAhead:
     each time; between two calls the disk is idle, and the engine has nothing that it could write as
     one extent. Here pieces are begun in the order in which the thread will ask for them, of this
     operation and of those that SGLang has queued behind it, as far as ``NUM_PARTS`` parts reach.
-    KV is cut into parts of ``PART_S`` as the writing was measured. What SGLang queues while the
+    Pages are cut into parts of ``PART_S`` as the writing was measured. What SGLang queues while the
     thread waits is looked at when that part has ended. Results go to SGLang in its own order: acks
     are as many, and come one after the other, as without it.
 
@@ -128,21 +132,21 @@ class StoreAhead:
         begin: Callable[[PoolName, Sequence[str], torch.Tensor], BegunStore],
         end: Callable[[BegunStore], list[bool]],
         *,
-        page_bytes: int,
+        page_bytes: Callable[[PoolName], int],
         page_size: int,
         stores_queued: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._begin_store, self._end_store = begin, end
-        self._page_bytes, self._page_size = page_bytes, page_size
+        self._page_bytes, self._page_size = cache(page_bytes), page_size
         self._stores_queued = stores_queued
         self._clock = clock
         self._speed = _WriteSpeed()
         # By operation, pool and first page.
         self._under_way: dict[tuple[Any, PoolName, str], _Part] = {}
         self._num_bytes = 0  # of these
-        # What is left to begin of each operation that was looked at; None: it cannot be begun.
-        self._left: dict[Any, Iterator[_Piece] | None] = {}
+        # What is left to begin of each operation that was looked at, or why that failed.
+        self._left: dict[Any, Iterator[_Piece] | Exception] = {}
         self._controller: Any = None
         self._operation: Any = None  # that SGLang's thread is at
 
@@ -167,45 +171,53 @@ class StoreAhead:
                 self._end_all([key for key in self._under_way if key[0] is operation])
 
     def finish(self) -> None:
-        """Wait for all that is under way: the thread ends, and memory may be emptied."""
+        """End all that is under way: the thread ends, and memory may be emptied."""
         self._left.clear()
+        for part in self._under_way.values():
+            part.cancel()
         self._end_all(list(self._under_way))
 
     def store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
     ) -> list[bool]:
         """Store the next pages of the operation; return which are stored. Stops behind the first
-        part of KV that is not."""
+        part of KV that is not, and when SGLang has told its thread to stop."""
         operation = self._operation
         if operation is None:  # not SGLang's own thread
             return self._end_store(self._begin_store(pool, hashes, host_indices))
         stored: list[bool] = []
-        while len(stored) < len(hashes) and all(stored):
+        is_told_to_stop = self._controller.storage_stop_event.is_set
+        while len(stored) < len(hashes) and not is_told_to_stop():
+            if pool == PoolName.KV and not all(stored):
+                break
             at = len(stored)
             key = operation, pool, hashes[at]
             while key not in self._under_way and self._begin_next(operation):
                 pass
             if key not in self._under_way:
+                if isinstance(failed := self._left.get(operation), Exception):
+                    raise failed
                 slots = host_indices[at * len(host_indices) // len(hashes) :]
                 self._begin(operation, _Piece(pool, hashes[at:], slots))
             self._begin_more()
             stored += self._end(key)
+        stored += [False] * (len(hashes) - len(stored))
         if pool == PoolName.KV and not all(stored):  # SGLang leaves out the rest
             self._left[operation] = iter(())
             for (of, *_), part in self._under_way.items():
                 if of is operation:
                     part.cancel()
-        return stored + [False] * (len(hashes) - len(stored))
+        return stored
 
     # ---- What is begun next ----
 
     def _begin_more(self) -> None:
         """Begin what SGLang's thread will ask for next."""
-        limit = NUM_PARTS * self.part_bytes
+        limit = NUM_PARTS * max(self.part_bytes, self._page_bytes(PoolName.KV))
         for operation in self._operations():
             while self._num_bytes < limit and self._begin_next(operation):
                 pass
-            if self._num_bytes >= limit or self._left[operation] is None:
+            if self._num_bytes >= limit or isinstance(self._left.get(operation), Exception):
                 return
 
     def _operations(self) -> Iterator[Any]:
@@ -218,20 +230,18 @@ class StoreAhead:
         yield from (operation for operation in queued if operation is not None)  # None: wake up
 
     def _begin_next(self, operation: Any) -> bool:
-        """Begin the next piece of an operation; return whether there was one."""
-        if operation not in self._left:
-            self._left[operation] = self._pieces(operation)
-        left = self._left[operation]
-        if left is None:
+        """Begin the next piece of an operation; return whether there was one. One that fails is not
+        tried again: the gate has forgotten whose pages these are."""
+        left = self._left.setdefault(operation, self._pieces(operation))
+        if isinstance(left, Exception):
             return False
         try:
             piece = next(left, None)
             if piece is None:
                 return False
             begun = self._begin(operation, piece)
-        except Exception:  # it fails again in its own turn, where SGLang expects that
-            logger.debug("a store cannot be begun ahead of its turn", exc_info=True)
-            self._left[operation] = None
+        except Exception as error:  # raised in its turn, where SGLang expects that
+            self._left[operation] = error
             return False
         if piece.pool == PoolName.KV and begun.num_admitted < begun.num_pages:
             self._left[operation] = iter(())  # SGLang leaves out the rest
@@ -244,20 +254,26 @@ class StoreAhead:
             controller._resolve_sidecar_kv_derived_pool_transfers(operation)  # noqa: SLF001
             controller._resolve_sidecar_nonkv_derived_pool_transfers(operation)  # noqa: SLF001
         for transfer in operation.pool_transfers or ():
-            if transfer.keys and transfer.host_indices is not None:
-                yield _Piece(transfer.name, transfer.keys, transfer.host_indices)
-        start, hashes = 0, operation.hash_value
-        while start < len(hashes):
-            # No part goes beyond a call, which takes whole parts.
-            call_end = (start // STORAGE_BATCH_SIZE + 1) * STORAGE_BATCH_SIZE
-            end = min(start + self._part_pages, call_end, len(hashes))
-            slots = operation.host_indices[start * self._page_size : end * self._page_size]
-            yield _Piece(PoolName.KV, hashes[start:end], slots)
-            start = end
+            if not transfer.keys or transfer.host_indices is None:
+                continue
+            whole = _Piece(transfer.name, transfer.keys, transfer.host_indices)
+            if transfer.keys[:1] == operation.hash_value[:1]:
+                yield from self._cut(whole, len(transfer.host_indices) // len(transfer.keys))
+            else:  # of the last pages: admission knows them by the end of the node
+                yield whole
+        kv = _Piece(PoolName.KV, operation.hash_value, operation.host_indices)
+        yield from self._cut(kv, self._page_size)
 
-    @property
-    def _part_pages(self) -> int:
-        return max(1, int(min(STORAGE_BATCH_SIZE, self.part_bytes // self._page_bytes)))
+    def _cut(self, whole: _Piece, page_slots: int) -> Iterator[_Piece]:
+        pool, hashes, slots = whole
+        start = 0
+        while start < len(hashes):
+            # No part of KV goes beyond a call, which takes whole parts.
+            call_end = (start // STORAGE_BATCH_SIZE + 1) * STORAGE_BATCH_SIZE
+            num_pages = max(1, int(self.part_bytes // self._page_bytes(pool)))
+            end = min(start + num_pages, call_end, len(hashes))
+            yield _Piece(pool, hashes[start:end], slots[start * page_slots : end * page_slots])
+            start = end
 
     # ---- What is under way ----
 
@@ -271,11 +287,17 @@ class StoreAhead:
 
     def _end(self, key: tuple[Any, PoolName, str]) -> list[bool]:
         part = self._under_way[key]
-        stored = self._end_store(part.begun)
+        part.wait()
         del self._under_way[key]
         self._num_bytes -= part.num_bytes
         self._speed.note(part)
-        return stored
+        return self._end_store(part.begun)
 
     def _end_all(self, keys: list[tuple[Any, PoolName, str]]) -> None:
-        deque(map(self._end, keys), maxlen=0)
+        for key in keys:
+            self._under_way[key].wait()  # whatever happens at an end
+        for key in keys:
+            try:
+                self._end(key)
+            except Exception:
+                logger.exception("a store has ended, and its pages may be counted as dirty")

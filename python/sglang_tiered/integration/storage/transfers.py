@@ -19,7 +19,7 @@ from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
-from sglang_tiered.storage.base import Run, Tier
+from sglang_tiered.storage.base import Reason, Run, Stop, Tier
 from sglang_tiered.storage.stack.tiers import ReadObserver
 
 if TYPE_CHECKING:
@@ -94,6 +94,18 @@ class TierTransfers:
         """Wait for a job; return which pages succeeded."""
         job.wait()
         return job.ok
+
+    def wait_for_store(self, job: Job) -> list[bool]:
+        """Wait for a store; return which pages are held. One that was on its way already may have
+        failed there since."""
+        job.wait()
+        return [
+            reason is Reason.OK or (reason is Reason.DUPLICATE and self._is_held(key))
+            for key, reason in zip(job.run.keys, job.reasons, strict=True)
+        ]
+
+    def _is_held(self, key: bytes) -> bool:
+        return self._stack.nvme.lookup([key]).stop in (Stop.END, Stop.PENDING)
 
     @property
     def part_bytes(self) -> float:
@@ -182,7 +194,8 @@ class ReadAhead:
     ``begin`` begins to read KV pages into host slots; ``part_bytes`` says how much to read at once.
     ``reads_queued`` is false for a stage of a pipeline, which does not know when a queued load that
     was aborted is over, and may empty its memory meanwhile; and where SGLang moves pages within
-    host memory, which it may do between two loads. On that thread only.
+    host memory, which it may do between two loads. ``tells_parts`` is false for such a stage, too.
+    On that thread only.
     """
 
     def __init__(
@@ -193,10 +206,11 @@ class ReadAhead:
         page_bytes: int,
         page_size: int,
         reads_queued: bool,
+        tells_parts: bool,
     ) -> None:
         self._begin_read = begin
         self._part_bytes = part_bytes
-        self._reads_queued = reads_queued
+        self._reads_queued, self._tells_parts = reads_queued, tells_parts
         self._page_bytes = page_bytes
         self._page_size = page_size
         self._under_way: dict[tuple[Any, int], _Part] = {}  # by load and first page
@@ -212,7 +226,7 @@ class ReadAhead:
         """Wrap ``HybridCacheController._page_transfer``, which reads one load."""
         self._load, self._queue, self._next_page = operation, controller.prefetch_buffer, 0
         # Ranks send equal numbers of acks; and pages count once those of all pools are there.
-        is_alone = self._reads_queued and not controller.prefetch_completion_sync_groups
+        is_alone = self._tells_parts and not controller.prefetch_completion_sync_groups
         if is_alone and not operation.pool_transfers:
             self._acks = controller.prefetch_sync_queue
         try:

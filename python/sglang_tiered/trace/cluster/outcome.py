@@ -32,6 +32,7 @@ class Outcome:
         self.link_bytes = dict.fromkeys(TIERS, 0)
         self.handoff_bytes = 0
         self.prompt_tokens = 0
+        self.outside_s = [member.kind.outside_s for member in plan.members]
         self.num_shed = self.num_falsely_shed = self.num_restarted = 0
         self.last_arrival_s = self.wall_s = 0.0
         self.busy = self.max_over_mean = 0.0
@@ -56,7 +57,7 @@ class Outcome:
     def answered(self, job: Job, now_s: float) -> None:
         if math.isnan(job.first_s):
             job.first_s = now_s
-            self.ttft_s[job.number] = now_s - job.arrival_s
+            self.ttft_s[job.number] = now_s - job.arrival_s + self.outside_s[job.server]
 
     def ended(self, job: Job, now_s: float) -> None:
         number, request = job.number, job.request

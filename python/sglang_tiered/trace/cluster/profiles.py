@@ -84,7 +84,9 @@ class _Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Kind:
     """One kind of server. A decode step takes ``step_s[0]``, ``step_s[1]`` for each request and
     ``step_s[2]`` for each token attended to. A peer's page comes from its drive, over the
-    network: ``peer`` and ``bucket`` are seconds per load and per byte."""
+    network: ``peer`` and ``bucket`` are seconds per load and per byte. ``mixes``: whether a step
+    carries decodes beside a prefill's chunk. ``outside_s`` passes for every request outside of
+    the server's queues (HTTP, tokens)."""
 
     name: str
     hardware: Hardware
@@ -97,6 +99,9 @@ class Kind:
     bucket: tuple[float, float]
     price_per_hour: float
     chunk_tokens: int
+    page_tokens: int = 64
+    mixes: bool = True
+    outside_s: float = 0.0
 
 
 class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -174,10 +174,20 @@ class Simulation:
         job.decode = number if server.role == "both" else router.choose_decode(job)
         books.handed(job)
         server.advance(now_s)
-        held = books.truth.match(job.request.units).one(number, job.tokens, self._plan.unit_tokens)
-        self._load(server, job, server.plan(job, held), now_s)
+        self._plan_loads(server, job, now_s)
         server.enqueue(job)
         self._step(server, now_s)
+
+    def _plan_loads(self, server: Server, job: Job, now_s: float) -> None:
+        matches = self.books.truth.match(job.request.units)
+        held = matches.one(server.number, job.tokens, self._plan.unit_tokens)
+        self._load(server, job, server.plan(job, held), now_s)
+
+    def _next(self, server: Server, pick: Callable[[], Job | None], now_s: float) -> Job | None:
+        """Take the next job for a batch; one that memory has lost a part of is planned again."""
+        while (job := pick()) is not None and server.put_back(job):
+            self._plan_loads(server, job, now_s)
+        return job
 
     def _load(self, server: Server, job: Job, parts: list[int], now_s: float) -> None:
         """Begin a job's loads: from its drive, from another server's drive, from the bucket."""
@@ -215,9 +225,13 @@ class Simulation:
             self._ended(job, now_s)
         if server.role == "decode":
             self._admit_handed(server, now_s)
-        if server.running is None and (job := server.pick()) is not None:
-            hits = server.begin(job)
-            self.outcome.began(job, hits)
+        if server.running is None and (job := self._next(server, server.pick, now_s)) is not None:
+            server.begin(job)
+            self.outcome.began(job, job.hits)
+            while (job := self._next(server, server.pick_beside, now_s)) is not None:
+                server.join(job)
+                self.outcome.began(job, job.hits)
+            server.launch()
         server.version += 1
         next_s = min(server.next_s(), server.wake_s())
         if next_s <= now_s and server.running is None and server.waiting:
@@ -245,7 +259,7 @@ class Simulation:
 
     def _note_stored(self, server: Server, job: Job, gone: list[list[int]], now_s: float) -> None:
         self.books.stored(
-            server.number, job.request.units, gone, now_s, self._stored_in, self._has_bucket
+            server.number, server.stored_units(job), gone, now_s, self._stored_in, self._has_bucket
         )
 
     def _admit_handed(self, decoder: Server, now_s: float) -> None:
@@ -321,7 +335,7 @@ class Simulation:
 
     def _die(self, server: Server, now_s: float) -> None:
         number = server.number
-        unanswered = {id(job) for job in server.waiting} | {id(server.running)}
+        unanswered = {id(job) for job in (*server.waiting, server.running, *server.beside)}
         jobs = server.die()
         self.books.died(number, now_s)
         self.router.died(number)

@@ -37,6 +37,7 @@ class Scheduler:
         self.waiting_queue = [request("a"), request("b")]
         self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
         self.tree_cache = TieredRadixCache.__new__(TieredRadixCache)
+        self.tree_cache.attn_cp_group = self.tree_cache.attn_tp_group = None
         self.tree_cache.tp_world_size = 1
         storage = SimpleNamespace(begin_purge=self.begin_purge)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)

@@ -104,7 +104,7 @@ def test_record_tells_what_the_planner_believes(server: Server) -> None:
     assert record.cost_model().plan(**asked) == costs.plan(**asked)
 
 
-def test_batch_that_runs_is_in_no_queue_too(server: Server) -> None:
+def test_batch_that_runs_is_in_no_queue(server: Server) -> None:
     """A request that finds nobody waits for its end, and the queue learns that; but the record
     tells what is left of it, and a router adds the two."""
     planner = server.cache.tiering.planner

@@ -98,7 +98,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         monkeypatch.setattr(UnifiedRadixCache, name, method)
     cache: Any = TieredRadixCache.__new__(TieredRadixCache)
     parts = cache.tiering = Parts(backed_up)
-    cache.tp_world_size, cache.pp_size = 1, 1
+    cache.decides_alone, cache.pp_size = True, 1
     cache.purged_tenants = PurgedTenants()
     cache._loads_under_way = LoadsUnderWay()
     cache.promised = {}
@@ -242,5 +242,5 @@ def test_chain_on_the_disk_costs_a_load(made: Made) -> None:
     assert tiering.cost_to_bring_back(1, "chain", 4096) == pytest.approx(load)
     under_way.add(1)
     assert tiering.cost_to_bring_back(1, "other", 4096) == pytest.approx(load)
-    made.cache.tp_world_size = 2
+    made.cache.decides_alone = False
     assert tiering.cost_to_bring_back(2, "other", 4096) == 1.0

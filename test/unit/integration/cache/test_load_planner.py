@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.integration.cache.load_planner import (
-    MAX_RECONSIDERED,
-    RECONSIDER_STEPS,
     STALE_AFTER_S,
     YIELD_SHARE,
     LoadPlanner,
@@ -20,7 +18,6 @@ from sglang_tiered.policy.cost_model import (
     MAX_OWN_LOSS,
     CostModel,
     LoadDecision,
-    LoadPlan,
     PrefillCost,
     TransferCost,
 )
@@ -79,55 +76,6 @@ def test_only_what_loads_faster_is_loaded() -> None:
         LoadDecision.DECLINED: 6400,
         LoadDecision.GAVE_UP: 0,
     }
-
-
-def test_declined_load_begins_once_its_tier_recovers() -> None:
-    """A price that was wrong for a moment must not cost all that wait their prefixes."""
-    planner, now = make_planner()
-    for _ in range(6):
-        load(planner, now, 1 << 20, 30.0)
-    assert arrive(planner, "a", 6400, 6500) == arrive(planner, "b", 6400, 6500) == 0
-    assert planner.reconsider(num_ahead=0) is None
-    for _ in range(8):
-        load(planner, now, 1 << 20, 1e-2)
-    planner.step()
-    found = [planner.reconsider(num_ahead=0)]
-    for _ in range(RECONSIDER_STEPS):
-        planner.step()
-        found.append(planner.reconsider(num_ahead=0))
-    found = [each for each in found if each is not None]
-    assert sorted(map(str, found)) == ["a", "b"]
-    assert arrive(planner, "a", 6400, 6500) > 0
-    planner.leaves("b")
-    assert planner.reconsider(num_ahead=0) is None
-    assert planner.tokens[LoadDecision.DECLINED] == 6400  # of b alone
-
-
-def test_declined_load_is_reconsidered_no_more_than_allowed() -> None:
-    """SGLang bounds attempts, and a request past them would wait for nothing."""
-    planner, now = make_planner(load_token_s=2 * TOKEN_S)
-    arrive(planner, "r", 6400, 6500)
-    for _ in range(8):
-        load(planner, now, 1 << 20, 1e-2)
-    found = []
-    for _ in range(10 * RECONSIDER_STEPS):
-        planner.step()
-        found.append(planner.reconsider(num_ahead=0))
-    assert found.count("r") == MAX_RECONSIDERED
-
-
-def test_unchanged_prices_are_not_asked_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, _ = make_planner(load_token_s=2 * TOKEN_S)
-    for number in range(100):
-        arrive(planner, str(number), 6400, 6500)
-    asked: list[object] = []
-    monkeypatch.setattr(
-        planner.costs, "plan", lambda **given: asked.append(given) or LoadPlan((), 0.0, 0.0)
-    )
-    for _ in range(5 * RECONSIDER_STEPS):
-        planner.step()
-        planner.reconsider(num_ahead=0)
-    assert 5 <= len(asked) <= 6
 
 
 def test_prefill_that_holds_up_others_is_dearer() -> None:

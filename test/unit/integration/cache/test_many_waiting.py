@@ -223,13 +223,21 @@ def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
     assert [world.is_retried(request) for request in requests] == [False, True, False]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_declined_load_is_asked_for_once_it_gains(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
+    if num_ranks > 1:
+        world.has_ranks(monkeypatch)
     planner = world.cache.tiering.planner
     with monkeypatch.context() as patch:
         patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
         request = world.asks("r", prompt(0, 1))
+        for _ in range(num_ranks - 1):
+            world.cache.check_hicache_events()
+            world.asks("r", prompt(0, 1))
+        world.cache.storage_prefetch_retries.clear()
+        assert world.cache.load_has_ended(request), "it waits for a load that was declined"
         world.cache.check_hicache_events()
         assert not world.is_retried(request) and not world.cache.ongoing_prefetch
     world.until(lambda: world.is_retried(request))

@@ -110,9 +110,10 @@ def test_failed_attach_can_be_repeated_later(cache: Any, tmp_path: Path) -> None
     store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
 
 
-def test_tiers_are_attached_on_all_ranks_or_none(tmp_path: Path) -> None:
-    """Else the ranks' next exchange, longer with the tiers, ends the server; and those of another
-    DP rank would wait for nobody when they are attached again."""
+def test_ranks_attach_tiers_and_load_together(tmp_path: Path) -> None:
+    """Else the ranks' next exchange, longer with the tiers, ends the server; those of another DP
+    rank would wait for nobody when they are attached again; and a load that one rank begins waits
+    for the others for ever."""
     ranks = run("attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **environment())
     for rank in ranks:
         assert [attached for attached, _ in rank["refused"]] == [False, False]
@@ -121,6 +122,8 @@ def test_tiers_are_attached_on_all_ranks_or_none(tmp_path: Path) -> None:
         assert rank["attached"][0], rank["attached"][1]
         assert rank["differing"] == ranks[0]["differing"]
         assert not rank["differing"][0]
+    steps = [rank["steps until its load"] for rank in ranks]
+    assert steps[::2] == steps[1::2] and min(steps) > 40, "of the ranks of a pair"
     assert "cannot be used as a store" in ranks[0]["refused"][0][1], "its own"
     for rank in (ranks[0], *ranks[2:]):
         assert "on rank 1, whose log says why" in rank["refused"][1][1]

@@ -193,7 +193,7 @@ def test_integration_calls_no_collective_of_its_own() -> None:
     }
     assert called == {
         ("radix_cache.py", "super()._all_reduce"),
-        ("rank_consensus.py", "torch.distributed.all_reduce"),
+        ("rank_consensus.py", "cache._all_reduce_attn_groups"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
     }

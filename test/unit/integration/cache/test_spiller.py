@@ -385,6 +385,44 @@ def test_unstorable_node_is_not_offered_for_ever() -> None:
     assert tier.accounting.left[EvictionOutcome.LOST_FAILED] == 4
 
 
+def test_node_with_a_gap_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may fail between the parts of a node, or hold its last page already."""
+    tier = Tier()
+    submit = tier.engine.submit_store
+
+    def lose_first(run: Run) -> Any:
+        monkeypatch.undo()
+        return SimpleNamespace(ok=[False, *submit(Run(run.keys[1:], run.pages[1:])).ok])
+
+    monkeypatch.setattr(tier.engine, "submit_store", lose_first)
+    tier.insert(chain(1, 4))
+    tier.run()
+    assert tier.ended == [(4 * PAGE, False)]
+    tier.clock.now += RETRY_S
+    tier.run()
+    assert tier.stored_of(chain(1, 4)) == 4 and tier.ended[1:] == [(4 * PAGE, True)]
+
+
+def test_long_nodes_that_ended_leave_steps_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, found = Tier(), list[int]()
+    for seed in (1, 2):
+        tier.insert(chain(seed, 4))
+        tier.step()
+    assert len(tier.queued) == 2
+    tier.work()
+
+    def look_up(hashes: Sequence[str]) -> int:
+        tier.clock.now += STORES_S_PER_STEP
+        found.append(len(hashes))
+        return len(hashes)
+
+    monkeypatch.setattr(tier, "num_kept", look_up)
+    tier.step()
+    assert found == [4]
+    tier.step()
+    assert found == [4, 4]
+
+
 def test_missing_ancestor_is_stored_before_its_descendant() -> None:
     tier = Tier()
     ancestor = tier.insert(chain(1, 4), offer=False)

@@ -237,7 +237,7 @@ def test_deferred_load_is_retried_after_rank_agreement(
     cache = decode.cache
     # Another rank that always says the same.
     monkeypatch.setattr(cache, "_all_reduce_attn_groups", lambda data, op: None)
-    monkeypatch.setattr(cache, "tp_world_size", 2)
+    monkeypatch.setattr(cache, "decides_alone", False)
     cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
     entry = decode.arrives()
     assert decode.waits(entry)

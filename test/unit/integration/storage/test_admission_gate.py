@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from typing import TYPE_CHECKING
@@ -221,6 +222,18 @@ def test_sick_engine_is_offered_nothing_again() -> None:
     tier = Tier()
     tier.engine.close()
     assert not tier.gate.offer_again(hashes("a"), prefix_tokens=9999)
+
+
+def test_budget_counts_a_store_that_just_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks it is not yet written at the first, and not queued at the second."""
+    tier = Tier(writes_per_day=100_000)  # of which a tenth at once
+    stats = tier.engine.stats()
+    looks = [
+        dataclasses.replace(stats, queued_store_bytes=10_000),
+        dataclasses.replace(stats, bytes_written=stats.bytes_written + 10_000),
+    ]
+    monkeypatch.setattr(tier.engine, "stats", lambda: looks.pop(0))
+    assert tier.store(hashes(*range(50))) == 0
 
 
 def test_reset_tree_leaves_no_announcement() -> None:

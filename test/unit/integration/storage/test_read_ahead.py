@@ -71,13 +71,16 @@ class Load:
         return self.aborted
 
 
-def make(disk: Disk, *, part_pages: int = 2, reads_queued: bool = True) -> ReadAhead:
+def make(
+    disk: Disk, *, part_pages: int = 2, reads_queued: bool = True, tells_parts: bool = True
+) -> ReadAhead:
     return ReadAhead(
         disk.begin,
         lambda: part_pages * PAGE_BYTES,
         page_bytes=PAGE_BYTES,
         page_size=PAGE,
         reads_queued=reads_queued,
+        tells_parts=tells_parts,
     )
 
 
@@ -222,12 +225,20 @@ def test_abort_ends_a_load_between_two_parts() -> None:
     assert len(disk.asked) <= 3 + NUM_PARTS
 
 
-def told(load: Load, *, missing: Sequence[str] = (), sync_groups: Sequence[Any] = ()) -> list[int]:
+def told(
+    load: Load,
+    *,
+    missing: Sequence[str] = (),
+    sync_groups: Sequence[Any] = (),
+    reads_queued: bool = True,
+    tells_parts: bool = True,
+) -> list[int]:
     """Tokens that SGLang hears of before its thread's own acks."""
     disk, acks = Disk(), Queue[Any]()
     disk.finish()
     disk.missing = set(missing)
-    transfer(make(disk, part_pages=4), load, acks=acks, sync_groups=sync_groups)
+    reads = make(disk, part_pages=4, reads_queued=reads_queued, tells_parts=tells_parts)
+    transfer(reads, load, acks=acks, sync_groups=sync_groups)
     found = []
     while not acks.empty():
         ack = acks.get()
@@ -244,6 +255,12 @@ def test_each_part_that_arrived_counts_at_once() -> None:
         (batch + 4) * PAGE,
         (batch + 8) * PAGE,
     ]
+
+
+def test_parts_count_where_pages_move_too() -> None:
+    """Queued loads are not read there; a pipeline's stage tells of none."""
+    assert told(Load(0, 10), reads_queued=False) == [4 * PAGE, 8 * PAGE]
+    assert told(Load(0, 10), reads_queued=False, tells_parts=False) == []
 
 
 def test_no_part_counts_behind_a_missing_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from contextlib import contextmanager
 from queue import Queue
@@ -43,6 +44,8 @@ class Disk:
         self.failing: set[str] = set()
         self.dropped: set[str] = set()  # not admitted, and what follows
         self.refused: str | None = None  # a page of which no store can begin
+        self.num_refused = 0
+        self.page_bytes = PAGE_BYTES
         self.is_open = False
         self.seconds = 0.0  # that each store takes
         self.now = 0.0
@@ -51,6 +54,7 @@ class Disk:
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
     ) -> BegunStore:
         if self.refused in hashes:
+            self.num_refused += 1
             raise ValueError("no such pages")
         if pool == PoolName.KV:  # the pages that belong to these hashes
             assert len(host_indices) == len(hashes) * PAGE
@@ -60,7 +64,7 @@ class Disk:
         job = None
         if hashes:
             keys = tuple(f"{pool.value} {text}".encode().ljust(32) for text in hashes)
-            pages = tuple((memoryview(bytes(PAGE_BYTES)),) for _ in hashes)
+            pages = tuple((memoryview(bytes(self.page_bytes)),) for _ in hashes)
             job = Job(JobKind.STORE, Run(keys, pages))
             self.jobs.append(job)
         self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
@@ -115,6 +119,7 @@ class Controller:
     def __init__(self, stores: StoreAhead, *nodes: Node | None) -> None:
         self.stores = stores
         self.backup_skip = False
+        self.storage_stop_event = threading.Event()
         self.mem_pool_host = SimpleNamespace(layout_lease=self._lease)
         self.backup_queue: Queue[Any] = Queue()
         self.acks: list[Node] = []
@@ -177,7 +182,7 @@ def make(disk: Disk, *, stores_queued: bool = True) -> StoreAhead:
     return StoreAhead(
         disk.begin,
         disk.end,
-        page_bytes=PAGE_BYTES,
+        page_bytes=lambda pool: disk.page_bytes,
         page_size=PAGE,
         stores_queued=stores_queued,
         clock=lambda: disk.now,
@@ -223,6 +228,16 @@ def test_no_more_is_under_way_than_its_share() -> None:
         eventually(lambda: disk.num_under_way == NUM_PARTS)
     disk.finish()
     controller.run()
+
+
+def test_two_large_pages_are_under_way() -> None:
+    disk = Disk()
+    disk.page_bytes = 2 * MIN_PART_BYTES
+    controller = Controller(make(disk), Node(0, 6)).begin()
+    eventually(lambda: disk.num_under_way == NUM_PARTS)
+    disk.finish()
+    controller.run()
+    assert disk.asked == [(str(page),) for page in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -293,6 +308,56 @@ def test_node_that_cannot_begin_fails_alone() -> None:
     assert first.stored == [True] and not bad.stored and last.stored == [True] * 2
 
 
+def test_node_that_failed_ahead_is_not_retried() -> None:
+    """The gate has forgotten whose pages these are, and no purge of a tenant would find them."""
+    disk = Disk()
+    disk.refused = "10"
+    first, bad, last = Node(0, 1), Node(10, 2), Node(20, 2)
+    controller = Controller(make(disk), first, bad, last).begin()
+    eventually(lambda: disk.num_refused)
+    disk.refused = None
+    disk.finish()
+    controller.run()
+    assert controller.acks == [first, bad, last]
+    assert not bad.stored and last.stored == [True] * 2
+
+
+def test_error_at_an_end_leaves_no_part_unwaited() -> None:
+    """SGLang then gives away memory that is still being read."""
+    disk, node = Disk(), Node(0, 3 * PART)
+    stores = make(disk)
+    end = stores._end_store
+
+    def end_and_fail(begun: BegunStore) -> list[bool]:
+        end(begun)
+        raise ValueError("the books do not balance")
+
+    stores._end_store = end_and_fail
+    controller = Controller(stores, node).begin()
+    eventually(lambda: disk.num_under_way == NUM_PARTS)
+    last, is_waited_for = disk.jobs[1], threading.Event()
+    wait = last.wait
+    last.wait = lambda *given: (is_waited_for.set(), wait(*given))[1]  # type: ignore[method-assign]
+    disk.finish_one(disk.jobs[0])
+    eventually(lambda: is_waited_for.is_set() or not controller.thread.is_alive())
+    assert is_waited_for.is_set() and not controller.acks
+    disk.finish()
+    controller.run()
+    assert controller.acks == [node]
+
+
+def test_nothing_is_begun_after_the_stop() -> None:
+    disk = Disk()
+    controller = Controller(make(disk), Node(0, 2 * PART)).begin()
+    eventually(lambda: disk.num_under_way == NUM_PARTS)
+    controller.storage_stop_event.set()
+    controller.backup_queue.put(Node(1000, 4))
+    controller.ends_after = 1
+    disk.finish()
+    controller.run()
+    assert len(disk.asked) == NUM_PARTS
+
+
 def test_thread_that_ends_waits_for_queued_nodes() -> None:
     """SGLang joins it, and empties memory then."""
     disk = Disk()
@@ -302,8 +367,8 @@ def test_thread_that_ends_waits_for_queued_nodes() -> None:
     controller.begin()
     eventually(lambda: len(disk.asked) == 3)
     disk.finish_one(disk.jobs[0])
-    eventually(lambda: controller.acks)
-    assert controller.thread.is_alive()
+    eventually(lambda: all(job.cancelled for job in disk.jobs[1:]))
+    assert controller.acks and controller.thread.is_alive()
     disk.finish()
     controller.run()
     assert controller.acks == nodes[:1] and disk.ended == disk.asked
@@ -336,6 +401,31 @@ def test_states_of_queued_nodes_go_before_their_pages() -> None:
     controller.run()
     assert controller.acks == nodes and all(node.stored == [True] * 2 for node in nodes)
     assert len(disk.asked) == 5
+
+
+def test_other_pools_are_stored_in_parts_too() -> None:
+    """Of one piece the engine would take what has room behind the stores that wait."""
+    disk = Disk()
+    disk.finish()
+    draft = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
+    node = Node(0, 5 * PART, draft)
+    Controller(make(disk), Node(1000, 1), node).run()
+    drafts = [pages[1:] for pages in disk.asked if pages[0] == PoolName.DRAFT.value]
+    assert [page for pages in drafts for page in pages] == node.hash_value
+    assert all(len(pages) <= PART for pages in drafts) and all(node.stored)
+
+
+def test_window_of_last_pages_is_stored_at_once() -> None:
+    """Admission knows the node by its first or its last page."""
+    disk = Disk()
+    disk.finish()
+    node = Node(0, 5 * PART)
+    window = PoolTransfer(
+        PoolName.SWA, host_indices=node.host_indices[PAGE:], keys=node.hash_value[1:]
+    )
+    node.pool_transfers = [window]
+    Controller(make(disk), node).run()
+    assert disk.asked[0] == (PoolName.SWA.value, *node.hash_value[1:])
 
 
 def test_pages_of_another_rank_are_left_to_sglang() -> None:
@@ -468,3 +558,21 @@ def test_detached_tiers_have_ended_every_store(cache: Any, disk: HeldDisk) -> No
     detached, why = cache.detach_storage_backend()
     assert detached, why
     assert engine.stats().num_inflight_jobs == 0
+
+
+def test_same_pages_twice_fail_with_the_first(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second store finds its pages on their way, and they do not arrive."""
+    goes_on, writev = threading.Event(), FileDevice.writev
+
+    def fail_behind_header(device: FileDevice, fd: int, segments: Any, offset: int) -> int:
+        if offset == 0:
+            return writev(device, fd, segments, offset)
+        assert goes_on.wait(DEADLINE_S)
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(FileDevice, "writev", fail_behind_header)
+    given = PoolName.KV, keys_of(PROMPTS[0]), torch.arange(2 * SMALL_PAGE)
+    first, second = (cache.storage._begin_store(*given) for _ in range(2))
+    assert second.job.reasons == [Reason.DUPLICATE] * 2
+    goes_on.set()
+    assert cache.storage._end_store(first) == cache.storage._end_store(second) == [False, False]
