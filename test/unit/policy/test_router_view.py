@@ -118,9 +118,7 @@ def test_equal_prices_are_one_model_until_they_change() -> None:
 
 
 @given(st.tuples(st.floats(1e-3, 0.1), st.floats(0, 1e-2)), st.sets(st.integers(1, 64), min_size=2))
-def test_steps_are_priced_by_their_batch(
-    prices: tuple[float, float], sizes: set[int]
-) -> None:
+def test_steps_are_priced_by_their_batch(prices: tuple[float, float], sizes: set[int]) -> None:
     steps = [(b, 1e6 * (prices[0] + prices[1] * b)) for b in sizes]
     moments = (
         float(len(steps)),

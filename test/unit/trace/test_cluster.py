@@ -19,6 +19,7 @@ from sglang_tiered.trace.cluster.comparison import speed_where_busy
 from sglang_tiered.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
 from sglang_tiered.trace.cluster.residency import Residency
+from sglang_tiered.trace.cluster.server import Job
 from sglang_tiered.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered.trace.replay.server import Request
 
@@ -66,11 +67,10 @@ def test_books_are_empty_at_the_end(members: list[Member]) -> None:
     books = run.books
     for counts in (books.num_requests, books.num_waiting, books.prompt_tokens, books.new_tokens):
         assert not any(counts)
-    assert not any(books.active_tokens)
-    assert not any(state.num_tokens or state.num_running for state in books.decode_states)
+    assert not any(books.active.tokens) and not books.active.held(Job(0, talks(1)[0], 0, 0.0))
     for server in run.servers:
-        assert server.used_tokens == server.queued_tokens == 0
-        assert not server.waiting and not server.decoding
+        assert server.used_tokens == server.held_tokens == server.waiting_tokens == 0
+        assert not server.waiting and not server.decoding and not len(server.queue)
 
 
 def test_one_request_takes_its_modelled_time() -> None:

@@ -68,6 +68,8 @@ def test_mixed_hardware_and_changes_run(trace: Path, capsys: pytest.CaptureFixtu
         (("--loads", "1,x"), "is not a list of numbers"),
         (("--tiers", "tape"), "--tiers tape is unknown"),
         (("--ttft", "0"), "must be greater than zero"),
+        (("--report", "0"), "must be greater than zero"),
+        (("--weights", "2,1"), "must be three numbers"),
         (("--loss", "2"), "not a share from 0 to 1"),
         (("--change", "5:die:7"), "is none; write 60:die:3"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),

@@ -69,12 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser, real: Callable[[str], float])
     knows.add_argument("--report", metavar="S", type=real, default=0.25, help="between reports")
     knows.add_argument("--price-factor", metavar="F", type=real, default=1.0)
     knows.add_argument("--price-noise", metavar="SIGMA", type=real, default=0.0)
+    knows.add_argument(
+        "--wrong-plans", action="store_true", help="servers plan with the wrong prices too"
+    )
     tuned = parser.add_argument_group("settings of policies (default: as published)")
     tuned.add_argument("--cache-threshold", metavar="P", type=share, default=0.3)
     tuned.add_argument("--balance-abs", metavar="N", type=int, default=64)
     tuned.add_argument("--balance-rel", metavar="F", type=real, default=1.5)
     tuned.add_argument("--overlap-weight", metavar="W", type=real, default=1.0)
     tuned.add_argument("--temperature", metavar="T", type=real, default=0.0)
+    tuned.add_argument("--shared-credit", metavar="P", type=share, default=0.0)
+    tuned.add_argument("--predicted", metavar="S", type=real, default=0.0)
+    tuned.add_argument("--weights", metavar="PREFIX,FREE,QUEUE", default="2,1,1", help="(2,1,1)")
     tuned.add_argument("--charge", metavar="F", type=real, default=1.0, help="of work, for cost")
 
 
@@ -174,6 +180,11 @@ def _plan(options: argparse.Namespace) -> Plan:
             raise ConfigError(f"--tiers {name} is unknown; choose from {', '.join(TIERS)}.")
     if options.ttft <= 0 or options.tpot <= 0:
         raise ConfigError("--ttft and --tpot must be greater than zero.")
+    weights = _numbers("--weights", options.weights)
+    if len(weights) != 3:
+        raise ConfigError(f"--weights {options.weights} must be three numbers, such as 2,1,1.")
+    if options.report <= 0:
+        raise ConfigError("--report must be greater than zero.")
     if options.price_factor <= 0 or options.max_waiting < 1:
         raise ConfigError("--price-factor and --max-waiting must be greater than zero.")
     return Plan(
@@ -192,6 +203,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             report_s=options.report,
             price_factor=options.price_factor,
             price_noise=options.price_noise,
+            misleads_servers=options.wrong_plans,
         ),
         tuning=Tuning(
             cache_threshold=options.cache_threshold,
@@ -199,6 +211,9 @@ def _plan(options: argparse.Namespace) -> Plan:
             balance_rel=options.balance_rel,
             overlap_weight=options.overlap_weight,
             temperature=options.temperature,
+            shared_credit=options.shared_credit,
+            predicted_s=options.predicted,
+            weights=(weights[0], weights[1], weights[2]),
             charge=options.charge,
         ),
         changes=_changes(options.change, len(members)),

@@ -26,7 +26,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """At ``at_s`` server number ``server`` dies, drains or joins; one that joins is away before."""
+    """At ``at_s`` server number ``server`` dies, drains or joins; one that joins first is away
+    before."""
 
     at_s: float
     what: str

@@ -16,14 +16,9 @@ from typing import Annotated
 import msgspec
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.policy.cost_model import PRIOR_OBJECT, PRIOR_PEERS
 from sglang_tiered.trace.replay.timing import Hardware
 
 __all__ = ["Kind", "Profiles", "load_profiles"]
-
-CHUNK_TOKENS = 2048
-"""Of a prefill beside decodes: they take a step per chunk (Agrawal et al., Sarathi-Serve, OSDI
-2024)."""
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Source = Annotated[str, msgspec.Meta(min_length=1)]
@@ -33,6 +28,14 @@ _KIND = re.compile(r"(?:([1-9][0-9]?)x)?([a-z0-9.-]+)")
 class _Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: _Positive
     source: _Source
+
+
+class _Price(_Figure, frozen=True):
+    """Its source is where to look it up."""
+
+    def __post_init__(self) -> None:
+        if not self.source.startswith(("https://", "assumed")):
+            raise ValueError("the source of a price is a URL, or says that it is assumed")
 
 
 class _Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +48,7 @@ class _Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvme_read_bytes_per_s: _Figure
     nvme_write_bytes_per_s: _Figure
     network_bytes_per_s: _Figure
-    price_per_hour: _Figure
+    price_per_hour: _Price
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +66,18 @@ class _Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: _Figure
     transfer: _Figure
     parallel: _Figure
+    loads: _Figure
     kv: _Figure
+
+
+class _Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prefill_s: _Figure
+    host_s: _Figure
+    nvme_s: _Figure
+    peer_s: _Figure
+    bucket_s: _Figure
+    bucket_bytes_per_s: _Figure
+    chunk_tokens: _Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +98,7 @@ class Kind:
     peer: tuple[float, float]
     bucket: tuple[float, float]
     price_per_hour: float
-    chunk_tokens: int = CHUNK_TOKENS
+    chunk_tokens: int
     page_tokens: int = 64
     mixes: bool = True
     outside_s: float = 0.0
@@ -96,6 +110,7 @@ class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accelerators: dict[str, _Accelerator]
     models: dict[str, _Model]
     shares: _Shares
+    fixed: _Fixed
 
     def kind(self, name: str, model: str) -> Kind:
         """Return the kind of server ``h100``, or ``4xh100`` for four that share a model.
@@ -115,14 +130,14 @@ class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if model not in self.models:
             raise ConfigError(f"--model {model} is unknown; choose from {', '.join(self.models)}.")
         number, one, of = int(match[1] or 1), self.accelerators[match[2]], self.models[model]
-        shares = self.shares
+        shares, fixed = self.shares, self.fixed
         whole = number if number == 1 else number * shares.parallel.value
         flops = one.flops.value * whole * shares.compute.value
         memory_rate = one.memory_bytes_per_s.value * whole * shares.memory.value
         weight_bytes = of.parameters * of.bytes
         token_bytes = int(2 * of.layers * of.kv_heads * of.head_dim * of.bytes)
         room = (one.memory_bytes.value * number - weight_bytes) * shares.kv.value
-        if room < token_bytes * CHUNK_TOKENS:
+        if room < token_bytes * fixed.chunk_tokens.value:
             raise ConfigError(
                 f"{name} has {one.memory_bytes.value * number / 1e9:,.0f} GB of memory, too little "
                 f"for {model} ({weight_bytes / 1e9:,.0f} GB) and its keys and values; take more "
@@ -133,14 +148,15 @@ class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         network_rate = one.network_bytes_per_s.value * transfer
         hardware = Hardware(
             kv_bytes_per_token=token_bytes,
-            prefill_fixed_s=5e-3,
+            prefill_fixed_s=fixed.prefill_s.value,
             prefill_token_s=2 * of.parameters / flops,
             prefill_pair_s=4 * of.hidden * of.layers / flops,
             host_bytes_per_s=one.host_bytes_per_s.value * transfer,
-            host_fixed_s=1e-4,
+            host_fixed_s=fixed.host_s.value,
             nvme_read_bytes_per_s=read_rate,
             nvme_write_bytes_per_s=one.nvme_write_bytes_per_s.value * transfer,
-            nvme_fixed_s=5e-4,
+            nvme_fixed_s=fixed.nvme_s.value,
+            load_share=shares.loads.value,
         )
         return Kind(
             name=name,
@@ -154,9 +170,10 @@ class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             host_tokens=int(one.host_bytes.value * number / token_bytes),
             nvme_tokens=int(one.nvme_bytes.value * number / token_bytes),
             network_bytes_per_s=network_rate,
-            peer=(PRIOR_PEERS[0], 1 / min(network_rate, read_rate)),
-            bucket=(PRIOR_OBJECT[0], 1 / 1e9),
+            peer=(fixed.peer_s.value, 1 / min(network_rate, read_rate)),
+            bucket=(fixed.bucket_s.value, 1 / fixed.bucket_bytes_per_s.value),
             price_per_hour=one.price_per_hour.value * number,
+            chunk_tokens=int(fixed.chunk_tokens.value),
         )
 
 

@@ -15,22 +15,29 @@
     of the prompt, or else the least loaded. While requests in flight differ by more than
     ``balance_abs`` and by a factor of ``balance_rel``, the least loaded.
 ``dynamo``
-    NVIDIA Dynamo's KV router: least ``overlap_weight * prefill blocks + decode blocks``, with a
-    credit of 1, 0.75, 0.25 and 0.5 for what device, host, disk and others hold; drawn by softmax
-    with a temperature above 0.
+    NVIDIA Dynamo 1.5's KV router: least ``overlap_weight * max(0, prefill - credit) + decode``.
+    Prefill are the tokens of the prompt, and those that were to be computed of prompts without a
+    first token; the credit is 1, 0.75 and 0.25 of what device, host and disk hold, and
+    ``shared_credit`` of all below the device that somebody lends. Decode are the tokens of all
+    prompts under way and of this one, a block that several of them share counted once. Drawn by
+    softmax with a temperature above 0. For ``predicted_s`` it believes that a server holds what was
+    sent to it. A server that only decodes is chosen by the decode term.
 ``llm-d``
-    llm-d's inference scheduler: most ``2 * prefix + free KV + short queue``, all as shares, what
-    device, host and disk hold counted 1, 0.8 and 0.8.
+    llm-d's router 0.10: most ``weights`` times prefix, free KV and short queue. The prefix is a
+    share of the prompt, with what device, host and disk hold counted 1, 0.8 and 0.3; the queue is
+    scaled by the shortest and the longest. Both loads are polled every 50 ms.
 ``cost``
     ``policy.routing``: seconds.
 ``oracle``
-    The same with exact queues and blocks at all times.
+    The same with a fresh report of every server, and exact blocks, at each choice.
+
+A server that only decodes is chosen in turn by ``in-turn``, by ``cost`` and ``oracle`` as
+``choose_decode`` says, and by all others (but Dynamo) as the one with fewest requests.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 import random
 from dataclasses import dataclass
@@ -42,7 +49,7 @@ from sglang_tiered.trace.replay.copies import mix
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from sglang_tiered.policy.routing import Held
     from sglang_tiered.trace.cluster.books import Books
@@ -54,9 +61,9 @@ BLOCK_TOKENS = 64  # Dynamo counts in blocks of the servers' pages
 TREE_TOKENS = (1 << 26) // 4
 """Of each server in sglang-router's tree: 2**26 characters, four to a token."""
 
-CREDIT = {"dynamo": (1.0, 0.75, 0.25, 0.5), "llm-d": (1.0, 0.8, 0.8, 0.0)}
-PREDICTED_S = 5.0
-"""How long Dynamo believes that a server holds what was sent to it, without an event."""
+CREDIT = {"dynamo": (1.0, 0.75, 0.25), "llm-d": (1.0, 0.8, 0.3)}
+POLL_S = 0.05
+"""Between llm-d's looks at the servers' metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,9 @@ class Tuning:
     balance_rel: float = 1.5
     overlap_weight: float = 1.0
     temperature: float = 0.0
+    shared_credit: float = 0.0
+    predicted_s: float = 0.0
+    weights: tuple[float, float, float] = (2.0, 1.0, 1.0)
     charge: float = 1.0
     predict: bool = True
     learn: bool = True
@@ -75,6 +85,8 @@ class Tuning:
 
 class Router:
     """Chooses among ``open_servers``, which the simulation keeps; ``decoders`` likewise."""
+
+    hears_reports = False
 
     def __init__(
         self,
@@ -93,6 +105,7 @@ class Router:
         self._tuning = tuning
         self._tpot_s = tpot_s
         self._random = random.Random(f"router:{seed}")
+        self.poll_s = 0.0
         self.open_servers: list[int] = []
         self.decoders: list[int] = []
         self._turn = self._decode_turn = 0
@@ -111,26 +124,19 @@ class Router:
         raise NotImplementedError
 
     def choose_decode(self, job: Job) -> int:
-        """Return the server that decodes it: ``in-turn`` in turn, all others by room and step
-        time."""
-        if self.policy == "in-turn":
-            self._decode_turn += 1
-            return self.decoders[self._decode_turn % len(self.decoders)]
-        chosen = choose_decode(
-            self._books.decode_states,
-            self.decoders,
-            job.tokens,
-            job.left,
-            tpot_s=self._tpot_s,
-            draw=self._random.random,
-        )
-        assert chosen is not None
-        return chosen
+        """Return the server that decodes it, of those that do nothing else."""
+        return self._least_loaded(self.decoders, self._books.num_requests)
 
     def answered(self, job: Job, now_s: float) -> None:
         """The first token of a job has come."""
 
-    def _least_loaded(self, among: Sequence[int], loads: Sequence[int]) -> int:
+    def died(self, server: int) -> None:
+        """A server has lost all that it held."""
+
+    def poll(self) -> None:
+        """Look at the servers' metrics; called every ``poll_s``, if that is not 0."""
+
+    def _least_loaded(self, among: Sequence[int], loads: Sequence[int] | Mapping[int, int]) -> int:
         least = min(loads[server] for server in among)
         equal = [server for server in among if loads[server] == least]
         return equal[int(self._random.random() * len(equal))]
@@ -140,6 +146,10 @@ class _InTurn(Router):
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         self._turn += 1
         return self.open_servers[self._turn % len(self.open_servers)], job.tokens
+
+    def choose_decode(self, job: Job) -> int:
+        self._decode_turn += 1
+        return self.decoders[self._decode_turn % len(self.decoders)]
 
 
 class _Hash(Router):
@@ -197,7 +207,14 @@ class _CacheAware(Router):
         bit = 1 << server
         for unit in units:
             self._sent[unit] = self._sent.get(unit, 0) | bit
-        for unit in tree.trim():
+        self._forget(tree.trim(), bit)
+
+    def died(self, server: int) -> None:
+        self._forget(self._trees[server].units, 1 << server)
+        self._trees[server] = LruTier(TREE_TOKENS)
+
+    def _forget(self, units: Iterable[int], bit: int) -> None:
+        for unit in units:
             left = self._sent.get(unit, 0) & ~bit
             if left:
                 self._sent[unit] = left
@@ -210,43 +227,45 @@ class _Indexed(Router):
 
     def _held(self, job: Job, now_s: float) -> tuple[dict[int, Held], Held]:
         books = self._books
-        books.look(now_s, exactly=self.policy == "oracle")
+        books.look(now_s)
+        if self.policy == "oracle":
+            books.report(now_s)
         while self._expected and self._expected[0][0] <= now_s:
             _, old = self._expected.popleft()
             self._forget(old)
         index = books.truth if self.policy == "oracle" else books.view
         return index.match(job.request.units, books.predicted).held(job.tokens, self._unit_tokens)
 
-    def _predict(self, job: Job, now_s: float) -> None:
+    def _predict(self, job: Job) -> None:
         """Believe that the server will hold the job's blocks: siblings come before events."""
-        if self._tuning.predict:
-            books = self._books
-            books.predicted.add(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
+        books = self._books
+        books.predicted.add(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
 
     def _forget(self, job: Job) -> None:
-        if self._tuning.predict:
-            books = self._books
-            books.predicted.remove(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
+        books = self._books
+        books.predicted.remove(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
+
+    def died(self, server: int) -> None:
+        self._expected = collections.deque(
+            (at_s, job) for at_s, job in self._expected if job.server != server
+        )
 
 
 class _Dynamo(_Indexed):
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         held, elsewhere = self._held(job, now_s)
         books, tuning = self._books, self._tuning
-        credit = CREDIT["dynamo"]
+        credit, shared = CREDIT["dynamo"], tuning.shared_credit
+        shares = books.active.held(job)
         scores = []
         for server in self.open_servers:
             mine = held.get(server, elsewhere)
-            saved = (
-                credit[0] * mine.device
-                + credit[1] * mine.host
-                + credit[2] * mine.nvme
-                + credit[3] * (mine.peer + mine.object)
-            )
-            prefill = max(0.0, books.new_tokens[server] + job.tokens - saved)
-            decode = 0.0
+            saved = credit[0] * mine.device + credit[1] * mine.host + credit[2] * mine.nvme
+            all_saved = saved + shared * (mine.host + mine.num_loadable)
+            prefill = max(0.0, books.new_tokens[server] + job.tokens - all_saved)
+            decode = 0
             if self._servers[server].role == "both":
-                decode = books.active_tokens[server] + job.tokens
+                decode = self._active_tokens(server, job, shares)
             score = (tuning.overlap_weight * prefill + decode) / BLOCK_TOKENS
             scores.append((score, int(max(0.0, job.tokens - saved)), server))
         if tuning.temperature > 0:
@@ -260,26 +279,47 @@ class _Dynamo(_Indexed):
             least = min(scores)[0]
             equal = [one for one in scores if one[0] == least]
             _, new, server = equal[int(self._random.random() * len(equal))]
-        job.server = server
-        self._predict(job, now_s)
-        self._expected.append((now_s + PREDICTED_S, job))
+        if tuning.predicted_s:
+            job.server = server
+            self._predict(job)
+            self._expected.append((now_s + tuning.predicted_s, job))
         return server, new
+
+    def choose_decode(self, job: Job) -> int:
+        shares = self._books.active.held(job)
+        loads = {server: self._active_tokens(server, job, shares) for server in self.decoders}
+        return self._least_loaded(self.decoders, loads)
+
+    def _active_tokens(self, server: int, job: Job, shares: Mapping[int, int]) -> int:
+        """Return the tokens of prompts under way on a server with this one among them."""
+        return self._books.active.tokens[server] + job.tokens - shares.get(server, 0)
 
 
 class _LlmD(_Indexed):
+    def __init__(self, *args: object, **more: object) -> None:
+        super().__init__(*args, **more)  # type: ignore[arg-type]
+        self.poll_s = POLL_S
+        self._waiting = [0] * len(self._servers)
+        self._free = [1.0] * len(self._servers)
+
+    def poll(self) -> None:
+        for number, server in enumerate(self._servers):
+            self._waiting[number] = len(server.waiting)
+            self._free[number] = 1 - server.held_tokens / server.kv_tokens
+
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         held, elsewhere = self._held(job, now_s)
-        credit = CREDIT["llm-d"]
-        waiting = {one: len(self._servers[one].waiting) for one in self.open_servers}
-        low, high = min(waiting.values()), max(waiting.values())
+        credit, weights, waiting = CREDIT["llm-d"], self._tuning.weights, self._waiting
+        low = min(waiting[one] for one in self.open_servers)
+        high = max(waiting[one] for one in self.open_servers)
         best: list[tuple[int, int]] = []
         best_score = -1.0
         for one in self.open_servers:
             mine = held.get(one, elsewhere)
             saved = credit[0] * mine.device + credit[1] * mine.host + credit[2] * mine.nvme
-            server = self._servers[one]
             queue = (high - waiting[one]) / (high - low) if high > low else 1.0
-            score = 2 * saved / job.tokens + 1 - server.used_tokens / server.kv_tokens + queue
+            score = weights[0] * saved / job.tokens
+            score += weights[1] * self._free[one] + weights[2] * queue
             if score > best_score + 1e-9:
                 best, best_score = [], score
             if score >= best_score - 1e-9:
@@ -288,11 +328,13 @@ class _LlmD(_Indexed):
 
 
 class _Cost(_Indexed):
+    hears_reports = True
+
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         held, elsewhere = self._held(job, now_s)
         books = self._books
         choice = choose_server(
-            books.states,
+            books.told.states,
             self.open_servers,
             held,
             job.tokens,
@@ -304,25 +346,36 @@ class _Cost(_Indexed):
         assert choice is not None
         job.server, job.predicted_s = choice.server, choice.estimate.ttft_s
         job.sent_s = now_s
-        books.states[choice.server].reserve(
-            now_s, choice.estimate.work_s * self._servers[choice.server].stretch()
-        )
-        self._predict(job, now_s)
+        books.told.states[choice.server].reserve(now_s, choice.estimate.work_s)
+        if self._tuning.predict:
+            self._predict(job)
         mine = held.get(choice.server, elsewhere)
         new = job.tokens - mine.device - mine.host - choice.estimate.loaded
         return choice.server, max(0, new)
 
     def answered(self, job: Job, now_s: float) -> None:
         if self._tuning.learn:
-            state = self._books.states[job.server]
+            state = self._books.told.states[job.server]
             state.answered(job.predicted_s, now_s - job.sent_s)
-        # Its event is on the way; from then on the index says whether the blocks are still there.
-        self._expected.append((now_s + self._lag_s, job))
+        if self._tuning.predict:
+            # Its event is on the way; from then on the index says if the blocks are still there.
+            self._expected.append((now_s + self._lag_s, job))
+
+    def choose_decode(self, job: Job) -> int:
+        chosen = choose_decode(
+            self._books.told.decode_states,
+            self.decoders,
+            job.tokens,
+            int(self._books.mean_new_tokens),
+            tpot_s=self._tpot_s,
+            draw=self._random.random,
+        )
+        assert chosen is not None
+        return chosen
 
 
 def predicted_ttft(
     books: Books,
-    servers: Sequence[Server],
     candidates: Sequence[int],
     job: Job,
     now_s: float,
@@ -333,12 +386,9 @@ def predicted_ttft(
     """Return the least time to the first token that any server promises: by what the router knows,
     or ``exactly``, by what is."""
     books.look(now_s)
-    index, states = (books.truth if exactly else books.view), list(books.states)
+    index, states = (books.truth if exactly else books.view), books.told.states
     if exactly:
-        for one in candidates:
-            servers[one].advance(now_s)
-            free_s = now_s + servers[one].queue_s()
-            states[one] = dataclasses.replace(states[one], free_s=free_s)
+        states = books.fresh_states(candidates, now_s)
     held, elsewhere = index.match(job.request.units, books.predicted).held(job.tokens, unit_tokens)
     return least_ttft(states, candidates, held, job.tokens, now_s, elsewhere=elsewhere)
 

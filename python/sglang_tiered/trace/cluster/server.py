@@ -10,6 +10,10 @@ either, decodes stand still. Those that wait are prefilled together as far as th
 Tiers are LRU caches of whole pages, each of all that was computed (``trace.replay.lru``), but for
 what ``HostMemory`` keeps; the drive and its stores are those of ``trace.replay.disk``. What runs
 takes device memory from the cache, as far as it is not part of it.
+
+What the server expects of itself (its prices, its queue, what it loads) is what the real one
+would: it knows no answer's length, and what decodes cost a prefill only as far as ``QueueWait``
+has learnt it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+from sglang_tiered.policy.prefill_work import PrefillWork
+from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, NodeTier
 from sglang_tiered.trace.replay.disk import Disk
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
@@ -35,9 +41,6 @@ __all__ = ["Job", "Server", "make_costs"]
 MAX_LOST = 8
 """Times that a load is planned again before its job is prefilled with what there is; SGLang's
 default (``--hicache-storage-prefetch-retry-max-attempts``)."""
-
-MEAN_NEW_TOKENS = 256.0
-"""Of an answer, before any ended: what room to expect soon is learnt from is this long."""
 
 
 def make_costs(kind: Kind, unit_tokens: int, factors: Sequence[float] = (1, 1, 1, 1)) -> CostModel:
@@ -60,13 +63,15 @@ def make_costs(kind: Kind, unit_tokens: int, factors: Sequence[float] = (1, 1, 1
 
 class Job:
     """A request on its way. ``tokens`` is its prompt, and after a death also what was generated;
-    ``left`` what is still to be generated."""
+    ``left`` what is still to be generated; ``expected`` what the router takes both for."""
 
     __slots__ = (
         "arrival_s",
         "cached",
         "decode",
+        "expected",
         "first_s",
+        "handoffs",
         "hits",
         "left",
         "load_start",
@@ -75,11 +80,11 @@ class Job:
         "num_lost",
         "number",
         "parts",
-        "planned_s",
         "predicted_s",
         "priority",
         "ready_s",
         "request",
+        "rest",
         "router_work",
         "sent_s",
         "server",
@@ -96,8 +101,10 @@ class Job:
         self.left = max(1, request.output_tokens)
         self.server = self.decode = -1
         self.first_s = math.nan
-        self.ready_s = self.planned_s = self.predicted_s = self.sent_s = 0.0
-        self.router_work = 0
+        self.ready_s = self.predicted_s = self.sent_s = 0.0
+        self.router_work = self.expected = 0
+        self.rest = 0  # tokens that it is expected to compute
+        self.handoffs = 0  # begun or given up: an older one that ends is void
         self.load_start = self.load_stop = 0
         self.hits = (0, 0, 0)  # tokens on the device, in host memory, by loads
         self.matched = 0  # tokens that memory held when its load was planned
@@ -116,16 +123,32 @@ class Server:
     """Times never go back from call to call. ``role`` is both, prefill or decode."""
 
     def __init__(
-        self, number: int, kind: Kind, role: str, unit_tokens: int, sizes: tuple[int, int, int]
+        self,
+        number: int,
+        kind: Kind,
+        role: str,
+        unit_tokens: int,
+        sizes: tuple[int, int, int],
+        costs: CostModel,
     ) -> None:
         self.number, self.kind, self.role = number, kind, role
+        self.costs = costs  # the prices that it believes
         self._unit_tokens, self._sizes = unit_tokens, sizes
         self.kv_tokens = sizes[0]
-        self._nodes = Nodes()
+        self.steps = 0.0
+        self.last_s = 0.0
+        self.pressed_s = 0.0  # with a prefill running or waiting
+        self.prefilled_s = 0.0
+        self.computed_tokens = 0
+        self.version = 0
+        self.is_live, self.is_open = True, True
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        sizes, self._nodes = self._sizes, Nodes()
         self.host = HostMemory(sizes[1], sizes[0], self._nodes)
         self.tiers = (NodeTier(sizes[0], self._nodes), self.host, LruTier(sizes[2]))
-        self.costs = make_costs(kind, unit_tokens)
-        self.disk = Disk(kind.hardware)
+        self.disk = Disk(self.kind.hardware)
         self.link_free_s = self.bucket_free_s = self.handoff_free_s = 0.0
         self.waiting: list[Job] = []
         self.running: Job | None = None
@@ -133,21 +156,18 @@ class Server:
         self.left_s = 0.0  # of the running batch, alone
         self._batch_s = self._chunk_s = 0.0
         self._chunk_left = self._copied_bytes = 0
-        self.queued_s = 0.0  # prefill expected of those that wait
-        self.queued_tokens = 0  # what they need
-        self._loaded_tokens = 0  # for them, in host memory
-        self.used_tokens = 0  # by what runs
-        self._cached_tokens = 0  # of them, those that are also counted as cache
+        self._loaded_tokens = 0  # for those that wait, in host memory
+        self._cached_tokens = 0  # of what is used, what is also counted as cache
+        self._running_s = 0.0  # what it takes alone, and what it is expected to take
+        self._expected_s = 0.0
+        self.queue: QueueWait[int] = QueueWait()
+        self._work = PrefillWork()
+        self.waiting_tokens = 0  # that those which wait are expected to compute
+        self.used_tokens = 0  # by what runs, answers to their ends included
+        self._begun_tokens = 0.0  # of the decodes: prompts, less the steps before they began
         self.decoding: list[tuple[float, int, Job]] = []  # by the step at which they end
         self.attended = 0.0  # tokens that a step attends to
-        self.steps = 0.0
-        self.last_s = 0.0
-        self.pressed_s = 0.0  # with a prefill running or waiting
-        self.prefilled_s = 0.0
-        self.computed_tokens = 0
-        self.mean_new_tokens = MEAN_NEW_TOKENS
-        self.version = 0
-        self.is_live, self.is_open = True, True
+        self._sums = [0.0] * 5
 
     # ---- Time ----
 
@@ -174,7 +194,16 @@ class Server:
             if self.waiting:
                 self.pressed_s += passed
             if self.decoding:
-                self.steps += passed / (self.kind.step_s[0] + self._variable_s())
+                step_s = self.kind.step_s[0] + self._variable_s()
+                steps = passed / step_s
+                self.steps += steps
+                if self.role == "decode":
+                    self._count(steps, step_s)
+
+    def _count(self, steps: float, step_s: float) -> None:
+        requests = float(len(self.decoding))
+        one = (1.0, requests, step_s, requests * requests, requests * step_s)
+        self._sums = [total + steps * more for total, more in zip(self._sums, one, strict=True)]
 
     def next_s(self) -> float:
         """Return when a prefill or a decode will end, if nothing else happens."""
@@ -189,26 +218,39 @@ class Server:
             end_s = min(end_s, self.last_s + max(0.0, self.decoding[0][0] - self.steps) * step_s)
         return end_s
 
-    def stretch(self) -> float:
-        """Return how much longer a prefill takes for the decodes beside it."""
-        if not self.kind.mixes:
-            return 1.0
-        chunk_s = self.kind.chunk_tokens * self.kind.hardware.prefill_token_s
-        return 1 + self._variable_s() / chunk_s
+    # ---- What it tells ----
 
-    def queue_s(self) -> float:
-        """Return what the server expects a new request to wait for: prefills, or room."""
-        left_s = max(0.0, self.left_s) if self.running is not None else 0.0
-        queue_s = (left_s + self.queued_s) * self.stretch()
-        excess = self.used_tokens + self.queued_tokens - self.kv_tokens
-        if excess > 0 and self.decoding:
-            step_s = self.kind.step_s[0] + self._variable_s()
-            if self.running is not None:
-                step_s += self._chunk_s
-            # Half of what runs is over after half an answer.
-            per_s = self.used_tokens / (self.mean_new_tokens * step_s)
-            queue_s = max(queue_s, excess / per_s)
-        return queue_s
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of keys and values that what runs has by now."""
+        held = self._begun_tokens + len(self.decoding) * self.steps
+        if self.running is not None:
+            held += sum(job.tokens for job in (self.running, *self.beside))
+        return int(held)
+
+    @property
+    def running_prefill_s(self) -> float:
+        """What is left of the running prefill, at the server's prices."""
+        if self.running is None:
+            return 0.0
+        return self._expected_s * max(0.0, self.left_s) / self._running_s
+
+    @property
+    def num_others(self) -> int:
+        """Requests that a further prefill holds up."""
+        prefilling = len(self.beside) + (self.running is not None)
+        return len(self.waiting) + len(self.decoding) + prefilling
+
+    @property
+    def moments(self) -> tuple[float, float, float, float, float, float]:
+        """SGLang's sums over decode steps: 1, b, t, b*b, b*t, g with batch size, microseconds and
+        tokens."""
+        steps, requests, seconds, squares, products = self._sums
+        return steps, requests, 1e6 * seconds, squares, 1e6 * products, requests
+
+    def busy_share(self) -> float:
+        """Return the share of the last seconds in which a prefill ran."""
+        return self._work.busy_share(self.last_s)
 
     # ---- Prefill ----
 
@@ -217,7 +259,7 @@ class Server:
         NVMe, peers and bucket, and counts the rest as queued work."""
         before = min(held.device + held.host, job.tokens - 1)
         new = job.tokens - before
-        saved_s = 0.0
+        is_busy = self.running is not None or bool(self.decoding)
         parts = [0, 0, 0]
         if held.num_loadable and new > 1:
             plan = self.costs.plan(
@@ -225,24 +267,24 @@ class Server:
                 num_new=new,
                 num_before=before,
                 ahead=self.ahead(),
-                queue_wait_s=self.queue_s(),
+                queue_wait_s=self.queue.seconds(is_busy=is_busy, rank=job.priority),
+                num_others=self.num_others,
                 spans=((0, held.nvme), (1, held.peer), (2, held.object)),
             )
-            saved_s = plan.saved_s
             parts = list(plan.parts) or parts
         job.matched = before
+        loaded = sum(parts)
         job.load_start = (held.device + held.host) // self._unit_tokens
-        job.load_stop = job.load_start + sum(parts) // self._unit_tokens
-        prefill = self.costs.prefill
-        job.planned_s = prefill.prices[0] + prefill.seconds(new, before) - saved_s
-        self.queued_s += job.planned_s
-        self.queued_tokens += job.need
-        self._hold_loaded(sum(parts))
+        job.load_stop = job.load_start + loaded // self._unit_tokens
+        job.rest = new - loaded
+        own_s = self.costs.prefill.seconds(job.rest, before + loaded)
+        self.queue.arrives(job.number, own_s, self.last_s, is_busy=is_busy, rank=job.priority)
+        self.waiting_tokens += job.rest
+        self._hold_loaded(loaded)
         return parts
 
     def _unplan(self, job: Job) -> None:
-        self.queued_s = max(0.0, self.queued_s - job.planned_s) if self.waiting else 0.0
-        self.queued_tokens -= job.need
+        self.waiting_tokens -= job.rest
         self._hold_loaded(-sum(job.parts))
 
     def _hold_loaded(self, tokens: int) -> None:
@@ -307,6 +349,7 @@ class Server:
                     return None
                 del self.waiting[position]
                 return job
+            self.queue.waits_for_more(job.number)
         return None
 
     def pick_beside(self) -> Job | None:
@@ -352,12 +395,17 @@ class Server:
             whole = math.ceil(self.steps - 1e-6)
             self._batch_s += (whole - self.steps) * (self.kind.step_s[0] + self._variable_s())
             self.steps = float(whole)
+        self._expected_s = self.costs.prefill.prices[0]
         self._admit(job)
 
     def join(self, job: Job) -> None:
         """Prefill it in the batch that has begun just now."""
         self.beside.append(job)
         self._admit(job)
+
+    def launch(self) -> None:
+        """Note that the batch is complete."""
+        self._work.launched(self._expected_s, self.last_s)
 
     def _admit(self, job: Job) -> None:
         device, memory, usable = self._match(job)
@@ -367,8 +415,11 @@ class Server:
         self._batch_s += hardware.prefill_s(new, usable) - hardware.prefill_fixed_s
         self._copied_bytes += (usable - device) * hardware.kv_bytes_per_token
         self._chunk_left -= new
+        self.queue.admitted(job.number, self.last_s)
         self._unplan(job)
-        self.left_s = max(self._batch_s, hardware.host_load_s(self._copied_bytes))
+        prefill = self.costs.prefill
+        self._expected_s += prefill.seconds(new, usable)
+        self.left_s = self._running_s = max(self._batch_s, hardware.host_load_s(self._copied_bytes))
         self._chunk_s = min(self.left_s, self.kind.chunk_tokens * hardware.prefill_token_s)
         self.computed_tokens += new
         self._use(self._taken(job.need if self.role == "both" else job.tokens))
@@ -380,6 +431,8 @@ class Server:
         job = self.running
         assert job is not None
         self.running = self.beside.pop(0) if self.beside else None
+        if self.running is None:
+            self._work.ended(self.last_s)
         if self.role != "both":
             self._count_cached(job, 0)
             self._use(-self._taken(job.tokens))
@@ -443,22 +496,20 @@ class Server:
         job.v_start = self.steps
         heapq.heappush(self.decoding, (self.steps + max(0, job.left - 1), job.number, job))
         self.attended += job.tokens + job.left / 2
+        self._begun_tokens += job.tokens - self.steps
 
     def finish_decode(self) -> Job | None:
         """End the decode that is due, if one is."""
         if not self.decoding or self.decoding[0][0] > self.steps + 1e-6:
             return None
         _, _, job = heapq.heappop(self.decoding)
-        self._end(job)
-        self.mean_new_tokens += 0.02 * (job.left - self.mean_new_tokens)
-        return job
-
-    def _end(self, job: Job) -> None:
         self.attended -= job.tokens + job.left / 2
+        self._begun_tokens -= job.tokens - job.v_start
         if not self.decoding:
-            self.attended = 0.0
+            self.attended = self._begun_tokens = 0.0
         self._count_cached(job, 0)
         self._use(-self._taken(job.need))
+        return job
 
     def _use(self, tokens: int) -> None:
         self.used_tokens += tokens
@@ -478,7 +529,8 @@ class Server:
         return (-(-tokens // page) + 1) * page
 
     def die(self) -> list[Job]:
-        """End everything; returns the jobs that were there, with what they have generated."""
+        """End everything, pages included; returns the jobs that were there, with what they have
+        generated."""
         jobs = list(self.waiting)
         if self.running is not None:
             jobs += [self.running, *self.beside]
@@ -488,10 +540,7 @@ class Server:
             jobs.append(job)
         for job in jobs:
             job.cached = 0
-        self.waiting, self.running, self.beside, self.decoding = [], None, [], []
         self.is_live = self.is_open = False
-        self.attended = self.queued_s = 0.0
-        self.used_tokens = self.queued_tokens = self._cached_tokens = 0
-        self._hold_loaded(-self._loaded_tokens)
         self.version += 1
+        self._begin_empty()
         return jobs

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.trace.cluster.books import Books
@@ -14,19 +14,20 @@ from sglang_tiered.trace.cluster.outcome import Outcome
 from sglang_tiered.trace.cluster.plan import Change
 from sglang_tiered.trace.cluster.residency import DEVICE, HOST, NVME, numbers
 from sglang_tiered.trace.cluster.routers import make_router, predicted_ttft
-from sglang_tiered.trace.cluster.server import Job, Server
+from sglang_tiered.trace.cluster.server import Job, Server, make_costs
 from sglang_tiered.trace.replay.copies import mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.trace.cluster.plan import Plan
     from sglang_tiered.trace.replay.server import Request
 
 __all__ = ["Simulation", "run_cluster"]
 
 
-_SERVER, _HANDED, _CHANGE = range(3)
+_SERVER, _HANDED, _CHANGE, _TIMER = range(4)
 
 
 class Simulation:
@@ -49,8 +50,9 @@ class Simulation:
                     member.kind.host_tokens if "host" in tiers else 0,
                     member.kind.nvme_tokens if "nvme" in tiers else 0,
                 ),
+                costs,
             )
-            for number, member in enumerate(plan.members)
+            for number, (member, costs) in enumerate(zip(plan.members, _costs(plan), strict=True))
         ]
         self._stored_in = tuple(
             tier
@@ -75,15 +77,27 @@ class Simulation:
             plan.seed,
         )
         self._handed: list[list[Job]] = [[] for _ in self.servers]  # that wait for room
-        self._lost: set[int] = set()  # jobs whose handoff ends at a server that died
+        self._handing: dict[int, Job] = {}  # by number, on their way
         self.outcome = Outcome(len(requests), plan)
         self._shares = [sum(plan.classes[: n + 1]) for n in range(len(plan.classes))]
-        for change in plan.changes:
-            if change.what == "join":
+        known: set[int] = set()
+        for change in sorted(plan.changes, key=lambda change: change.at_s):
+            if change.what == "join" and change.server not in known:
                 self.servers[change.server].is_live = False
                 self.servers[change.server].is_open = False
+            known.add(change.server)
             self._push(change.at_s, _CHANGE, change)
+        if self.router.hears_reports or plan.admission in ("predicted", "soft"):
+            self._push(0.0, _TIMER, (plan.knowledge.report_s, self.books.report))
+        if self.router.poll_s:
+            self._push(0.0, _TIMER, (self.router.poll_s, self._poll))
+        self._last_arrival_s = 0.0
         self._refresh()
+
+    def _poll(self, now_s: float) -> None:
+        for server in self.servers:
+            server.advance(now_s)
+        self.router.poll()
 
     def _push(self, at_s: float, what: int, payload: object, version: int = 0) -> None:
         self._order += 1
@@ -105,6 +119,8 @@ class Simulation:
         heap = self._heap
         speed = self._plan.speed
         first_s = self._requests[0].arrival_s if self._requests else 0.0
+        if self._requests:
+            self._last_arrival_s = (self._requests[-1].arrival_s - first_s) / speed
         now_s = 0.0
         for number, request in enumerate(self._requests):
             now_s = (request.arrival_s - first_s) / speed
@@ -113,7 +129,7 @@ class Simulation:
             job = Job(number, request, self._class_of(request), now_s)
             if not self._is_shed(job, now_s):
                 self._send(job, now_s)
-        self.outcome.last_arrival_s = now_s
+        self.outcome.last_arrival_s = self._last_arrival_s
         pressed = [0.0] * len(self.servers)
         for server in self.servers:
             server.advance(self.outcome.last_arrival_s)
@@ -140,7 +156,13 @@ class Simulation:
                 self._step(payload, now_s)
         elif what == _HANDED:
             assert isinstance(payload, Job)
-            self._receive(payload, now_s)
+            if payload.handoffs == version:
+                self._receive(payload, now_s)
+        elif what == _TIMER:
+            every_s, act = cast("tuple[float, Callable[[float], None]]", payload)
+            act(now_s)
+            if now_s + every_s <= self._last_arrival_s:
+                self._push(now_s + every_s, _TIMER, payload)
         else:
             assert isinstance(payload, Change)
             self._change(payload, now_s)
@@ -209,6 +231,7 @@ class Simulation:
             while (job := self._next(server, server.pick_beside, now_s)) is not None:
                 server.join(job)
                 self.outcome.began(job, job.hits)
+            server.launch()
         server.version += 1
         next_s = min(server.next_s(), server.wake_s())
         if next_s <= now_s and server.running is None and server.waiting:
@@ -226,7 +249,7 @@ class Simulation:
             return
         decoder = self.servers[job.decode]
         if not decoder.is_live:
-            self.books.ended(job)
+            self.books.diverted(job)
             job.decode = self.router.choose_decode(job)
             self.books.handed(job)
             decoder = self.servers[job.decode]
@@ -252,13 +275,12 @@ class Simulation:
             end_s = begin_s + num_bytes / rate
             giver.handoff_free_s = decoder.handoff_free_s = end_s
             self.outcome.handoff_bytes += num_bytes
-            self._push(end_s, _HANDED, job)
+            job.handoffs += 1
+            self._handing[job.number] = job
+            self._push(end_s, _HANDED, job, job.handoffs)
 
     def _receive(self, job: Job, now_s: float) -> None:
-        if job.number in self._lost:
-            self._lost.discard(job.number)
-            self._again(job, now_s)
-            return
+        del self._handing[job.number]
         decoder = self.servers[job.decode]
         decoder.advance(now_s)
         gone = decoder.store(job)
@@ -274,6 +296,7 @@ class Simulation:
 
     def _ended(self, job: Job, now_s: float) -> None:
         self.books.ended(job)
+        self.books.learn_length(job.left)
         self.outcome.ended(job, now_s)
 
     # ---- Admission ----
@@ -285,13 +308,13 @@ class Simulation:
         is_last_class = len(plan.classes) == 1 or job.priority > 0
         if not is_last_class:
             return False
-        args = (self.books, self.servers, candidates, job, now_s, plan.unit_tokens)
+        args = (self.books, candidates, job, now_s, plan.unit_tokens)
         if plan.admission == "queue":
             is_shed = min(self.books.num_waiting[one] for one in candidates) >= plan.max_waiting
         else:
             is_shed = predicted_ttft(*args, exactly=False) > plan.ttft_s
             if plan.admission == "soft" and is_shed:
-                is_shed = all(self.books.states[one].free_s > now_s for one in candidates)
+                is_shed = all(self.books.told.states[one].free_s > now_s for one in candidates)
         if is_shed:
             self.outcome.shed(job, predicted_ttft(*args, exactly=True) <= plan.ttft_s)
         return is_shed
@@ -304,46 +327,53 @@ class Simulation:
         if change.what == "join":
             server.is_live = server.is_open = True
             server.last_s = now_s
-        elif change.what == "drain":
-            server.is_open = False
         else:
             server.is_open = False
         self._refresh()
-        if change.what == "die":
+        if change.what == "die" and server.is_live:
             self._die(server, now_s)
 
     def _die(self, server: Server, now_s: float) -> None:
-        handed, self._handed[server.number] = self._handed[server.number], []
-        running = server.running
-        waiting = {id(job) for job in (*server.waiting, running, *server.beside)}
+        number = server.number
+        unanswered = {id(job) for job in (*server.waiting, server.running, *server.beside)}
         jobs = server.die()
-        self.books.died(server.number)
-        for _, _, _, payload, _ in self._heap:
-            if isinstance(payload, Job) and server.number in (payload.server, payload.decode):
-                self._lost.add(payload.number)
-        for other in self._handed:
-            for job in [job for job in other if job.server == server.number]:
-                other.remove(job)
-                handed.append(job)
-        for job in sorted(jobs, key=lambda job: job.number):
-            if id(job) in waiting:
+        self.books.died(number, now_s)
+        self.router.died(number)
+        # Their handoffs, begun or not, end at it or come from it.
+        handed, self._handed[number] = self._handed[number], []
+        for queue in self._handed:
+            handed += [job for job in queue if job.server == number]
+            queue[:] = [job for job in queue if job.server != number]
+        for job in [job for job in self._handing.values() if number in (job.server, job.decode)]:
+            del self._handing[job.number]
+            job.handoffs += 1
+            handed.append(job)
+            decoder = self.servers[job.decode]
+            if decoder is not server:
+                decoder.advance(now_s)
+                decoder.release(job)
+                self._step(decoder, now_s)
+        unanswered |= {id(job) for job in handed}
+        for job in sorted((*jobs, *handed), key=lambda job: job.number):
+            if id(job) in unanswered:
                 self.books.answered(job)
             self.books.ended(job)
             self.outcome.num_restarted += 1
             self._send(job, now_s)
-        for job in handed:
-            self._again(job, now_s)
 
-    def _again(self, job: Job, now_s: float) -> None:
-        """Send a job again whose handoff was lost."""
-        decoder = self.servers[job.decode]
-        if decoder.is_live:
-            decoder.release(job)
-            self._step(decoder, now_s)
-        self.books.answered(job)
-        self.books.ended(job)
-        self.outcome.num_restarted += 1
-        self._send(job, now_s)
+
+def _costs(plan: Plan) -> list[CostModel]:
+    """Return what each server takes things to cost; those of a kind share it where it is right."""
+    knowledge = plan.knowledge
+    if knowledge.misleads_prices and knowledge.misleads_servers:
+        factors = knowledge.factors(len(plan.members), plan.seed)
+        return [
+            make_costs(member.kind, plan.unit_tokens, factor)
+            for member, factor in zip(plan.members, factors, strict=True)
+        ]
+    kinds = {member.kind.name: member.kind for member in plan.members}
+    right = {name: make_costs(kind, plan.unit_tokens) for name, kind in kinds.items()}
+    return [right[member.kind.name] for member in plan.members]
 
 
 def run_cluster(plan: Plan, requests: Sequence[Request]) -> Outcome:

@@ -1,0 +1,43 @@
+"""Figures of bench_routing: pairs of one seed, the median with the least and the most."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench_routing import CLUSTERS, GRID, over_peers, quotients
+from sglang_tiered.trace.cluster.routers import Tuning
+
+TIMES = {"cost": (1.0, 4.0, 3.0), "dynamo": (2.0, 2.0, 2.0), "llm-d": (2.0, 8.0, 3.0)}
+ROWS = [
+    {"seed": seed, "load": load, "policy": policy, "mean_ttft_s": load * times[seed]}
+    for policy, times in TIMES.items()
+    for load in (1.0, 1.2)
+    for seed in range(3)
+]
+
+
+def test_a_ratio_pairs_what_one_seed_gave() -> None:
+    found = over_peers(ROWS, "load")
+    assert set(found) == {f"cost_over_{one}_{load}" for one in TIMES for load in ("1", "1.2")} - {
+        "cost_over_cost_1",
+        "cost_over_cost_1.2",
+    }
+    one = found["cost_over_dynamo_1"]
+    assert one == pytest.approx({"value": 1.5, "min": 0.5, "max": 2.0, "n": 3})
+    one = found["cost_over_llm-d_1.2"]
+    assert one == pytest.approx({"value": 0.5, "min": 0.5, "max": 1.0, "n": 3})
+
+
+def test_a_seed_without_its_base_is_left_out() -> None:
+    rows = [row for row in ROWS if (row["policy"], row["seed"]) != ("cost", 1)]
+    found = quotients(rows, lambda row: row["policy"], "cost", "mean_ttft_s", "load")
+    assert found["dynamo_1"]["n"] == 2
+
+
+def test_everybody_is_tuned_and_begins_as_published() -> None:
+    published = Tuning()
+    assert set(GRID) == {"cache-aware", "dynamo", "llm-d", "cost"}
+    for settings in GRID.values():
+        assert {getattr(published, key) == value for key, value in settings[0].items()} == {True}
+    for parts, _ in CLUSTERS.values():
+        assert sum(parts.values()) == 16
