@@ -122,6 +122,7 @@ class World:
 
     def end(self) -> None:
         assert drained(self.engine, TIMEOUT_S)
+        assert drained(self.engine.nvme, TIMEOUT_S)  # a load promotes pages before it ends
         self.engine.check_integrity()
         for number, run in enumerate(RUNS):
             if number not in self.stored:
