@@ -19,7 +19,7 @@ from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import RankCosts, ServerCosts, parse_server_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from server_process import Server
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 3, 1500
 PROMPTS = make_prompts(101, NUM_PROMPTS, LENGTH)
-LONG = make_prompts(102, 3, 3500)
+LONG = make_prompts(102, 5, 3500)  # more behind the first than a batch takes
 KEY = "admin-of-the-test"
 ANSWER_S = 2.0
 """Many times what an answer takes, less than any of the hangs here."""
@@ -126,15 +126,20 @@ def test_idle_server_has_a_young_record_without_work(server: Server) -> None:
 def test_prefill_under_way_is_told(server: Server) -> None:
     server.flush()
     seen: list[RankCosts] = []
-    askers = [threading.Thread(target=server.generate, args=(prompt,)) for prompt in LONG]
-    for asker in askers:
-        asker.start()
+    first, *others = [threading.Thread(target=server.generate, args=(prompt,)) for prompt in LONG]
     deadline = time.monotonic() + 60.0
-    while any(asker.is_alive() for asker in askers):
-        assert time.monotonic() < deadline
-        seen.append(rank(server))
-    for asker in askers:
-        asker.join()
+
+    def look_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert time.monotonic() < deadline
+            seen.append(rank(server))
+
+    first.start()
+    # Of those that arrive together a batch takes what fits, and a record may be older than it.
+    look_until(lambda: bool(seen) and seen[-1].running_prefill_s > 0.0 or not first.is_alive())
+    for asker in others:
+        asker.start()
+    look_until(lambda: not any(asker.is_alive() for asker in (first, *others)))
     assert max(record.running_prefill_s for record in seen) > 0.1
     assert max(record.queue_wait_s for record in seen) > 0.1
     assert max(record.waiting.tokens for record in seen) > len(LONG[0]) / 2
