@@ -90,7 +90,7 @@ def test_no_router_hears_how_long_answers_will_be(policy: str) -> None:
     assert picks[0] == picks[1]
 
 
-def test_a_decode_server_is_chosen_by_the_mean_answer() -> None:
+def test_decode_servers_are_chosen_by_mean_answers() -> None:
     members = [Member(kind=KIND, role="prefill"), *[Member(kind=KIND, role="decode")] * 3]
     found = []
     for answer in (2, 20_000):
@@ -141,7 +141,7 @@ def test_llm_d_sees_metrics_when_it_polls() -> None:
     assert {chosen(run, long, 0.05) for _ in range(5)} == {1}
 
 
-def test_llm_d_takes_a_drive_for_less_than_memory() -> None:
+def test_llm_d_takes_drives_for_less_than_memory() -> None:
     run = begun("llm-d", 2, [])
     units = range(20)
     truth = run.books.truth
@@ -199,7 +199,7 @@ def test_a_server_that_died_comes_back_empty() -> None:
     assert not run.books.view.blocks.get(0, 0) >> 2 * 2 & 1, "an event from before its death"
 
 
-def test_what_was_learnt_of_a_server_dies_with_it() -> None:
+def test_what_was_learnt_of_servers_dies_with_them() -> None:
     run = Simulation(plan("cost", 2), [prompt(0.0, range(4))])
     state = run.books.told.states[0]
     state.slowdown = 3.0

@@ -423,7 +423,7 @@ def test_long_nodes_that_ended_leave_steps_short(monkeypatch: pytest.MonkeyPatch
     assert found == [4, 4]
 
 
-def test_stores_that_end_faster_than_steps_look_are_not_kept(
+def test_stores_that_outpace_their_lookups_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sglang_tiered.integration.cache.spiller.MAX_ENDED", 2)
