@@ -94,7 +94,7 @@ def run_device(bench: Bench) -> None:
         sample = bench.ask_in_turn(fleet, names, request, number, first)
         conversation.answered(request, sample)
     with (
-        processor_time.measuring(fleet, processor_s),
+        processor_time.measuring(fleet.processes, processor_s),
         bench.steps("device", setting.rounds + setting.throughput_rounds) as step,
     ):
         for number in range(setting.rounds):

@@ -17,8 +17,6 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from serving_bench.systems import Fleet
-
 __all__ = [
     "Threads",
     "between",
@@ -96,12 +94,13 @@ def between(before: Threads, after: Threads) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def measuring(fleet: Fleet, into: dict[str, dict[str, float]]) -> Iterator[None]:
-    """What each system's threads take within the block, also while others are asked."""
-    before = {name: take(system.server.process.pid) for name, system in fleet.systems.items()}
+def measuring(processes: Mapping[str, int], into: dict[str, dict[str, float]]) -> Iterator[None]:
+    """What the threads of each system, by name its process, take within the block, also while
+    others are asked."""
+    before = {name: take(pid) for name, pid in processes.items()}
     yield
-    for name, system in fleet.systems.items():
-        into[name] = between(before[name], take(system.server.process.pid))
+    for name, pid in processes.items():
+        into[name] = between(before[name], take(pid))
 
 
 def describe_shares(seconds: Mapping[str, float]) -> str:

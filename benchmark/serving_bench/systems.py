@@ -176,6 +176,11 @@ class Fleet:
     def __getitem__(self, name: str) -> System:
         return self.systems[name]
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """The server process of each system."""
+        return {name: system.server.process.pid for name, system in self.systems.items()}
+
     def in_turn(self, names: Sequence[str], number: int) -> list[System]:
         """The named systems; whoever is last now is first next time."""
         ordered = names if number % 2 == 0 else list(reversed(names))
