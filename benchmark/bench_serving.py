@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=0,
         metavar="CORES",
-        help="run `device` also beside processes that keep so many cores busy",
+        help="run `device` and `sharegpt` also beside processes that keep so many cores busy",
     )
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
