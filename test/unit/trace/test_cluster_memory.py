@@ -13,7 +13,7 @@ from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import Kind, load_profiles
 from sglang_tiered.trace.cluster.server import Job
 from sglang_tiered.trace.cluster.simulation import Simulation, run_cluster
-from sglang_tiered.trace.cluster.tree import HostMemory, Nodes
+from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, SharedBlocks
 from sglang_tiered.trace.replay.server import Request
 
 if TYPE_CHECKING:
@@ -155,3 +155,33 @@ def test_host_memory_balances_whatever_is_asked() -> None:
         nodes.forget(gone)
         assert not any(unit in tier for unit in gone)
         tier.check_integrity()
+
+
+def test_prompts_that_run_share_their_blocks() -> None:
+    """The second one has room beside the first, as most of its memory is the same."""
+    common = range(40)
+    first, second = (
+        Request(at_s, 44 * PAGE, 20_000, [*common, *range(own, own + 4)], False)
+        for at_s, own in ((0.0, 100), (10.0, 200))
+    )
+    kind = dataclasses.replace(SMALL, kv_tokens=64 * PAGE + 2 * 20_000)
+    found = serve([first, second], kind)
+    assert found.done_s[0] > 60
+    assert found.ttft_s[1] < 1
+    apart = second._replace(units=range(300, 344))
+    assert serve([first, apart], kind).ttft_s[1] > 50
+
+
+def test_a_shared_block_is_there_once() -> None:
+    shared = SharedBlocks()
+    shared.hold([1, 2, 3])
+    shared.hold([1, 2])
+    shared.hold([1])
+    assert shared.num_spared == 3
+    assert shared.num_held([1, 2, 4, 3]) == 2
+    shared.release([1, 2, 3])
+    assert shared.num_spared == 1
+    assert shared.num_held([1, 2, 3]) == 2
+    shared.release([1, 2])
+    shared.release([1])
+    assert shared.num_spared == shared.num_held([1]) == 0

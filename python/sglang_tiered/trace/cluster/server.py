@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 from sglang_tiered.policy.prefill_work import PrefillWork
 from sglang_tiered.policy.queue_wait import QueueWait
-from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, NodeTier
+from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, NodeTier, SharedBlocks
 from sglang_tiered.trace.replay.disk import Disk
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
 
@@ -158,6 +158,7 @@ class Server:
         self._chunk_left = self._copied_bytes = 0
         self._loaded_tokens = 0  # for those that wait, in host memory
         self._cached_tokens = 0  # of what is used, what is also counted as cache
+        self._shared = SharedBlocks()  # of that, what several requests use
         self._running_s = 0.0  # what it takes alone, and what it is expected to take
         self._expected_s = 0.0
         self.queue: QueueWait[int] = QueueWait()
@@ -226,7 +227,7 @@ class Server:
         held = self._begun_tokens + len(self.decoding) * self.steps
         if self.running is not None:
             held += sum(job.tokens for job in (self.running, *self.beside))
-        return int(held)
+        return max(0, int(held) - self._spared_tokens)
 
     @property
     def running_prefill_s(self) -> float:
@@ -345,7 +346,7 @@ class Server:
             return None
         for position, job in enumerate(self.waiting):
             if job.ready_s <= self.last_s + 1e-9:
-                if self.used_tokens and self.used_tokens + job.need > self.kv_tokens:
+                if not self._fits(job):
                     return None
                 del self.waiting[position]
                 return job
@@ -359,13 +360,25 @@ class Server:
             return None
         for position, job in enumerate(self.waiting):
             if job.ready_s <= self.last_s + 1e-9:
-                if self.used_tokens + job.need > self.kv_tokens:
+                if not self._fits(job):
                     return None
                 if job.tokens - self._match(job)[2] > self._chunk_left:
                     return None
                 del self.waiting[position]
                 return job
         return None
+
+    def _fits(self, job: Job) -> bool:
+        """Whether a job has room beside what runs. What that holds of its prompt takes no more."""
+        shared = self._shared.num_held(job.request.units) * self._unit_tokens
+        used = self.used_tokens - self._spared_tokens
+        return not used or used + job.need - shared <= self.kv_tokens
+
+    @property
+    def _spared_tokens(self) -> int:
+        """What requests use together, as often as it is counted too much. Decode servers get every
+        prompt from elsewhere, whole."""
+        return self._shared.num_spared * self._unit_tokens if self.role == "both" else 0
 
     def _match(self, job: Job) -> tuple[int, int, int]:
         """Return how far the device, host memory and loads reach into a prompt, in whole pages, one
@@ -518,6 +531,9 @@ class Server:
 
     def _count_cached(self, job: Job, tokens: int) -> None:
         """Count so many tokens of what a job uses as part of the cache."""
+        old, new = (count // self._unit_tokens for count in (job.cached, tokens))
+        self._shared.hold(job.request.units[old:new])
+        self._shared.release(job.request.units[new:old])
         self._cached_tokens += tokens - job.cached
         job.cached = tokens
         self._use(0)

@@ -7,6 +7,7 @@ gone from the device as in SGLang.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.host_budget import HostBudget
@@ -16,7 +17,7 @@ from sglang_tiered.trace.replay.lru import LruTier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["HostMemory", "Nodes", "NodeTier"]
+__all__ = ["HostMemory", "Nodes", "NodeTier", "SharedBlocks"]
 
 SMALL_RATIO = 5 / 4  # as in ``integration``: below this multiple of the device it keeps nothing
 
@@ -64,6 +65,33 @@ class Nodes:
         """Forget blocks that no memory holds any more: whole nodes."""
         for unit in units:
             self._of.pop(unit, None)
+
+
+class SharedBlocks:
+    """The blocks of the tree that running requests hold. One that several hold is there once."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self.num_spared = 0  # blocks that are not there again
+
+    def hold(self, units: Iterable[int]) -> None:
+        """Note one more request that holds these."""
+        for unit in units:
+            holders = self._holders.get(unit, 0)
+            self._holders[unit] = holders + 1
+            self.num_spared += holders > 0
+
+    def release(self, units: Iterable[int]) -> None:
+        """Note one less."""
+        for unit in units:
+            left = self._holders.pop(unit) - 1
+            if left:
+                self._holders[unit] = left
+                self.num_spared -= 1
+
+    def num_held(self, units: Iterable[int]) -> int:
+        """Return how many blocks at the beginning of a prompt are held already."""
+        return sum(1 for _ in takewhile(self._holders.__contains__, units))
 
 
 class NodeTier(LruTier):
