@@ -10,6 +10,8 @@ import pytest
 from sglang_tiered.trace.cluster.books import ActiveBlocks, Knowledge
 from sglang_tiered.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
+from sglang_tiered.trace.cluster.residency import Expected
+from sglang_tiered.trace.cluster.routers import Tuning
 from sglang_tiered.trace.cluster.server import Job
 from sglang_tiered.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered.trace.replay.server import Request
@@ -211,3 +213,38 @@ def test_what_was_learnt_of_servers_dies_with_them() -> None:
     run._die(server, 1.0)
     assert state.slowdown == 1.0 and state.queue_s(1.0) == 0.0
     assert not predicted.blocks
+
+
+def test_siblings_are_expected_until_the_last() -> None:
+    soon = Expected(2)
+    soon.expect(0, [1, 2, 3])
+    soon.expect(0, [1, 2, 4])
+    soon.expect(1, [1])
+    soon.settle(0, [1, 2, 3])
+    assert soon.match([1, 2, 3]).device == {0: 2, 1: 1}
+    soon.forget_server(1)
+    soon.settle(0, [1, 2, 4])
+    soon.settle(1, [1])
+    assert not soon.blocks
+
+
+@pytest.mark.parametrize("policy", ["cost", "dynamo"])
+def test_nothing_stays_expected_after_a_death(policy: str) -> None:
+    """A prompt that waited for a decode server which died is sent to another to be prefilled."""
+    slow = dataclasses.replace(KIND, network_bytes_per_s=1e9)
+    members = [Member(kind=slow, role="prefill")] * 3 + [Member(kind=slow, role="decode")] * 2
+    # The one that it was prefilled by takes no more.
+    changes = [Change(at_s=5.9, what="drain", server=0), Change(at_s=6.0, what="die", server=4)]
+    requests = [prompt(0.1 * n, range(100 * n, 100 * n + 60)) for n in range(60)]
+    run = Simulation(
+        dataclasses.replace(
+            plan(policy, 1, changes=changes),
+            members=members,
+            knowledge=Knowledge(lag_s=0.5),
+            tuning=Tuning(predicted_s=5.0),
+        ),
+        requests,
+    )
+    assert run.run().num_restarted
+    run.router._held(Job(99, requests[0], 0, 0.0), 1e6)
+    assert not run.books.predicted.blocks

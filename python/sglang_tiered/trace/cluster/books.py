@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.router_view import RouterView
 from sglang_tiered.trace.cluster.records import Reporter
-from sglang_tiered.trace.cluster.residency import DEVICE, HOST, NVME, Residency, numbers
+from sglang_tiered.trace.cluster.residency import DEVICE, HOST, NVME, Expected, Residency, numbers
 from sglang_tiered.trace.cluster.server import make_costs
 from sglang_tiered.trace.replay.lru import lengths_of
 
@@ -135,7 +135,7 @@ class Books:
         self.truth = Residency(count, has_peers=has_peers)
         is_exact = knowledge.lag_s == 0 and knowledge.loss == 0
         self.view = self.truth if is_exact else Residency(count, has_peers=has_peers)
-        self.predicted = Residency(count)
+        self.predicted = Expected(count)
         self._late: collections.deque[tuple[float, int, Sequence[int], int, bool]] = (
             collections.deque()
         )

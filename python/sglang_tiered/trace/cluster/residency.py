@@ -13,7 +13,7 @@ from sglang_tiered.policy.routing import Held
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Matches", "Residency", "numbers"]
+__all__ = ["Expected", "Matches", "Residency", "numbers"]
 
 DEVICE, HOST, NVME = range(3)
 
@@ -138,3 +138,37 @@ class Residency:
                 end[server] = position
         peer, bucket = (position if end < 0 else end for end in (peer, bucket))
         return Matches(ends[0], ends[1], ends[2], peer, bucket)
+
+
+class Expected(Residency):
+    """What devices will hold soon, as requests for it were sent there. What several of them bring
+    is expected until none is left that does."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._counts: list[dict[int, int]] = [{} for _ in range(count)]
+
+    def expect(self, server: int, units: Iterable[int]) -> None:
+        """A request that brings these was sent."""
+        counts, new = self._counts[server], []
+        for unit in units:
+            before = counts.get(unit, 0)
+            counts[unit] = before + 1
+            if not before:
+                new.append(unit)
+        self.add(new, self.bits(server, (DEVICE,)))
+
+    def settle(self, server: int, units: Iterable[int]) -> None:
+        """Nothing more is expected of one that was sent."""
+        counts, gone = self._counts[server], []
+        for unit in units:
+            left = counts.pop(unit, 0) - 1
+            if left > 0:
+                counts[unit] = left
+            else:
+                gone.append(unit)
+        self.remove(gone, self.bits(server, (DEVICE,)))
+
+    def forget_server(self, server: int) -> None:
+        super().forget_server(server)
+        self._counts[server].clear()

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.routing import choose_decode, choose_server, least_ttft
-from sglang_tiered.trace.cluster.residency import DEVICE, numbers
+from sglang_tiered.trace.cluster.residency import numbers
 from sglang_tiered.trace.replay.copies import mix
 from sglang_tiered.trace.replay.lru import LruTier, lengths_of
 
@@ -109,7 +109,8 @@ class Router:
         self.open_servers: list[int] = []
         self.decoders: list[int] = []
         self._turn = self._decode_turn = 0
-        self._expected: collections.deque[tuple[float, Job]] = collections.deque()
+        # Until when servers are expected to hold blocks that no event has told of.
+        self._expected: collections.deque[tuple[float, int, Sequence[int]]] = collections.deque()
         self._lag_s = books.knowledge.lag_s
 
     def choose(self, job: Job, now_s: float) -> int:
@@ -129,6 +130,9 @@ class Router:
 
     def answered(self, job: Job, now_s: float) -> None:
         """The first token of a job has come."""
+
+    def withdrawn(self, job: Job) -> None:
+        """A job is to be sent again, before its first token."""
 
     def died(self, server: int) -> None:
         """A server has lost all that it held."""
@@ -231,24 +235,20 @@ class _Indexed(Router):
         if self.policy == "oracle":
             books.report(now_s)
         while self._expected and self._expected[0][0] <= now_s:
-            _, old = self._expected.popleft()
-            self._forget(old)
+            _, server, units = self._expected.popleft()
+            books.predicted.settle(server, units)
         index = books.truth if self.policy == "oracle" else books.view
         return index.match(job.request.units, books.predicted).held(job.tokens, self._unit_tokens)
 
     def _predict(self, job: Job) -> None:
         """Believe that the server will hold the job's blocks: siblings come before events."""
-        books = self._books
-        books.predicted.add(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
+        self._books.predicted.expect(job.server, job.request.units)
 
-    def _forget(self, job: Job) -> None:
-        books = self._books
-        books.predicted.remove(job.request.units, books.predicted.bits(job.server, (DEVICE,)))
+    def _predict_until(self, at_s: float, job: Job) -> None:
+        self._expected.append((at_s, job.server, job.request.units))
 
     def died(self, server: int) -> None:
-        self._expected = collections.deque(
-            (at_s, job) for at_s, job in self._expected if job.server != server
-        )
+        self._expected = collections.deque(one for one in self._expected if one[1] != server)
 
 
 class _Dynamo(_Indexed):
@@ -282,7 +282,7 @@ class _Dynamo(_Indexed):
         if tuning.predicted_s:
             job.server = server
             self._predict(job)
-            self._expected.append((now_s + tuning.predicted_s, job))
+            self._predict_until(now_s + tuning.predicted_s, job)
         return server, new
 
     def choose_decode(self, job: Job) -> int:
@@ -359,7 +359,11 @@ class _Cost(_Indexed):
             state.answered(job.predicted_s, now_s - job.sent_s)
         if self._tuning.predict:
             # Its event is on the way; from then on the index says if the blocks are still there.
-            self._expected.append((now_s + self._lag_s, job))
+            self._predict_until(now_s + self._lag_s, job)
+
+    def withdrawn(self, job: Job) -> None:
+        if self._tuning.predict:
+            self._books.predicted.settle(job.server, job.request.units)
 
     def choose_decode(self, job: Job) -> int:
         chosen = choose_decode(

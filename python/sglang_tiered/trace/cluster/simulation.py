@@ -357,6 +357,7 @@ class Simulation:
         for job in sorted((*jobs, *handed), key=lambda job: job.number):
             if id(job) in unanswered:
                 self.books.answered(job)
+                self.router.withdrawn(job)
             self.books.ended(job)
             self.outcome.num_restarted += 1
             self._send(job, now_s)
