@@ -11,7 +11,7 @@ import pytest
 from sglang_tiered.policy.routing import NOTHING_HELD
 from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import Kind, load_profiles
-from sglang_tiered.trace.cluster.server import Job
+from sglang_tiered.trace.cluster.server import Job, Server, make_costs
 from sglang_tiered.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered.trace.cluster.tree import HostMemory, Nodes, SharedBlocks
 from sglang_tiered.trace.replay.server import Request
@@ -185,3 +185,22 @@ def test_a_shared_block_is_there_once() -> None:
     shared.release([1, 2])
     shared.release([1])
     assert shared.num_spared == shared.num_held([1]) == 0
+
+
+@pytest.mark.parametrize("before", [0, 1536])
+def test_a_chunk_is_a_step_of_decodes(before: int) -> None:
+    """Attention to a long prefix takes its time, but brings no decode another token."""
+    kind = load_profiles().kind("h100", "llama-3.1-8b")
+    server = Server(0, kind, "both", PAGE, (kind.kv_tokens, 0, 0), make_costs(kind, PAGE))
+    server.begin_decode(Job(0, ask(0.0, 0, 1000, 5000), 0, 0.0))
+    cached = Job(1, ask(0.0, 1, before * PAGE), 0, 0.0)
+    prompt = Job(2, ask(0.0, 1, before * PAGE + 2 * kind.chunk_tokens), 0, 0.0)
+    server.tiers[0].touch(cached.request.units, [PAGE] * before)
+    server._nodes.add(cached.request.units)
+    server.plan(prompt, NOTHING_HELD)
+    server.begin(prompt)
+    server.launch()
+    server.advance(server.next_s())
+    assert prompt.hits[0] == before * PAGE
+    assert server.left_s == pytest.approx(0, abs=1e-9)
+    assert server.steps == pytest.approx(2)

@@ -433,7 +433,9 @@ class Server:
         prefill = self.costs.prefill
         self._expected_s += prefill.seconds(new, usable)
         self.left_s = self._running_s = max(self._batch_s, hardware.host_load_s(self._copied_bytes))
-        self._chunk_s = min(self.left_s, self.kind.chunk_tokens * hardware.prefill_token_s)
+        # A step carries a chunk's tokens, however long attention to what is before them takes.
+        num_computed = self.kind.chunk_tokens - self._chunk_left
+        self._chunk_s = self.left_s / max(1, math.ceil(num_computed / self.kind.chunk_tokens))
         self.computed_tokens += new
         self._use(self._taken(job.need if self.role == "both" else job.tokens))
         self._count_cached(job, device)
