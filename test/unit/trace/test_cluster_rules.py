@@ -248,3 +248,12 @@ def test_nothing_stays_expected_after_a_death(policy: str) -> None:
     assert run.run().num_restarted
     run.router._held(Job(99, requests[0], 0, 0.0), 1e6)
     assert not run.books.predicted.blocks
+
+
+def test_a_death_shortens_no_answer() -> None:
+    """What is left of one after a server's death is not how long it was."""
+    change = Change(at_s=5.0, what="die", server=1)
+    run = Simulation(plan("in-turn", 2, changes=[change]), [prompt(0.0, range(4), answer=2000)])
+    before = run.books.mean_new_tokens
+    assert run.run().num_restarted == 1
+    assert run.books.mean_new_tokens == pytest.approx(before + 0.02 * (2000 - before))

@@ -296,7 +296,7 @@ class Simulation:
 
     def _ended(self, job: Job, now_s: float) -> None:
         self.books.ended(job)
-        self.books.learn_length(job.left)
+        self.books.learn_length(max(1, job.request.output_tokens))
         self.outcome.ended(job, now_s)
 
     # ---- Admission ----
