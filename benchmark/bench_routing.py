@@ -84,6 +84,13 @@ CLUSTERS: dict[str, tuple[dict[tuple[str, str], int], frozenset[str]]] = {
     "half H100, half A100": ({("h100", "both"): 8, ("a100", "both"): 8}, PEER),
     "10 prefill, 6 decode": ({("h100", "prefill"): 10, ("h100", "decode"): 6}, PEER),
 }
+# A limit of the queue has to be set, so several are tried.
+ADMISSIONS = {
+    "none": ("none", 1),
+    **{f"queue of {most}": ("queue", most) for most in (1, 2, 4, 8)},
+    "predicted": ("predicted", 1),
+    "soft": ("soft", 1),
+}
 PUBLISHED = Tuning()
 # What is tried of every policy with settings; the first is the published one.
 GRID: dict[str, list[dict[str, Any]]] = {
@@ -308,12 +315,12 @@ def knowledge_ratios(rows: list[Row]) -> dict[str, Any]:
 def admission_rows(seed: int) -> Iterator[Row]:
     """Goodput above saturation, with and without admission."""
     for name, load in itertools.product(MOONCAKE, (1.2, 1.5, 2.0)):
-        plan = make_plan(scale=NARROW, tuning=tuned("peers"), seed=seed, max_waiting=4)
+        plan = make_plan(scale=NARROW, tuning=tuned("peers"), seed=seed)
         plan = dataclasses.replace(plan, speed=load * speed_of(name, seed, NARROW))
-        for admission in ("none", "queue", "predicted", "soft"):
-            one = dataclasses.replace(plan, admission=admission)
+        for label, (admission, waiting) in ADMISSIONS.items():
+            one = dataclasses.replace(plan, admission=admission, max_waiting=waiting)
             outcome = run_cluster(one, requests_of(name, seed, NARROW))
-            yield row(load, outcome, seed=seed, trace=name, admission=admission)
+            yield row(load, outcome, seed=seed, trace=name, admission=label)
 
 
 def admission_ratios(rows: list[Row]) -> dict[str, Any]:
@@ -403,7 +410,7 @@ def plan_part(quick: bool) -> dict[str, Any]:
     """The planner's split of 64 mixed servers beside the best of all splits."""
     made: dict[str, Any] = {"ratios": {}, "raw": []}
     for name in ("conversation", "synthetic"):
-        requests = whole_trace(name, 1)[: 500 if quick else 2000]
+        requests = requests_of(name, 0, Scale(64, 500 if quick else 2000))
         counts = ((kind("h100"), 32), (kind("a100"), 32))
         plan = make_plan(tuning=tuned("half H100, half A100"), ttft_s=2.0, tpot_s=0.05)
         # At load 1 limits are neither kept nor missed by all.
