@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N", type=_count, help="between splits (an eighth)")
     parser.add_argument("--exhaustive", action="store_true", help="also simulate every split")
     parser.add_argument("--replicate", metavar="K", type=_count, default=1, help="copies")
-    parser.add_argument("--spread", metavar="S", type=float, default=60.0, help=argparse.SUPPRESS)
+    parser.add_argument("--spread", metavar="S", type=real, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--stretch", metavar="F", type=real, default=1.0, help="of all times")
     parser.add_argument("--limit", metavar="N", type=_count, help="plan for the first N requests")
     parser.add_argument("--page-tokens", metavar="N", type=_count, help=argparse.SUPPRESS)
@@ -91,7 +91,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--policy {options.policy} is unknown; one of {', '.join(POLICIES)}.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json} cannot be written: its folder is missing.")
-    fleets = [_fleet(text, options) for text in options.fleet or ["8:h100"]]
+    prices = _prices(options)
+    fleets = [_fleet(text, options, prices) for text in options.fleet or ["8:h100"]]
+    known = {kind.name for fleet in fleets for kind, _ in fleet.counts}
+    for name in prices.keys() - known:
+        raise ConfigError(f"--price {name}: no --fleet has such servers; name one of theirs.")
     name, unit_tokens, requests = read_requests(options)
     plan = Plan(
         members=(),
@@ -116,7 +120,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fleet(text: str, options: argparse.Namespace) -> Fleet:
+def _prices(options: argparse.Namespace) -> dict[str, float]:
+    prices = {}
+    for price in options.price:
+        match = _PRICE.fullmatch(price)
+        if match is None:
+            raise ConfigError(f"--price {price!r} is none; write h100=4.76, in dollars an hour.")
+        prices[match[1]] = float(match[2])
+    return prices
+
+
+def _fleet(text: str, options: argparse.Namespace, prices: dict[str, float]) -> Fleet:
     from sglang_tiered.cluster.planner import Fleet
     from sglang_tiered.trace.cluster.command import fleet
     from sglang_tiered.trace.cluster.profiles import load_profiles
@@ -124,12 +138,6 @@ def _fleet(text: str, options: argparse.Namespace) -> Fleet:
     members = fleet(text, options.model, load_profiles(options.profiles))
     if any(member.role != "both" for member in members):
         raise ConfigError(f"--fleet {text} names roles, which this command chooses; leave them.")
-    prices = {}
-    for price in options.price:
-        match = _PRICE.fullmatch(price)
-        if match is None:
-            raise ConfigError(f"--price {price!r} is none; write h100=4.76, in dollars an hour.")
-        prices[match[1]] = float(match[2])
     counts = Fleet.of(members).counts
     return Fleet(
         tuple(

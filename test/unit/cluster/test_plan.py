@@ -119,6 +119,8 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
         (("--fleet", "2:h100:prefill,2:h100:decode"), "names roles"),
         (("--fleet", "2:tpu"), "is no hardware"),
         (("--price", "h100"), "--price 'h100' is none"),
+        (("--price", "h1000=4"), "--price h1000: no --fleet has such servers"),
+        (("--spread", "nan"), "is not a number above 0"),
         (("--policy", "best"), "--policy best is unknown"),
         (("--stretch", "0"), "is not a number above 0"),
         (("--step", "x"), "is not a number from 1"),

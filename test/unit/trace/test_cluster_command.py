@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from typing import TYPE_CHECKING
@@ -66,6 +67,10 @@ def test_mixed_hardware_and_changes_run(trace: Path, capsys: pytest.CaptureFixtu
         (("--policy", "best"), "--policy best is unknown to --cluster"),
         (("--policy", "cost,cost"), "must name each policy once"),
         (("--loads", "1,x"), "is not a list of numbers"),
+        (("--loads", "nan"), "is not a list of numbers"),
+        (("--classes", "0.5,nan"), "is not a list of numbers"),
+        (("--loads", "1", "--limit", "1"), "at no speed do these 1 requests"),
+        (("--price-noise", "1000"), "--price-noise 1000 is more than 10"),
         (("--tiers", "tape"), "--tiers tape is unknown"),
         (("--ttft", "0"), "must be greater than zero"),
         (("--report", "0"), "must be greater than zero"),
@@ -98,9 +103,19 @@ def test_a_profile_with_a_gap_is_refused(
         file.write_text(json.dumps(broken))
         assert main(["replay", str(trace), "--cluster", "--profiles", str(file)]) == 2
         assert "has a gap" in capsys.readouterr().err
-    content["accelerators"]["a100"]["memory_bytes"]["value"] = -1
-    file.write_text(json.dumps(content))
-    assert main(["replay", str(trace), "--cluster", "--profiles", str(file)]) == 2
+    for value, place in (
+        (-1, ("accelerators", "a100", "memory_bytes", "value")),
+        (1e-300, ("accelerators", "h100", "flops", "value")),
+        (0.5, ("fixed", "chunk_tokens", "value")),
+        (1e-8, ("models", "llama-3.1-8b", "bytes")),
+        (2, ("shares", "loads", "value")),
+    ):
+        broken = json.loads(json.dumps(content))
+        *way, last = place
+        functools.reduce(dict.__getitem__, way, broken)[last] = value
+        file.write_text(json.dumps(broken))
+        assert main(["replay", str(trace), "--cluster", "--profiles", str(file)]) == 2, place
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_cluster_is_drawn(trace: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "fleet", "read_requests", "run", "share", "simulate"]
 
 MAX_SERVERS = 4096
+MAX_NOISE = 10
+"""Of lognormal noise: a price is then wrong by more than 20,000 times on average."""
 _MEMBERS = re.compile(r"([1-9][0-9]{0,3}):([a-z0-9.-]+?)(?::(both|prefill|decode))?")
 _CHANGE = re.compile(r"([0-9]+(?:\.[0-9]+)?):(die|drain|join):([0-9]{1,4})")
 TIERS = ("host", "nvme", "peer", "bucket")
@@ -187,6 +189,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ConfigError("--report must be greater than zero.")
     if options.price_factor <= 0 or options.max_waiting < 1:
         raise ConfigError("--price-factor and --max-waiting must be greater than zero.")
+    if options.price_noise > MAX_NOISE:
+        raise ConfigError(f"--price-noise {options.price_noise:g} is more than {MAX_NOISE}.")
     return Plan(
         members=members,
         policy="in-turn",
@@ -275,7 +279,7 @@ def _numbers(flag: str, text: str) -> list[float]:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) <= 0 or max(values) > 1e6:
+    if not values or not all(0 < value <= 1e6 for value in values):  # nor is NaN
         raise ConfigError(f"{flag} {text!r} is not a list of numbers above zero, such as 0.5,1.")
     return values
 

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.trace.cluster.simulation import run_cluster
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["BUSY", "Comparison", "ratios", "speed_where_busy"]
 
 BUSY = 0.8
-_CLOSE = 0.01
+_CLOSE, _NEAR = 0.01, 0.2
 _TRIES = 10
 
 
 def speed_where_busy(plan: Plan, requests: Sequence[Request], busy: float = BUSY) -> float:
-    """Return the speed at which ``in-turn`` without admission is busy for this share, within 1%."""
+    """Return the speed at which ``in-turn`` without admission is busy for this share, within 1% or
+    as near as requests let it come. Raises ``ConfigError`` where it cannot be near."""
     plan = dataclasses.replace(plan, policy="in-turn", admission="none", changes=())
     low, high, speed = 0.0, float("inf"), 1.0
     for _ in range(_TRIES):
@@ -41,6 +43,13 @@ def speed_where_busy(plan: Plan, requests: Sequence[Request], busy: float = BUSY
         # Below saturation the busy share is about proportional to the speed.
         guess = speed * min(4.0, busy / max(seen, 1e-3))
         speed = guess if low < guess < high and seen < 0.95 else (low + min(high, 2 * speed)) / 2
+    else:
+        if abs(seen - busy) > _NEAR:
+            raise ConfigError(
+                f"at no speed do these {len(requests):,} requests keep {len(plan.members):,} "
+                f"servers busy for {busy:.0%} of the time, which is load 1; take more requests or "
+                "fewer servers, or leave out --loads."
+            )
     return speed
 
 

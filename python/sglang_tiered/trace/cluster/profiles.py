@@ -20,7 +20,8 @@ from sglang_tiered.trace.replay.timing import Hardware
 
 __all__ = ["Kind", "Profiles", "load_profiles"]
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
+# Bounded, so that no product or quotient of them overflows.
+_Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e18)]
 _Source = Annotated[str, msgspec.Meta(min_length=1)]
 _KIND = re.compile(r"(?:([1-9][0-9]?)x)?([a-z0-9.-]+)")
 
@@ -28,6 +29,14 @@ _KIND = re.compile(r"(?:([1-9][0-9]?)x)?([a-z0-9.-]+)")
 class _Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: _Positive
     source: _Source
+
+
+class _Share(_Figure, frozen=True):
+    value: Annotated[float, msgspec.Meta(ge=1e-9, le=1)]
+
+
+class _Tokens(_Figure, frozen=True):
+    value: Annotated[float, msgspec.Meta(ge=1, le=1e18)]
 
 
 class _Price(_Figure, frozen=True):
@@ -62,12 +71,12 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    compute: _Figure
-    memory: _Figure
-    transfer: _Figure
-    parallel: _Figure
-    loads: _Figure
-    kv: _Figure
+    compute: _Share
+    memory: _Share
+    transfer: _Share
+    parallel: _Share
+    loads: _Share
+    kv: _Share
 
 
 class _Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,7 +86,7 @@ class _Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_s: _Figure
     bucket_s: _Figure
     bucket_bytes_per_s: _Figure
-    chunk_tokens: _Figure
+    chunk_tokens: _Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +145,11 @@ class Profiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_rate = one.memory_bytes_per_s.value * whole * shares.memory.value
         weight_bytes = of.parameters * of.bytes
         token_bytes = int(2 * of.layers * of.kv_heads * of.head_dim * of.bytes)
+        if not token_bytes:
+            raise ConfigError(
+                f"--model {model} has less than a byte of keys and values for a token; correct its "
+                "figures in --profiles."
+            )
         room = (one.memory_bytes.value * number - weight_bytes) * shares.kv.value
         if room < token_bytes * fixed.chunk_tokens.value:
             raise ConfigError(
@@ -189,6 +203,6 @@ def load_profiles(path: Path | None = None) -> Profiles:
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--profiles {file} has a gap ({error}); every figure needs a positive value and its "
-            "source."
+            f"--profiles {file} has a gap ({error}); every figure needs a positive value, a "
+            "share one up to 1, and its source."
         ) from error
