@@ -403,6 +403,20 @@ class CostModel:
                 best, best_s = one, total_s
         return LoadPlan(*best[2:], least_s)
 
+    def plan_of(
+        self,
+        num_tokens: int,
+        *,
+        num_new: int,
+        num_before: int,
+        ahead: Sequence[int] = (),
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> LoadPlan:
+        """Return the plan to load so many tokens, whether or not that pays. See ``plan``."""
+        parts = self._parts(num_tokens, spans)
+        saved_s = self.prefill.saved_seconds(num_tokens, num_new, num_before)
+        return LoadPlan(parts, self.load_seconds(parts, ahead), saved_s)
+
     def should_wait(
         self, *, num_saved: int, num_before: int, left_s: float, num_others: int = 0
     ) -> bool:

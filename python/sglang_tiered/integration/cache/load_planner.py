@@ -161,7 +161,7 @@ class LoadPlanner(Generic[Request]):
             timing.forget_reads()
 
     def stats(self) -> PlannerStats:
-        """Take a snapshot. Any thread."""
+        """Take a snapshot."""
         prefill = self.costs.prefill
         return PlannerStats(
             load_decisions={} if self.follows else dict(self.tokens),
@@ -275,22 +275,48 @@ class LoadPlanner(Generic[Request]):
             "ends": ends,
         }
         plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
-        if plan.num_tokens:
-            self._loads[request] = _Load(plan)
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
-        rest, before_rest = num_new - plan.num_tokens, num_before + plan.num_tokens
-        own_s = self.costs.prefill.seconds(rest, before_rest)
+        self._go_by(request, plan, prefix, rank)
+        return plan.num_tokens
+
+    def agreed(self, request: Request, num_tokens: int, *, num_ahead: int) -> None:
+        """Note that all ranks together load ``num_tokens`` of a request that has just arrived
+        (again), whatever was planned here, behind ``num_ahead`` tokens of other loads: what it
+        waits for, and what it is to compute, follow from that."""
+        load, books = self._loads.get(request), self._books.get(request)
+        num_planned = 0 if load is None else load.plan.num_tokens
+        if books is None or num_tokens == num_planned:
+            return
+        prefix = books.prefix
+        plan = LoadPlan((num_tokens,), 0.0, 0.0)
+        if not (self._always or self.follows):
+            plan = self.costs.plan_of(
+                num_tokens,
+                num_new=prefix["num_new"],
+                num_before=prefix["num_before"],
+                ahead=remote_first(num_ahead, self._loading),
+                spans=prefix["spans"],
+            )
+        self._go_by(request, plan, prefix)
+
+    def _go_by(
+        self, request: Request, plan: LoadPlan, prefix: dict[str, Any], rank: int = 0
+    ) -> None:
+        """Expect the load of a plan, and the prefill of what it leaves."""
+        self._forget_load(request)
+        if plan.num_tokens:
+            self._loads[request] = _Load(plan)
+        rest = prefix["num_new"] - plan.num_tokens
+        own_s = self.costs.prefill.seconds(rest, prefix["num_before"] + plan.num_tokens)
         is_busy = self.num_running > 0
         self._queue.arrives(request, own_s, self._clock(), is_busy=is_busy, rank=rank)
-        if is_new and request in self._queue:
-            self._books[request] = _Books(num_held, prefix)
-        books = self._books.get(request)
-        if books is not None:
-            books.prefix = prefix
-            self.num_waiting_tokens += rest - books.num_rest
-            books.num_rest = rest
-        return plan.num_tokens
+        if request not in self._queue:
+            return
+        books = self._books.setdefault(request, _Books(prefix["num_held"], prefix))
+        books.prefix = prefix
+        self.num_waiting_tokens += rest - books.num_rest
+        books.num_rest = rest
 
     def _plan(
         self, request: Request | None, prefix: dict[str, Any], num_ahead: int, rank: int = 0

@@ -188,12 +188,13 @@ class LoadScheduler:
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
         num_held = len(hashes) * cache.page_size
+        num_ahead = cache.cache_controller.prefetch_tokens_occupied
         num_planned = self.planner.arrives(
             request,
             num_held=num_held,
             num_new=len(tokens) + 1,
             num_before=call.num_before,
-            num_ahead=cache.cache_controller.prefetch_tokens_occupied,
+            num_ahead=num_ahead,
             spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
             ends=None if ends is None else [end * cache.page_size for end in ends],
             rank=self._rank_of(request),
@@ -206,7 +207,9 @@ class LoadScheduler:
             self._put_off(request, 0)
             return None
         num_agreed = self._num_agreed(request, end, call.num_before, len(tokens))
-        if num_agreed < cache.prefetch_threshold:
+        is_load = num_agreed >= cache.prefetch_threshold
+        self.planner.agreed(request, num_agreed if is_load else 0, num_ahead=num_ahead)
+        if not is_load:
             self._forget_questions(request)
             if end == DECLINED:
                 self.declined.add(request)

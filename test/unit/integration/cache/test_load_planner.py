@@ -140,6 +140,28 @@ def test_low_rank_leaves_remote_reads_their_time() -> None:
     assert planner.far_deadline_s > 30.0
 
 
+def test_agreed_load_has_its_time_but_no_more() -> None:
+    """Of several ranks, this one would compute sooner."""
+    planner, now = make_planner()
+    for _ in range(6):
+        reading = planner.begin_read(1 << 20, Tier.OBJECT)
+        now.seconds += 10.0
+        planner.end_read(reading, is_complete=True)
+    spans = [(Tier.OBJECT, 6400)]
+    asked = {"num_held": 6400, "num_new": 6500, "num_before": 0, "num_ahead": 0}
+    assert planner.arrives("r", **asked, spans=spans) == 0
+    planner.agreed("r", 640, num_ahead=0)
+    planner.begins("r")
+    load_s = planner.costs.load_seconds((0, 0, 640))
+    assert planner.far_deadline_s >= load_s > 1.0
+    assert planner.left_s("r") == pytest.approx(load_s)
+    assert planner.tokens_ahead(6400) == (5760, 0, 640)
+    assert planner.num_waiting_tokens == 6500 - 640
+    planner.agreed("r", 0, num_ahead=0)  # and not after all
+    assert planner.left_s("r") == math.inf
+    assert planner.num_waiting_tokens == 6500 and planner.tokens_ahead(640) == (640, 0, 0)
+
+
 def test_request_that_is_looked_at_keeps_its_place() -> None:
     """Memory is full, or its device pages went: it was no newcomer before, nor is it one after."""
     planner, _ = make_planner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +13,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_tiered.integration.cache.load_planner import ABSENT, DECLINED
 from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
-from sglang_tiered.policy.cost_model import TransferCost
+from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan, TransferCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -96,6 +98,37 @@ def test_load_useless_to_one_rank_all_drop(
     while waits():
         num_steps += 1
         assert num_steps <= 3
+
+
+@pytest.mark.parametrize(("end", "num_loaded"), [(DECLINED, 0), (ABSENT, 0), (3 * PAGE, 3 * PAGE)])
+def test_figures_are_of_what_all_ranks_load(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, end: int, num_loaded: int
+) -> None:
+    """This one alone would load all: routers would be told that nothing waits to be computed."""
+    world.has_ranks(monkeypatch, lambda question: end)
+    world.asks("r", RETURNING)
+    world.cache.check_hicache_events()
+    request, planner = world.asks("r", RETURNING), world.cache.tiering.planner
+    assert (request in world.cache.ongoing_prefetch) == (num_loaded > 0)
+    assert planner.num_waiting_tokens == len(RETURNING) + 1 - num_loaded
+    assert planner.tokens[LoadDecision.LOAD] == num_loaded
+    world.cache.tiering.loads.leaves(request)
+    assert planner.tokens[LoadDecision.DECLINED] == len(RETURNING) - num_loaded
+    assert not planner.num_waiting_tokens and not any(planner._loading)
+
+
+def test_load_that_prices_left_behind_is_followed(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank has answered, and all begin it; else its waits and its reads had no bound here."""
+    world.has_ranks(monkeypatch)
+    world.asks("r", SHORT)
+    world.cache.check_hicache_events()
+    planner = world.cache.tiering.planner
+    monkeypatch.setattr(planner.costs, "plan", lambda **_: LoadPlan((), 0.0, 0.0))
+    request = world.asks("r", SHORT)
+    assert request in world.cache.ongoing_prefetch
+    assert planner.left_s(request) < math.inf
 
 
 @pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
