@@ -260,7 +260,12 @@ def check_scenarios(options: argparse.Namespace, setting: Setting, report: Repor
     check("slow_disk", lambda: find_throttle(options.directory or default_directory()))
     check("mooncake", lambda: next(read_trace(options.trace or MOONCAKE_FILE)))
     if options.sharegpt is not None:
-        check("sharegpt", lambda: replays.check_sharegpt(options.sharegpt, setting))
+        check(
+            "sharegpt",
+            lambda: replays.check_sharegpt(
+                options.sharegpt, setting, has_neighbour=options.neighbour > 0
+            ),
+        )
     return scenarios
 
 

@@ -144,14 +144,13 @@ def run_mooncake(bench: Bench) -> None:
         f"over {duration_s:.0f} s (open loop, spaced as recorded, no turn before the last one's "
         f"answer, {LOAD:.0%} of stock SGLang's prefill)"
     )
-    _replay(bench, "mooncake", [requests], how, ask_timed, [0])
+    _replay(bench, "mooncake", [requests], how, ask_timed, [])
 
 
 def run_sharegpt(bench: Bench) -> None:
     setting = bench.setting
-    traces = load_sharegpt(
-        _tokens_max(setting), setting.trace_requests, setting.rounds, bench.sharegpt
-    )
+    num_passes = setting.rounds * (2 if bench.neighbour else 1)
+    traces = load_sharegpt(_tokens_max(setting), setting.trace_requests, num_passes, bench.sharegpt)
     passes, num_sessions = [], 0
     for number, trace in enumerate(traces):
         label = f"sharegpt/{number}"
@@ -170,8 +169,8 @@ def run_sharegpt(bench: Bench) -> None:
         f"{num_sessions} conversations {source}, taking turns, {NUM_AT_ONCE} requests at a time "
         "(closed loop)"
     )
-    cores = [0, bench.neighbour] if bench.neighbour else [0]
-    _replay(bench, "sharegpt", passes, how, partial(ask_each, concurrency=NUM_AT_ONCE), cores)
+    ask = partial(ask_each, concurrency=NUM_AT_ONCE)
+    _replay(bench, "sharegpt", passes[: setting.rounds], how, ask, passes[setting.rounds :])
 
 
 def in_turns(
@@ -188,9 +187,10 @@ def in_turns(
     return [request for _, request in sorted(keyed, key=lambda pair: pair[0])], len(num_turns)
 
 
-def check_sharegpt(path: Path, setting: Setting) -> None:
+def check_sharegpt(path: Path, setting: Setting, *, has_neighbour: bool) -> None:
     """Raise ``TraceError`` where a file has too little for a run."""
-    load_sharegpt(_tokens_max(setting), setting.trace_requests, setting.rounds, path)
+    num_passes = setting.rounds * (2 if has_neighbour else 1)
+    load_sharegpt(_tokens_max(setting), setting.trace_requests, num_passes, path)
 
 
 def _tokens_max(setting: Setting) -> int:
@@ -203,37 +203,40 @@ def _replay(
     passes: Sequence[Sequence[Request]],
     how: str,
     ask: Callable[[str, Sequence[Request]], list[Sample]],
-    busy: Sequence[int],
+    disturbed: Sequence[Sequence[Request]],
 ) -> None:
-    """Every system serves each pass, in turn and from empty memory, once beside each number of
-    ``busy`` cores."""
+    """Every system serves each pass, in turn and from empty memory. After each one of ``passes``
+    comes one of ``disturbed``, if any, beside a neighbour."""
     setting, fleet = bench.setting, bench.main_fleet()
     names = bench.choose(*SYSTEMS)
     outcome = Outcome()
-    disturbed: list[Round] = []
+    beside: list[Round] = []
     with (
         bench.counting_bytes(fleet, outcome),
-        bench.steps(scenario, len(names) * len(passes) * len(busy)) as step,
+        bench.steps(scenario, len(names) * (len(passes) + len(disturbed))) as step,
     ):
         for number, requests in enumerate(passes):
-            for num_cores in busy:
+            parts = [(0, requests, outcome.rounds)]
+            parts += [(bench.neighbour, each, beside) for each in disturbed[number : number + 1]]
+            for num_cores, asked, rounds in parts:
                 one: Round = {}
                 for system in fleet.in_turn(names, number):
                     bench.make_cold([system])
                     with busy_cores(num_cores):
-                        one[system.name] = ask(system.url, requests)
+                        one[system.name] = ask(system.url, asked)
                     step()
-                (disturbed if num_cores else outcome.rounds).append(one)
-    outcome.beside = {"beside a neighbour": disturbed}
-    asked = [request for requests in passes for request in requests]
+                rounds.append(one)
+    outcome.beside = {"beside a neighbour": beside}
+    asked = [request for requests in [*passes, *disturbed] for request in requests]
     total = sum(len(request.prompt) for request in asked)
     reusable = sum(request.num_reusable for request in asked)
     outcome.new_tokens = total - reusable
     outputs = [request.num_output for request in asked]
     mean_output = statistics.fmean(outputs)
-    num_different = (total - reusable) / len(passes) / setting.main.memory_tokens
+    num_passes = len(passes) + len(disturbed)
+    num_different = (total - reusable) / num_passes / setting.main.memory_tokens
     outcome.conditions = (
-        f"{len(asked)} requests in {len(passes)} passes, {how}; {total:,} prompt tokens of which "
+        f"{len(asked)} requests in {num_passes} passes, {how}; {total:,} prompt tokens of which "
         f"{reusable / total:.0%} come again ({num_different:.1f} times device and host are "
         f"different in a pass); answers of {mean_output:.0f} tokens on average, at most "
         f"{max(outputs)}; memory and page cache emptied before each pass."
@@ -241,8 +244,8 @@ def _replay(
     if bench.conclude(scenario, outcome):
         aim = scenario == "sharegpt"
         _report(bench, scenario, outcome.rounds, "<= 0.95" if aim else "")
-        if disturbed:
-            _report(bench, f"{scenario}_beside_neighbour", disturbed, "<= 0.98" if aim else "")
+        if beside:
+            _report(bench, f"{scenario}_beside_neighbour", beside, "<= 0.98" if aim else "")
 
 
 def _report(bench: Bench, scenario: str, rounds: list[Round], wanted: str) -> None:
