@@ -24,6 +24,7 @@ from sglang_tiered.flags import (
     Kind,
     choice,
     count,
+    require_positive,
     size,
     text,
 )
@@ -144,6 +145,15 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`measured`",
         ),
     ] = False
+    both_ends: Annotated[
+        bool,
+        Flag(
+            "--tier-both-ends",
+            ON_OFF,
+            "Compute the front of a prefix while its back loads, where that is sooner. New.",
+            default="`off`",
+        ),
+    ] = False
     warm_host: Annotated[
         bool,
         Flag(
@@ -176,10 +186,10 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
 
     def __post_init__(self) -> None:
-        _require_positive("--tier-nvme-bytes", self.capacity_bytes)
-        _require_positive("tier-nvme-region-bytes", self.region_bytes)
+        require_positive("--tier-nvme-bytes", self.capacity_bytes)
+        require_positive("tier-nvme-region-bytes", self.region_bytes)
         if self.writes_per_day is not None:
-            _require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
+            require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
         if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
             raise ConfigError(
                 f"tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
@@ -269,7 +279,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("--tier-object-requests-per-day", self.requests_per_day),
         ):
             if value is not None:
-                _require_positive(flag, value)
+                require_positive(flag, value)
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
 
@@ -425,7 +435,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4.0
 
     def __post_init__(self) -> None:
-        _require_positive("transfer-window-bytes", self.window_bytes)
+        require_positive("transfer-window-bytes", self.window_bytes)
         if not 1 <= self.num_connections <= MAX_TRANSFER_CONNECTIONS:
             raise ConfigError(
                 f"--transfer-connections {self.num_connections} must be from 1 to "
@@ -482,7 +492,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_ranks < 1:
             raise ConfigError(f"num_ranks is {self.num_ranks}, but a server has at least one rank.")
         if self.host_bytes is not None:
-            _require_positive("--tier-host-bytes", self.host_bytes)
+            require_positive("--tier-host-bytes", self.host_bytes)
         if (self.mode is TierMode.NVME) != (self.nvme is not None):
             raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
         if self.object is not None and self.nvme is None:
@@ -588,8 +598,3 @@ def cache_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
 def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
     """``sglang-tiered/kv`` in the user's cache."""
     return cache_directory(environment) / "sglang-tiered" / "kv"
-
-
-def _require_positive(flag: str, value: int) -> None:
-    if value <= 0:
-        raise ConfigError(f"{flag} {value} must be greater than zero.")

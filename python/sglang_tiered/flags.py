@@ -35,6 +35,7 @@ __all__ = [
     "parse_share",
     "refuse_given",
     "refuse_gone",
+    "require_positive",
     "size",
     "text",
     "values_of",
@@ -230,3 +231,9 @@ def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
         name = word.partition("=")[0]
         if name in gone:
             raise ConfigError(f"{name} is gone; {gone[name]}.")
+
+
+def require_positive(flag: str, value: int) -> None:
+    """Refuse a number below 1."""
+    if value <= 0:
+        raise ConfigError(f"{flag} {value} must be greater than zero.")

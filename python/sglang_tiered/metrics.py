@@ -70,6 +70,7 @@ METRICS = _metrics(
     ("nvme_bytes_loaded", COUNTER, "", "nvme.bytes_loaded", "Payload bytes read."),
     ("nvme_page_outcomes", COUNTER, "operation, reason", "nvme.reasons", "Pages by outcome: why each load or store did or did not succeed."),
     ("nvme_admission", COUNTER, "outcome", "admission", "KV pages offered to the tier, by what admission decided."),
+    ("both_ends_requests", COUNTER, "", "planner.num_both_ends", "Requests that computed the front of their prefix while its back was loaded (`--tier-both-ends`)."),
     ("nvme_load_decisions", COUNTER, "decision", "planner.load_decisions", "Prompt tokens that host memory did not hold: absent here, loaded, declined because computing was expected to be cheaper, or abandoned while waiting for them."),
     ("nvme_loads", COUNTER, "", "reads.num_loads", "Reads for requests, and probes."),
     ("nvme_load_seconds", COUNTER, "", "reads.load_s", "Time those took."),

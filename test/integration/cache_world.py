@@ -28,11 +28,11 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.cache import prefill_prior
-from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.rank_consensus import SILENT, RankAgreement
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
+from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
+from sglang_tiered.integration.ranks.rank_consensus import SILENT, RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
 
 if TYPE_CHECKING:

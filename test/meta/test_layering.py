@@ -54,12 +54,13 @@ MAY_IMPORT = {
 INTEGRATION = {
     "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
     "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
-    | {"observe"},
+    | {"observe", "ranks"},
     "launch": {"attention", "cpu", "names", "storage"},
-    "admin": {"cache", "identity", "storage"},
+    "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "observe"},
     "cpu": {"cache", "identity"},
-    "cache": {"compat", "identity", "names", "observe", "storage"},
+    "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},
+    "ranks": {"storage"},
     "observe": {"compat", "storage"},
     "storage": {"identity"},
     "attention": {"compat"},

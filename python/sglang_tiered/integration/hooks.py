@@ -30,6 +30,9 @@
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
 | Scheduler._prefetch_kvcache | BEFORE | with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
+| PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND, `--tier-both-ends on` | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
+| PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER, `--tier-both-ends on` | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
+| Scheduler._prefetch_kvcache | BEFORE, `--tier-both-ends on` | which requests may be computed in chunks of ours, of which the cache hears nothing |
 | HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
 | HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
 | HybridCacheController._page_backup | AROUND | SGLang's thread stores one pool of one node at a time, and 128 pages a call (``StoreAhead``) |
@@ -50,7 +53,7 @@ import msgspec
 import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
-from sglang_tiered.integration.cache import host_size
+from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.identity.media_hashes import (
@@ -111,6 +114,7 @@ def register() -> None:
         f"{_SCHEDULER}.process_batch_result", clock.around_result, HookType.AROUND
     )
     HookRegistry.register(f"{_SCHEDULER}._prefetch_kvcache", _before_prefetch, HookType.BEFORE)
+    yielding.register()
     HookRegistry.register(f"{_SCHEDULER}.is_fully_idle", _after_is_fully_idle, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _after_internal_state, HookType.AFTER)
     for method, around in {
@@ -311,7 +315,7 @@ def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool
     if cache is None:
         return
     from sglang_tiered.integration.admin.control import hide_memory
-    from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
+    from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 
     # What is left in memory counts, not what the call asked for: the last call of a session flushes
     # nothing, and a flush may have been refused, by a single rank whose load failed.

@@ -4,8 +4,8 @@ Prefill of ``n`` tokens behind ``c`` others takes a fixed time, one per token (t
 and one per pair of a new token and a token it attends to: ``n * (c + n / 2)``. A load takes a fixed
 time and one per byte. ``OnlineCost`` estimates both in the running server, so that a busy disk, a
 faster GPU or another model needs no tuning. Fetching wherever it is cheaper than prefill follows
-Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065); the
-README of this package explains why the two do not meet in the middle here.
+Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065); where
+the two meet in the middle is in ``both_ends``.
 
 A prefix may lie in several tiers (this server's disk, other servers', an object store), each with
 a cost of its own. Tiers are numbered, nearest first. They are read at the same time, so a load

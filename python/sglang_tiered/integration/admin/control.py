@@ -19,8 +19,8 @@ from sglang_tiered.integration.admin.conversations import PendingRequests
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.storage.remote_purges import with_unknown
 
 if TYPE_CHECKING:
@@ -223,5 +223,7 @@ def hide_memory(scheduler: Any) -> None:
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
+    if cache.tiering is not None:
+        cache.tiering.returns.forget_all()  # a chunked request keeps its key
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
         request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.durability import make_durable
-from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
-from sglang_tiered.integration.cache.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:

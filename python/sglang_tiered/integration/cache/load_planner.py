@@ -1,5 +1,4 @@
 """``LoadPlanner``: feeds the cost model of one scheduler, and follows its plans to their end.
-``DeclinedLoads``: which of them are made again.
 
 The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
 request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
@@ -11,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
+from sglang_tiered.policy.both_ends import plan_segments
 from sglang_tiered.policy.cost_model import (
     TYPICAL_TRANSFER_BYTES,
     LoadDecision,
@@ -30,10 +29,9 @@ from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
     from sglang_tiered.policy.cost_model import CostModel
 
-__all__ = ["ABSENT", "DECLINED", "DeclinedLoads", "LoadPlanner"]
+__all__ = ["LoadPlanner"]
 
 Request = TypeVar("Request")
 
@@ -54,19 +52,6 @@ YIELD_SHARE = 0.05
 """Of its own prefill, what a request waits so that a load that is nearly done gets into the same
 batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
-DECLINED, ABSENT = -1, -2
-"""What a rank answers in place of where a load ends: that computing is sooner, or that its tiers
-hold nothing. The least answer counts, so a prefix that one rank lacks is not declined."""
-
-MAX_ATTEMPTS = 2
-"""How often a declined load is attempted again: SGLang bounds attempts too."""
-
-MAX_DECLINED = 4096
-"""Declined loads that are remembered: the first, since the turns of the others are far."""
-
-LOOK_STEPS = 8
-"""Steps between two plans while nothing is measured. A plan takes 0.2 ms."""
-
 
 @dataclass(slots=True)
 class _Books:
@@ -74,6 +59,7 @@ class _Books:
 
     num_held: int  # in the tiers, when it came
     prefix: dict[str, Any]  # the arguments of its last plan
+    least_s: float = 0.0  # by the better of loading and computing
     num_loaded: int = 0
     num_rest: int = 0  # that it is to compute
 
@@ -83,6 +69,7 @@ class _Load:
     """Describes a load under way. Times are of the planner's clock."""
 
     plan: LoadPlan
+    is_back: bool = False  # read from its end, while its request computes the front
     queued_at: float | None = None
     begun_at: float | None = None  # when its reads were first seen under way
     left_to_begin_s: float = 0.0
@@ -118,6 +105,7 @@ class LoadPlanner(Generic[Request]):
         self._queue: QueueWait[Request] = QueueWait()
         self._books: dict[Request, _Books] = {}
         self._num_running = self._num_running_now = 0  # in the step before, and since
+        self.num_both_ends = 0  # requests that computed their front while their back was loaded
         self.num_waiting_tokens = 0  # that those which wait are to compute
         self._yielding: dict[Request, float] = {}  # since when
         self._deadline_is_due = False
@@ -177,6 +165,7 @@ class LoadPlanner(Generic[Request]):
             },
             queue_wait_s=self.queue_wait_s,
             waiting_tokens=self.num_waiting_tokens,
+            num_both_ends=self.num_both_ends,
             reads={
                 tier: TierReads(timing.num_loads, timing.load_s, timing.bytes_per_s)
                 for tier, timing in self.timings.items()
@@ -278,15 +267,21 @@ class LoadPlanner(Generic[Request]):
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
         self._go_by(request, plan, prefix, rank)
+        if request in self._books:
+            self._books[request].least_s = plan.least_s
         return plan.num_tokens
 
-    def agreed(self, request: Request, num_tokens: int, *, num_ahead: int) -> None:
+    def agreed(
+        self, request: Request, num_tokens: int, *, num_ahead: int, is_back: bool = False
+    ) -> None:
         """Note that all ranks together load ``num_tokens`` of a request that has just arrived
         (again), whatever was planned here, behind ``num_ahead`` tokens of other loads: what it
-        waits for, and what it is to compute, follow from that."""
+        waits for, and what it is to compute, follow from that. ``is_back``: they are the last ones
+        of its prefix, and read from the end."""
         load, books = self._loads.get(request), self._books.get(request)
         num_planned = 0 if load is None else load.plan.num_tokens
-        if books is None or num_tokens == num_planned:
+        was_back = load is not None and load.is_back
+        if books is None or (num_tokens == num_planned and is_back == was_back):
             return
         prefix = books.prefix
         plan = LoadPlan((num_tokens,), 0.0, 0.0)
@@ -298,15 +293,21 @@ class LoadPlanner(Generic[Request]):
                 ahead=remote_first(num_ahead, self._loading),
                 spans=prefix["spans"],
             )
-        self._go_by(request, plan, prefix)
+        self._go_by(request, plan, prefix, is_back=is_back)
 
     def _go_by(
-        self, request: Request, plan: LoadPlan, prefix: dict[str, Any], rank: int = 0
+        self,
+        request: Request,
+        plan: LoadPlan,
+        prefix: dict[str, Any],
+        rank: int = 0,
+        *,
+        is_back: bool = False,
     ) -> None:
         """Expect the load of a plan, and the prefill of what it leaves."""
         self._forget_load(request)
         if plan.num_tokens:
-            self._loads[request] = _Load(plan)
+            self._loads[request] = _Load(plan, is_back=is_back)
         rest = prefix["num_new"] - plan.num_tokens
         own_s = self.costs.prefill.seconds(rest, prefix["num_before"] + plan.num_tokens)
         is_busy = self.num_running > 0
@@ -317,6 +318,34 @@ class LoadPlanner(Generic[Request]):
         books.prefix = prefix
         self.num_waiting_tokens += rest - books.num_rest
         books.num_rest = rest
+
+    def plan_segments(self, request: Request, *, num_ahead: int) -> list[int] | None:
+        """Return the bounds of the segments of a waiting request's prefix to load from its back,
+        while its front is computed; None if one of the two alone is as good."""
+        books = self._books.get(request)
+        if books is None or self._always or self.num_others(request) > 0:
+            return None
+        prefix = books.prefix
+        plan = plan_segments(
+            self.costs,
+            num_held=prefix["num_held"],
+            num_new=prefix["num_new"],
+            num_before=prefix["num_before"],
+            spans=prefix["spans"],
+            least_s=books.least_s,
+            ahead=remote_first(num_ahead, self._loading),
+            queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0),
+        )
+        if plan is None:
+            return None
+        self._loads[request] = _Load(plan.load, is_back=True)
+        return plan.bounds
+
+    def back_ended(self, request: Request, num_given_up: int) -> None:
+        """Note that a load from the back has ended, of which so many tokens were not waited for.
+        Unknown ones are ignored."""
+        self._forget_load(request)
+        self.tokens[LoadDecision.GAVE_UP] += num_given_up
 
     def _plan(
         self, request: Request | None, prefix: dict[str, Any], num_ahead: int, rank: int = 0
@@ -344,11 +373,18 @@ class LoadPlanner(Generic[Request]):
     def leaves(self, request: Request) -> None:
         """Note that a request was admitted. Unknown ones are ignored."""
         self._queue.admitted(request, self._clock())
-        self.forget(request)
+        load = self._loads.get(request)
+        if load is not None and load.is_back:  # ``back_ended`` ends it
+            self._leave(request)
+        else:
+            self.forget(request)
 
     def forget(self, request: Request) -> None:
         """Forget a request that was admitted or aborted. Unknown ones are ignored."""
         self._forget_load(request)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
         self._yielding.pop(request, None)
         self._settle(self._books.pop(request, None))
         self._queue.forget(request)
@@ -490,77 +526,3 @@ class LoadPlanner(Generic[Request]):
         for books in self._books.values():
             self._settle(books)
         self._books.clear()
-
-
-class DeclinedLoads(Generic[Request]):
-    """Has the loads that were declined when their request arrived planned again while it waits:
-    the prices may have been wrong for a moment.
-
-    Several ranks come to the same decision at no collective of their own: whose turn it is follows
-    from what all of them see in the same step, and what each rank's own plan says is a question
-    that rides in the next step's exchange. Scheduler thread."""
-
-    def __init__(self, planner: LoadPlanner[Request]) -> None:
-        self._planner = planner
-        self._waiting: OrderedDict[Request, None] = OrderedDict()  # by turn
-        self._num_attempts: dict[Request, int] = {}
-        self._asked: Request | None = None  # of whom all ranks told their plan
-        self._num_steps = 0
-        self._prices_move = False
-
-    def add(self, request: Request) -> None:
-        """Note that all ranks together declined a load, though the tiers of each hold a prefix."""
-        has_place = self._planner.knows(request) and len(self._waiting) < MAX_DECLINED
-        if has_place and self._num_attempts.get(request, 0) < MAX_ATTEMPTS:
-            self._waiting[request] = None
-
-    def withdraw(self, request: Request) -> None:
-        """Plan a load no more: its request arrived again."""
-        self._waiting.pop(request, None)
-
-    def forget(self, request: Request) -> None:
-        """Forget a request that waits no more."""
-        self.withdraw(request)
-        self._num_attempts.pop(request, None)
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        self._waiting.clear()
-        self._num_attempts.clear()
-        self._asked = None
-
-    def expect_prices(self) -> None:
-        """Note that a load has ended or a prefill begins. What is measured, and when, differs
-        between ranks; this is the same on all of them."""
-        self._prices_move = True
-
-    def step(self, agreement: RankAgreement, *, num_ahead: int) -> list[Request]:
-        """Plan one load again in a step of the scheduler, another one each time, behind
-        ``num_ahead`` tokens of other loads. Return those to attempt now, the same on all ranks:
-        several know of the load that they planned in the step before. Where it ends stays the
-        answer to the question that the request is, so the attempt need not ask."""
-        self._num_steps += 1
-        asked, self._asked = self._asked, None
-        attempts = [] if asked is None else self._ask(asked, DECLINED, agreement)
-        if self._waiting and (self._prices_move or self._num_steps % LOOK_STEPS == 0):
-            self._prices_move = False
-            request = next(iter(self._waiting))
-            self._waiting.move_to_end(request)
-            end = self._planner.end_by_now(request, num_ahead=num_ahead)
-            attempts += self._ask(request, DECLINED if end is None else end, agreement)
-        return attempts
-
-    def _ask(self, request: Request, own: int, agreement: RankAgreement) -> list[Request]:
-        """Return the request if its load gains on all ranks; nothing until they say."""
-        if request not in self._waiting:
-            return []
-        end = agreement.ask_ranks(request, own)
-        if end is None:
-            self._asked = request
-            return []
-        if end < 0:
-            agreement.forget_question(request)
-            return []
-        self.withdraw(request)
-        self._num_attempts[request] = self._num_attempts.get(request, 0) + 1
-        return [request]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -25,9 +25,14 @@ from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhas
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
+from sglang_tiered.integration.cache.declined_loads import (
+    ABSENT,
+    DECLINED,
+    DeclinedLoads,
+    told_end,
+)
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
-from sglang_tiered.integration.cache.load_planner import ABSENT, DECLINED, DeclinedLoads
-from sglang_tiered.integration.cache.planned_hits import PlannedHits
+from sglang_tiered.integration.cache.planned_hits import Planned, PlannedHits
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -37,16 +42,15 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+    from sglang_tiered.integration.cache.planned_hits import Prefetch
     from sglang_tiered.integration.identity.tenants import PurgedTenants
+    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
     "LoadScheduler",
     "LoadingCache",
-    "Planned",
-    "Prefetch",
 ]
 
 MAX_ASKS_PER_STEP = 16
@@ -62,32 +66,6 @@ turn, so that one that hangs behind others is found. Those that have ended are n
 
 MAX_YIELDED_TO = 32
 """Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
-
-
-class Prefetch(NamedTuple):
-    """Holds the arguments of SGLang's ``prefetch_from_storage``."""
-
-    request: CacheRequestHandle
-    last_host_node_id: int
-    new_input_tokens: list[int] | array[int]
-    last_hash: str | None = None
-    prefix_keys: list[str] | None = None
-    matched_prefix_tokens: list[int] | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    storage_hit_end: int | None = None
-
-    @property
-    def num_before(self) -> int:
-        """Return the tokens in memory, which the new ones follow."""
-        return len(self.matched_prefix_tokens or ())
-
-
-class Planned(NamedTuple):
-    """Describes a load that begins now."""
-
-    call: Prefetch
-    is_new: bool  # the request has just come, so this is between two steps
 
 
 class LoadingCache(LockingCache, Protocol):
@@ -124,6 +102,13 @@ class LoadingCache(LockingCache, Protocol):
         ...
 
 
+class Backs(Protocol):
+    """Says of which loads the back may come first."""
+
+    def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool: ...
+    def num_loaded(self, call: Prefetch, num_held: int) -> int: ...
+
+
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
     """Name the question that ranks ask about a request whose load was put off."""
     return "gains by its turn", request
@@ -138,6 +123,7 @@ class LoadScheduler:
         planner: LoadPlanner[CacheRequestHandle],
         agreement: RankAgreement,
         copies: HostCopies,
+        backs: Backs,
         *,
         window_tokens: int,
     ) -> None:
@@ -147,6 +133,7 @@ class LoadScheduler:
         self.planner = planner
         self.agreement = agreement
         self._copies = copies
+        self._backs = backs
         self._window: PrefetchWindow[str] = PrefetchWindow(window_tokens)  # by rid
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
@@ -199,16 +186,24 @@ class LoadScheduler:
             ends=None if ends is None else [end * cache.page_size for end in ends],
             rank=self._rank_of(request),
         )
+        has_back = self._backs.pays(call, num_held, ends)
+        if has_back:
+            num_planned = num_held
         self._probe_declined(storage, hashes, spans, num_planned // cache.page_size)
         tenant = cache.purged_tenants.tenant_of(call.extra_key, call.cache_salt)
         storage.transfers.expect_load(hashes, tenant)
-        end = self._agree_on_end(request, num_planned, num_held, call.num_before)
-        if end is None:
+        agreed = self._agree_on_end(request, num_planned, num_held, call.num_before, has_back)
+        if agreed is None:
             self._put_off(request, 0)
             return None
+        end, has_back = agreed
         num_agreed = self._num_agreed(request, end, call.num_before, len(tokens))
         is_load = num_agreed >= cache.prefetch_threshold
-        self.planner.agreed(request, num_agreed if is_load else 0, num_ahead=num_ahead)
+        num_back = self._backs.num_loaded(call, num_agreed) if has_back else 0
+        has_back, num_loaded = num_back > 0, num_back or num_agreed
+        self.planner.agreed(
+            request, num_loaded if is_load else 0, num_ahead=num_ahead, is_back=has_back
+        )
         if not is_load:
             self._forget_questions(request)
             if end == DECLINED:
@@ -223,13 +218,19 @@ class LoadScheduler:
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
             return None
-        self._hits.expect(request, hashes[: num_agreed // cache.page_size])
+        if has_back:
+            return Planned(call, is_new, num_agreed, hashes, spans)
+        self.expect(request, hashes[: num_agreed // cache.page_size])
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
         return Planned(call._replace(new_input_tokens=tokens), is_new)
 
+    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
+        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
+        self._hits.expect(request, hashes)
+
     def begun(self, planned: Planned) -> None:
         """Note a load that SGLang was asked for, unless SGLang declined it."""
-        call, is_new = planned
+        call, is_new = planned.call, planned.is_new
         request = call.request
         if request not in self._cache.ongoing_prefetch:
             return
@@ -281,15 +282,23 @@ class LoadScheduler:
         )
 
     def _agree_on_end(
-        self, request: CacheRequestHandle, num_planned: int, num_held: int, num_before: int
-    ) -> int | None:
+        self,
+        request: CacheRequestHandle,
+        num_planned: int,
+        num_held: int,
+        num_before: int,
+        has_back: bool,
+    ) -> tuple[int, bool] | None:
         """Return after how many tokens of its prompt a load ends on all ranks, ``DECLINED`` or
-        ``ABSENT``; None until they agree. They do so on its end, for the match may have moved when
-        the answer is there."""
+        ``ABSENT``, and whether it is read from the back; None until they agree. They do so on its
+        end, for the match may have moved when the answer is there."""
         least = self._cache.prefetch_threshold
         nothing = DECLINED if num_held >= least else ABSENT
-        own = num_before + num_planned if num_planned >= least else nothing
-        return self.agreement.ask_ranks(request, own)
+        own = told_end(num_before + num_planned, has_back=has_back)
+        told = self.agreement.ask_ranks(request, own if num_planned >= least else nothing)
+        if told is None or told < 0:
+            return None if told is None else (told, False)
+        return told // 2, bool(told % 2)
 
     def _num_agreed(
         self, request: CacheRequestHandle, end: int, num_before: int, num_tokens: int

@@ -1,21 +1,55 @@
-"""``PlannedHits``: answers SGLang's question for what a load finds, where it was just planned."""
+"""What is planned of a load: ``Prefetch`` and ``Planned`` describe it, and ``PlannedHits`` answers
+SGLang's question for what it finds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from array import array
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-__all__ = ["PlannedHits", "around_prefetch"]
+    from sglang_tiered.storage.stack.tiers import Span
+
+__all__ = ["Planned", "PlannedHits", "Prefetch", "around_prefetch"]
 
 _HITS = "_sglang_tiered_hits"
 """The attribute of a controller whose queries are answered here."""
+
+
+class Prefetch(NamedTuple):
+    """Holds the arguments of SGLang's ``prefetch_from_storage``."""
+
+    request: CacheRequestHandle
+    last_host_node_id: int
+    new_input_tokens: list[int] | array[int]
+    last_hash: str | None = None
+    prefix_keys: list[str] | None = None
+    matched_prefix_tokens: list[int] | range | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    storage_hit_end: int | None = None
+
+    @property
+    def num_before(self) -> int:
+        """Return the tokens in memory, which the new ones follow."""
+        return len(self.matched_prefix_tokens or ())
+
+
+class Planned(NamedTuple):
+    """Describes a load that begins now."""
+
+    call: Prefetch
+    is_new: bool  # the request has just come, so this is between two steps
+    # Of a prefix that is read from its back, while its front is computed:
+    num_held: int = 0  # tokens
+    hashes: Sequence[str] = ()
+    spans: Sequence[Span] = ()
 
 
 class PlannedHits:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration.cache.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -44,26 +44,26 @@ from sglang_tiered.integration.cache.host_size import (
     least_of_ranks,
     target_host_bytes,
 )
-from sglang_tiered.integration.cache.load_scheduler import Prefetch
+from sglang_tiered.integration.cache.planned_hits import Prefetch
 from sglang_tiered.integration.cache.prefill_prior import make_planner
-from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
     wait_until_quiet,
 )
-from sglang_tiered.integration.cache.rank_consensus import (
-    RankAgreement,
-    groups_of,
-    least_on_every_rank,
-)
-from sglang_tiered.integration.cache.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
 from sglang_tiered.integration.cache.warm_restart import remove_list
 from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
 from sglang_tiered.integration.names import CACHE_BACKEND
+from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
+from sglang_tiered.integration.ranks.rank_consensus import (
+    RankAgreement,
+    groups_of,
+    least_on_every_rank,
+)
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.host_budget import HostBudget
 
@@ -249,16 +249,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
         call = Prefetch(*args, **kwargs)
-        if self.tiering is None:
-            return self._begin_load(call)
-        planned = self.tiering.plan_load(call)
-        if planned is None:
-            return None
-        result = self._begin_load(planned.call)
-        self.tiering.loads.begun(planned)
-        return result
+        return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
 
-    def _begin_load(self, call: Prefetch) -> bool | None:
+    def begin_load(self, call: Prefetch) -> bool | None:
         result: bool | None = super().prefetch_from_storage(*call)
         info = self.ongoing_prefetch.get(call.request)
         if info is not None and self.pp_size == 1:  # a later stage hears of no end
@@ -274,12 +267,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
-        tiering = self.tiering
-        if tiering is not None:
-            if tiering.loads.rests(request):
-                return False
-            if tiering.loads.is_put_off(request):
-                return not tiering.stays_put_off(request)
+        waits = None if self.tiering is None else self.tiering.load_waits(request)
+        if waits is not None:
+            return not waits
         return bool(super().check_prefetch_progress(request))
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
@@ -288,6 +278,8 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return expired or (self.tiering is not None and self.tiering.starts_without(operation))
 
     def _handle_prefetch_result(self, operation: Any) -> None:
+        if self.tiering is not None and self.tiering.returns.arrived(operation):
+            return
         request, end = operation.handle, operation.completed_tokens
         host_indices = self.ongoing_prefetch[request].host_indices
         self.prefetch_loaded_tokens_by_reqid.pop(request, None)
@@ -301,6 +293,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def revoke_pending_prefetch(self, request: CacheRequestHandle) -> None:
         super().revoke_pending_prefetch(request)
         if self.tiering is not None:
+            self.tiering.returns.revoked(request)
             self.tiering.loads.revoked(request)
 
     def finish_storage_prefetch_admission(
@@ -313,6 +306,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         if self.tiering is not None:
+            self.tiering.returns.forget(request)
             self.tiering.loads.forget(request)
         super().release_aborted_request(request)
 
@@ -577,6 +571,8 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
         ``tree_is_empty``: no KV of the weights before is left, not even of running requests."""
         namespace.forget_files()
+        if self.tiering is not None:
+            self.tiering.returns.forget_all()
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
             self.storage.change_weights(tree_is_empty=tree_is_empty)

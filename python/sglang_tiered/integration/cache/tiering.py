@@ -12,20 +12,17 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_tiered.integration.cache.host_copies import CopyingCache, HostCopies
-from sglang_tiered.integration.cache.load_scheduler import (
-    LoadingCache,
-    LoadScheduler,
-    Planned,
-    Prefetch,
-)
-from sglang_tiered.integration.cache.purge_exchange import PurgeExchange
+from sglang_tiered.integration.cache.load_scheduler import LoadingCache, LoadScheduler
+from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
 from sglang_tiered.integration.cache.residents import Residents
+from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
 from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
+from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
 from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
@@ -34,8 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
     from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
 
@@ -58,6 +55,7 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
 
     def root_node_handle(self, extra_key: str | None) -> int: ...
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
+    def begin_load(self, call: Prefetch) -> bool | None: ...
     def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
 
@@ -95,8 +93,14 @@ class Tiering:
             waiting_stores=self._waiting_stores,
             clock=clock,
         )
+        self.returns = Returns(cache, planner, clock)
         self.loads = LoadScheduler(
-            cache, planner, agreement, self.copies, window_tokens=budget.loading_tokens
+            cache,
+            planner,
+            agreement,
+            self.copies,
+            self.returns,
+            window_tokens=budget.loading_tokens,
         )
         self.residents = Residents(cache, budget.resident_tokens, self.cost_to_bring_back)
         self.stores = Spiller(
@@ -140,16 +144,34 @@ class Tiering:
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has forgotten the stores under way."""
         self.loads.detached()
+        self.returns.forget_all()
         self.stores.abandon()
         self.stores.unlock_device()
 
     # ---- Loads ----
 
-    def plan_load(self, call: Prefetch) -> Planned | None:
-        """Return what SGLang shall load of a prefix; None for nothing, or not yet."""
+    def begin_load(self, call: Prefetch) -> bool | None:
+        """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
         self.warm.name_keys(call.extra_key, call.cache_salt)
+        self.returns.forget(call.request)
         storage = self._cache.storage
-        return Planned(call, False) if storage is None else self.loads.plan(call, storage)
+        planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
+        if planned is None:
+            return None
+        if planned.hashes:
+            self.returns.begin(planned, self.loads.expect)
+            return None
+        result = self._cache.begin_load(planned.call)
+        self.loads.begun(planned)
+        return result
+
+    def load_waits(self, request: CacheRequestHandle) -> bool | None:
+        """Whether a request waits for its load; None to ask SGLang."""
+        if request in self.returns:
+            return not self.returns.may_start(request)
+        if self.loads.rests(request):
+            return True
+        return self.stays_put_off(request) if self.loads.is_put_off(request) else None
 
     def stays_put_off(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting."""
@@ -260,6 +282,7 @@ class Tiering:
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
+        self.returns.step()
         self.copies.note_room()
         if storage is None:
             self.copies.retry()
@@ -285,6 +308,7 @@ class Tiering:
     def tree_was_reset(self) -> None:
         """Forget the nodes and locks of a tree that was emptied."""
         self.loads.clear()
+        self.returns.clear()
         self.copies.clear()
         self.stores.clear()
         self.residents.clear()

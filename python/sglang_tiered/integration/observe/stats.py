@@ -48,6 +48,7 @@ class PlannerStats:
     load_prices: dict[tuple[Tier, str], float] = field(default_factory=dict)
     queue_wait_s: float = 0.0
     waiting_tokens: int = 0  # to be computed
+    num_both_ends: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Parts(SimpleNamespace):
         self._backed_up = backed_up
         self.copies = SimpleNamespace(attempted=self.attempted.append, copied=self._copied)
         self.loads = SimpleNamespace(ended=lambda request, num_loaded: None)
+        self.returns = SimpleNamespace(arrived=lambda operation: False)
 
     def _copied(self) -> None:
         self.num_copies += 1

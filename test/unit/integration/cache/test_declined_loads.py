@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sglang_tiered.integration.cache.load_planner import (
+from sglang_tiered.integration.cache.declined_loads import (
     ABSENT,
     DECLINED,
     LOOK_STEPS,
     MAX_ATTEMPTS,
     DeclinedLoads,
-    LoadPlanner,
+    told_end,
 )
-from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+from sglang_tiered.integration.cache.load_planner import LoadPlanner
+from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class Rank:
             request, num_held=num_held, num_new=NUM_NEW, num_before=0, num_ahead=0
         )
         nothing = DECLINED if num_held else ABSENT
-        end = self.agreement.ask_ranks(request, num_planned or nothing)
+        own = told_end(num_planned) if num_planned else nothing
+        end = self.agreement.ask_ranks(request, own)
+        end = end if end is None or end < 0 else end // 2
         if end is not None:
             self.agreement.forget_question(request)
             if end == DECLINED:

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_tiered.integration.cache.load_planner import ABSENT, DECLINED
+from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
 from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
 from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan, TransferCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -105,7 +105,7 @@ def test_figures_are_of_what_all_ranks_load(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch, end: int, num_loaded: int
 ) -> None:
     """This one alone would load all: routers would be told that nothing waits to be computed."""
-    world.has_ranks(monkeypatch, lambda question: end)
+    world.has_ranks(monkeypatch, lambda question: end if end < 0 else told_end(end))
     world.asks("r", RETURNING)
     world.cache.check_hicache_events()
     request, planner = world.asks("r", RETURNING), world.cache.tiering.planner

@@ -486,6 +486,7 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
 def detach(tier: Tier) -> None:
     tiering: Any = Tiering.__new__(Tiering)
     tiering.loads, tiering.stores = SimpleNamespace(detached=lambda: None), tier.spiller
+    tiering.returns = SimpleNamespace(forget_all=lambda: None)
     tiering.detached()
 
 

@@ -234,6 +234,7 @@ def test_flags_are_frozen() -> None:
             "tier-nvme-region-bytes",
             "--tier-nvme-writes-per-day",
             "--tier-load",
+            "--tier-both-ends",
             "--tier-warm-host",
             "--tier-tenant-share",
             "--tier-trust-mm-hashes",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache import recent_requests
-from sglang_tiered.integration.cache.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity import recent_requests
+from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 
 if TYPE_CHECKING:
     import pytest

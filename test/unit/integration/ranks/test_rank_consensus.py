@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_tiered.integration.cache import rank_consensus
-from sglang_tiered.integration.cache.rank_consensus import MAX_ANSWERS, RankAgreement, Rule
+from sglang_tiered.integration.ranks import rank_consensus
+from sglang_tiered.integration.ranks.rank_consensus import MAX_ANSWERS, RankAgreement, Rule
 
 NAN = math.nan
 EXTREMES = [

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.rank_consensus import Rule
+from sglang_tiered.integration.ranks.rank_consensus import Rule
 from sglang_tiered.storage.base import TENANT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.integration.cache.rank_consensus import RankAgreement
+    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.remote_purges import RemotePurges
 
 __all__ = ["INITIAL", "RULES", "PurgeExchange"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sglang_tiered.integration.cache.purge_exchange import INITIAL, RULES, PurgeExchange
-from sglang_tiered.integration.cache.rank_consensus import RankAgreement
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
+from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES, PurgeExchange
+from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, RemotePurges
 from sglang_tiered.storage.memory import MemoryEngine

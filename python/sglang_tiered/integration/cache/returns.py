@@ -1,0 +1,395 @@
+"""``Returns``: requests whose front is computed while the back of their prefix loads.
+
+The front is SGLang's: an ordinary request with chunks. The back loads as several of SGLang's
+storage operations, each under a handle of its own, read from the last to the first. Until the tree
+holds what comes before it, a segment that has arrived stays with its operation, which owns its host
+pages and counts them. At a chunk boundary what has arrived is hung into the tree, and the request
+yields: it gives its row back, which loses nothing, since the tree has just taken its progress, and
+goes to the head of the waiting queue, where SGLang matches the device's front and the host's back.
+
+Scheduler thread only. Several ranks come to the same decisions: what has arrived is the same on
+all of them, since SGLang takes note of it in the same step, and what a rank's own prices and clock
+say is reduced where it decides, at chunk boundaries and while such a request waits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.load_planner import TIERS
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.policy.both_ends import (
+    BackLeft,
+    computes_next,
+    end_of_chunk,
+    parts_of,
+    segment_bounds,
+    spans_between,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
+
+__all__ = ["Returns"]
+
+HANDLE_PREFIX = "both-ends/"
+FAR = 1 << 40
+"""In place of where a chunk ends: nowhere."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of the back. Positions are tokens of the prompt."""
+
+    handle: CacheRequestHandle
+    start: int
+    end: int
+    parts: list[int]  # tokens by tier
+    num_arrived: int = 0
+    has_ended: bool = False
+
+    def left(self, info: Any) -> list[int]:
+        """Return the tokens by tier that have not arrived."""
+        if self.has_ended:
+            return [0] * len(self.parts)
+        done = info.operation.completed_tokens if info is not None else 0
+        share = 1 - done / (self.end - self.start)
+        return [round(num_tokens * share) for num_tokens in self.parts]
+
+
+@dataclass(slots=True)
+class _Return:
+    """A request that computes its front. ``segments`` are not in the tree yet, ascending."""
+
+    request: CacheRequestHandle
+    segments: list[_Segment]
+    begun_at: float
+    expected_s: float  # until all segments have arrived, as it was priced when they began
+    end: int
+    req: Any = None
+    reach: int | None = None  # how far the tree holds the prompt, while the request waits again
+    num_loaded: int = 0
+    loaded_start: int | None = None
+    num_yields: int = 0
+
+
+class Returns:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        cache: Any,  # ``TieredRadixCache``, which imports this
+        planner: LoadPlanner[CacheRequestHandle],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._planner = planner
+        self._clock = clock
+        self._returns: dict[CacheRequestHandle, _Return] = {}
+        self._owners: dict[CacheRequestHandle, CacheRequestHandle] = {}  # by handle of a segment
+        self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
+        self._inserting: CacheRequestHandle | None = None
+        self._allowed: CacheRequestHandle | None = None
+
+    def __contains__(self, request: CacheRequestHandle) -> bool:
+        return request in self._returns
+
+    # ---- It begins ----
+
+    def allow(self, request: CacheRequestHandle) -> None:
+        """Take note that a request, whose load is planned next, may be computed in chunks."""
+        self._allowed = request
+
+    def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool:
+        """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
+        this rank knows. Where a load may end at some places only (``ends``) it cannot be cut."""
+        if ends is not None or call.request != self._allowed:
+            return False
+        if self._planner.follows:  # the rank with the tiers has the prices
+            return bool(segment_bounds(call.num_before, num_held, self._cache.page_size))
+        occupied = self._cache.cache_controller.prefetch_tokens_occupied
+        return self._planner.plan_segments(call.request, num_ahead=occupied) is not None
+
+    def num_loaded(self, call: Prefetch, num_held: int) -> int:
+        """Return how many of so many tokens are loaded; the first ones are computed in any case."""
+        bounds = segment_bounds(call.num_before, num_held, self._cache.page_size)
+        return bounds[-1] - bounds[0] if bounds else 0
+
+    def begin(self, planned: Planned, expect: Callable[..., None]) -> None:
+        """Begin to load the segments of a request, the last one first. ``expect`` takes the handle
+        and the pages of the load that follows."""
+        cache, call = self._cache, planned.call
+        page_size, base = cache.page_size, call.num_before
+        bounds = segment_bounds(base, planned.num_held, page_size)
+        spans = [(TIERS.index(span.tier), span.num_pages * page_size) for span in planned.spans]
+        num_tiers = len(TIERS)
+        segments: list[_Segment] = []
+        ahead = self._planner.tokens_ahead(cache.cache_controller.prefetch_tokens_occupied)
+        for start, end in reversed(list(zip(bounds, bounds[1:], strict=False))):
+            handle = CacheRequestHandle(
+                f"{HANDLE_PREFIX}{call.request.rid}/{start}", call.request.attempt_id
+            )
+            pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
+            expect(handle, pages)
+            cache.begin_load(
+                call._replace(
+                    request=handle,
+                    new_input_tokens=call.new_input_tokens[start - base : end - base],
+                    last_hash=planned.hashes[(start - base) // page_size - 1],
+                    prefix_keys=None,
+                    matched_prefix_tokens=range(start),  # SGLang takes its length alone
+                    storage_hit_end=None,
+                )
+            )
+            if handle not in cache.ongoing_prefetch:
+                cache.storage_prefetch_retries.cancel(handle.rid)
+                break
+            parts = parts_of(spans_between(spans, start - base, end - base), num_tiers)
+            segments.insert(0, _Segment(handle, start, end, parts))
+        if not segments:
+            self._planner.back_ended(call.request, 0)
+            return
+        totals = [sum(parts) for parts in zip(*(each.parts for each in segments), strict=True)]
+        expected_s = self._planner.costs.load_seconds(totals, ahead)
+        self._returns[call.request] = _Return(
+            call.request, segments, self._clock(), expected_s, segments[-1].end
+        )
+        for segment in segments:
+            self._owners[segment.handle] = call.request
+        self._planner.begins(call.request)
+        self._planner.num_both_ends += 1
+        if planned.is_new and cache.decides_alone:  # between two steps
+            num_answered = cache.cache_controller.prefetch_hit_queue.qsize()
+            cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
+
+    # ---- Segments arrive ----
+
+    def arrived(self, operation: Any) -> bool:
+        """Note that a load has ended. Returns whether it is a segment that waits for its front."""
+        handle = operation.handle
+        owner = self._owners.get(handle)
+        if owner is None or handle == self._inserting:
+            return False
+        for segment in self._returns[owner].segments:
+            if segment.handle == handle:
+                segment.has_ended, segment.num_arrived = True, operation.completed_tokens
+        return True
+
+    def revoked(self, handle: CacheRequestHandle) -> None:
+        """Note that a segment was given up."""
+        owner = self._owners.pop(handle, None)
+        record = self._returns.get(owner) if owner is not None else None
+        if record is not None:
+            record.segments = [each for each in record.segments if each.handle != handle]
+
+    def step(self) -> None:
+        """Hang what has arrived for requests that wait again into the tree."""
+        for record in list(self._returns.values()):
+            if record.reach is not None:
+                record.reach = self._insert_arrived(record, record.reach)
+
+    def _insert_arrived(self, record: _Return, reach: int) -> int:
+        """Hang the segments that have arrived below the first ``reach`` tokens, which the tree
+        holds. Returns how far it holds the prompt now."""
+        cache, parent = self._cache, None
+        while record.segments:
+            segment = record.segments[0]
+            if segment.end <= reach:
+                self._drop(record, segment)
+                continue
+            if segment.start > reach or not segment.has_ended:
+                break
+            if parent is None:
+                parent = self._node_at(record, segment.start)
+            if (
+                segment.num_arrived == 0
+                or parent is None
+                or not self._insert(record, segment, parent)
+            ):
+                self._drop(record, segment)
+                break
+            record.segments.remove(segment)
+            self._owners.pop(segment.handle)
+            cache.storage_prefetch_retries.cancel(segment.handle.rid)
+            self._move_hits(segment.handle, record.request)
+            num_loaded, start = cache.pop_prefetch_loaded_span(segment.handle)
+            if num_loaded:
+                record.num_loaded += num_loaded
+                if record.loaded_start is None:
+                    record.loaded_start = start or 0
+                cache.prefetch_loaded_tokens_by_reqid[record.request] = record.num_loaded
+                cache.prefetch_loaded_storage_start_by_reqid[record.request] = record.loaded_start
+            end = segment.start + segment.num_arrived
+            parent = self._node_at(record, end)
+            if parent is None:
+                break
+            self._locks.lock(record.request, parent)
+            reach = max(reach, end)
+            if end < segment.end:
+                break
+        return reach
+
+    def _insert(self, record: _Return, segment: _Segment, parent: int) -> bool:
+        """Hang a segment below the node at which it begins; False if it is of another tenant."""
+        cache = self._cache
+        info = cache.ongoing_prefetch[segment.handle]
+        own, req = info.prefetch_key, record.req
+        if (own.extra_key, own.cache_salt) != (req.extra_key, req.cache_salt):
+            return False  # purged meanwhile
+        lock = cache.inc_host_lock_ref(parent).to_dec_params()
+        cache.dec_host_lock_ref(info.anchor_node_id, info.anchor_lock_params)
+        cache.ongoing_prefetch[segment.handle] = info._replace(
+            anchor_node_id=parent, anchor_lock_params=lock
+        )
+        self._inserting = segment.handle
+        try:
+            cache._handle_prefetch_result(info.operation)  # noqa: SLF001
+        finally:
+            self._inserting = None
+        return True
+
+    def _move_hits(self, handle: CacheRequestHandle, request: CacheRequestHandle) -> None:
+        """Let SGLang's metrics settle a segment's tokens as its request is admitted."""
+        hits = self._cache._storage_prefetch_hit_remaining_by_reqid  # noqa: SLF001
+        if handle in hits:
+            hits[request] = hits.get(request, 0) + hits.pop(handle)
+
+    def _node_at(self, record: _Return, num_tokens: int) -> int | None:
+        """Return the node at which so many tokens of the prompt end, if it is in host memory."""
+        req = record.req
+        tokens = req.full_untruncated_fill_ids[:num_tokens]
+        key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
+        match = self._cache.match_prefix(MatchPrefixParams(key=key))
+        if match.device_prefix_len + match.host_hit_length < num_tokens:
+            return None
+        node: int = match.best_match_node
+        core = self._cache.tree_core
+        return node if core.is_root(node) or core.is_backuped(node) else None
+
+    def _drop(self, record: _Return, segment: _Segment) -> None:
+        record.segments.remove(segment)
+        self._owners.pop(segment.handle, None)
+        self._cache.release_aborted_request(segment.handle)
+
+    # ---- The front ----
+
+    def may_start(self, request: CacheRequestHandle) -> bool:
+        """Whether a request may be admitted now: it can compute, or what it waits for is there."""
+        record = self._returns[request]
+        if record.reach is None:
+            return True
+        first = record.segments[0] if record.segments else None
+        if first is None or first.start > record.reach or first.has_ended:
+            return True
+        return self._computes_next(record, record.reach, self._planner.num_others())
+
+    def end_of_chunk(self, req: Any, start: int) -> int | None:
+        """Return where a chunk of a request that begins at ``start`` ends at the latest."""
+        record = self._returns.get(req.cache_request_handle)
+        if record is None:
+            return None
+        record.req = req
+        end = FAR if self._planner.follows else self._own_end(record, start)
+        end = self._least(end)
+        return None if end == FAR else end
+
+    def _own_end(self, record: _Return, start: int) -> int:
+        end = end_of_chunk(self._planner.costs, self._left(record), start)
+        return FAR if end is None else end
+
+    def _least(self, value: int) -> int:
+        """Return the smallest value of all ranks, which make this call in the same place."""
+        alone = self._cache.decides_alone
+        return value if alone else least_on_every_rank(self._cache, [value])[0]
+
+    def chunk_ended(self, scheduler: Any, req: Any) -> None:
+        """Go on, or yield: what comes next has arrived, or is sooner loaded than computed. Called
+        when the tree has taken over what a chunk computed."""
+        record = self._returns.get(req.cache_request_handle)
+        if record is None:
+            return
+        begin = req.kv.cache_protected_len
+        record.reach = self._insert_arrived(record, begin)
+        if record.reach > begin:
+            self._yield(scheduler, record)
+        elif not record.segments:
+            self.forget(record.request)
+        elif record.segments[0].start <= begin and not self._computes_next(
+            record,
+            begin,
+            max(0, self._planner.num_others() - 1),  # of those that ran it is one itself
+        ):
+            self._yield(scheduler, record)
+        else:
+            record.reach = None
+
+    def admitted(self, req: Any, *, is_chunked: bool) -> None:
+        """Note that a part of a request runs, the last one if it is not ``is_chunked``."""
+        record = self._returns.get(req.cache_request_handle)
+        if record is None:
+            return
+        if is_chunked:
+            record.reach = None
+        else:
+            self.forget(record.request)
+
+    def _yield(self, scheduler: Any, record: _Return) -> None:
+        req, cache = record.req, self._cache
+        record.num_yields += 1
+        req.storage_prefetch_last_match_len = req.kv.cache_protected_len
+        release_kv_cache(req, cache, checkpoint=False)
+        scheduler.chunked_req = None
+        scheduler.waiting_queue.insert(0, req)
+
+    def _left(self, record: _Return) -> BackLeft:
+        infos = self._cache.ongoing_prefetch
+        return BackLeft(
+            [segment.start for segment in record.segments],
+            record.end,
+            [segment.left(infos.get(segment.handle)) for segment in record.segments],
+        )
+
+    def _computes_next(self, record: _Return, start: int, num_others: int) -> bool:
+        own = self._planner.follows or computes_next(
+            self._planner.costs,
+            self._left(record),
+            start,
+            num_others=num_others,
+            late_s=self._clock() - record.begun_at - record.expected_s,
+        )
+        return bool(self._least(int(own)))
+
+    # ---- It ends ----
+
+    def forget(self, request: CacheRequestHandle) -> None:
+        """Drop what is still to come for a request, or one of its segments. Unknown ones are
+        ignored."""
+        self.revoked(request)
+        record = self._returns.pop(request, None)
+        if record is not None:
+            num_given_up = sum(each.end - each.start for each in record.segments)
+            self._planner.back_ended(request, num_given_up)
+            for segment in list(record.segments):
+                self._drop(record, segment)
+            self._locks.unlock(request)
+
+    def forget_all(self) -> None:
+        """Drop what is still to come for every request: nobody may use it any more."""
+        for request in list(self._returns):
+            self.forget(request)
+
+    def clear(self) -> None:
+        """Forget all: the tree was emptied."""
+        self._returns.clear()
+        self._owners.clear()
+        self._locks.clear()

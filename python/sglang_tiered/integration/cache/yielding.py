@@ -1,0 +1,165 @@
+"""The hooks into SGLang's admission by which a request meets its back, which ``Returns`` loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.integration.cache.returns import Returns
+
+__all__ = ["SegmentFilter", "register"]
+
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ALONE = DisaggregationMode.NULL
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the hooks, if an operator wants requests to be computed from both ends."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    config = TieredConfig.from_environment()
+    if config is None or config.nvme is None or not config.nvme.both_ends:
+        return
+    hooks = Yielding()
+    for target, hook, kind in (
+        (f"{_SCHEDULER}._prefetch_kvcache", hooks.before_prefetch, HookType.BEFORE),
+        (f"{_SCHEDULER}.stash_chunked_request", hooks.after_stash, HookType.AFTER),
+        (f"{_ADDER}._select_prefill_admission", hooks.around_select, HookType.AROUND),
+        (f"{_ADDER}.add_chunked_req", hooks.around_add_chunked, HookType.AROUND),
+        (f"{_ADDER}._commit_prefill_admission", hooks.after_commit, HookType.AFTER),
+    ):
+        HookRegistry.register(target, hook, kind)
+    log = logging.getLogger("sglang.srt.mem_cache.unified_radix_cache")
+    if not any(isinstance(existing, SegmentFilter) for existing in log.filters):
+        log.addFilter(SegmentFilter())
+
+
+class SegmentFilter(logging.Filter):
+    """Drops SGLang's line on every load that ends, where it is a part of one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or HANDLE_PREFIX not in record.getMessage()
+
+
+def _returns_of(cache: Any) -> Returns | None:
+    tiering = getattr(cache, "tiering", None)
+    return None if tiering is None else tiering.returns
+
+
+def _reason_against(scheduler: Any) -> str | None:
+    """Return what a server does with which a request cannot yield between its chunks."""
+    cache = scheduler.tree_cache
+    reasons = {
+        "prefill and decode are apart": scheduler.disaggregation_mode is not _ALONE,
+        "prefill is not chunked": scheduler.chunked_prefill_size is None,
+        "it speculates": not scheduler.spec_algorithm.is_none(),
+        "the model's states lie at some places only": len(cache.tree_components) > 1,
+        "the host tier is smaller than device memory": cache.has_small_host,
+        "host memory is written back": cache.is_write_back,
+        "chunks are aligned": scheduler.truncation_align_size is not None,
+        "it is a diffusion model": scheduler.dllm_config is not None,
+        "the model makes embeddings": not scheduler.is_generation,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _may_yield(req: Any) -> bool:
+    """Whether what a request has computed is in the tree after each chunk, and nowhere else."""
+    return not (
+        req.skip_radix_cache_insert
+        or req.session is not None
+        or req.beam_group is not None
+        or req.input_embeds is not None
+        or req.positional_embed_overrides is not None
+        or req.token_indices_to_pool is not None
+        or req.retracted_stain
+    )
+
+
+class Yielding:
+    """The hooks of one process."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._is_known = False  # the reason, which is None too where there is none
+
+    def before_prefetch(self, scheduler: Any, req: Any, *_: Any) -> None:
+        """Allow the request whose load is planned next."""
+        returns = _returns_of(scheduler.tree_cache)
+        if returns is None:
+            return
+        if not self._is_known:
+            self._is_known, self._reason = True, _reason_against(scheduler)
+            if self._reason is not None:
+                logger.info(
+                    "Nothing is loaded from its back while its front is computed: %s.",
+                    self._reason,
+                )
+        if self._reason is None and _may_yield(req):
+            returns.allow(req.cache_request_handle)
+
+    def around_select(
+        self, original: Callable[..., Any], adder: Any, req: Any, **named: Any
+    ) -> Any:
+        verdict = original(adder, req, **named)
+        returns = _returns_of(adder.tree_cache)
+        if returns is None or isinstance(verdict, AddReqResult):
+            return verdict
+        is_ours = req.cache_request_handle in returns
+        if is_ours:
+            req.already_computed = min(req.already_computed, verdict.prefix_len)
+            end = returns.end_of_chunk(req, verdict.prefix_len)
+            if end is not None and verdict.prefix_len + verdict.extend_len > end:
+                verdict = dataclasses.replace(
+                    verdict, extend_len=end - verdict.prefix_len, max_new_tokens=0, is_chunked=True
+                )
+        # SGLang tracks one unfinished chunk, and a chunk that ends early leaves room for another.
+        has_chunked = named.get("has_chunked_req") or adder.new_chunked_req is not None
+        if verdict.is_chunked and has_chunked:
+            return AddReqResult.OTHER
+        return verdict
+
+    def around_add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
+        returns = _returns_of(adder.tree_cache)
+        if returns is None or req.cache_request_handle not in returns:
+            return original(adder, req)
+        end = returns.end_of_chunk(req, req.prefix_len)
+        if end is not None:
+            limit = end - req.prefix_len
+            own = adder.chunked_req_limit
+            adder.chunked_req_limit = limit if own is None else min(limit, own)
+        rest = original(adder, req)
+        if rest is None:
+            returns.admitted(req, is_chunked=False)
+        return rest
+
+    def after_commit(self, _: Any, adder: Any, req: Any, admission: Any, *__: Any) -> None:
+        returns = _returns_of(adder.tree_cache)
+        if returns is None or req.cache_request_handle not in returns:
+            return
+        if req.already_computed:
+            # SGLang counts tiers once, as a request is first admitted, and what the request
+            # computed before it yielded as a hit.
+            req.cached_tokens_storage += admission.prefix_len - req.already_computed
+            num_own = req.already_computed - req.cached_tokens
+            adder.log_hit_tokens -= num_own
+            adder.log_device_hit_tokens -= num_own
+        returns.admitted(req, is_chunked=admission.is_chunked)
+
+    def after_stash(self, _: Any, scheduler: Any, req: Any) -> None:
+        returns = _returns_of(scheduler.tree_cache)
+        if returns is not None:
+            returns.chunk_ended(scheduler, req)

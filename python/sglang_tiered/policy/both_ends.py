@@ -1,0 +1,170 @@
+"""Where a prefill that begins at the front of a prefix meets a load that begins at its back.
+
+Cake (Jin et al., ICML 2025, arXiv 2410.03065): of ``P`` seconds of prefill and ``L`` of loading the
+two need ``P * L / (P + L)``. The back is cut into segments, which are read from the last to the
+first; the front is computed in chunks, each up to where the two are expected to meet. Whatever the
+prices were, they move towards each other, so a wrong one costs a segment that is both read and
+computed, or the wait for one.
+
+Pure: tokens and seconds in, decisions out. Positions are tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.policy.cost_model import LoadPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_tiered.policy.cost_model import CostModel
+
+__all__ = [
+    "BackLeft",
+    "BackPlan",
+    "computes_next",
+    "end_of_chunk",
+    "parts_of",
+    "plan_segments",
+    "segment_bounds",
+    "spans_between",
+]
+
+MIN_SEGMENTS = 3
+"""With fewer there is nothing to meet in."""
+
+MAX_SEGMENTS = 16
+
+MIN_SEGMENT_TOKENS = 256
+"""A segment is a load of its own, with the work of the scheduler that a load is."""
+
+MIN_GAIN = 0.02
+MIN_GAIN_S = 0.005
+"""A request is computed from both ends only if that beats the better of today's two ways by so much
+of its time, and by so many seconds: a chunk boundary has costs that no price knows."""
+
+Span = tuple[int, int]
+"""A tier and a number of tokens in it."""
+
+
+class BackPlan(NamedTuple):
+    """What is loaded from the back: segments with these ``bounds``, and all of it as a load."""
+
+    bounds: list[int]
+    load: LoadPlan
+
+
+def segment_bounds(num_before: int, num_held: int, page_tokens: int) -> list[int]:
+    """Return where the segments begin that can be loaded from the back of ``num_held`` tokens
+    behind ``num_before``, and where the last one ends; nothing if they are too few. The first
+    tokens are computed in any case, and belong to none."""
+    least = max(MIN_SEGMENT_TOKENS, -(-num_held // MAX_SEGMENTS))
+    size = -(-least // page_tokens) * page_tokens
+    bounds = [*range(num_before, num_before + num_held, size), num_before + num_held]
+    return bounds[1:] if len(bounds) > MIN_SEGMENTS else []
+
+
+def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """Return the part of ``spans`` that holds the tokens ``[start, end)`` of theirs."""
+    found = []
+    for tier, num_tokens in spans:
+        taken = min(end, num_tokens) - max(0, start)
+        if taken > 0:
+            found.append((tier, taken))
+        start -= num_tokens
+        end -= num_tokens
+    return found
+
+
+def parts_of(spans: Sequence[Span], num_tiers: int) -> list[int]:
+    parts = [0] * num_tiers
+    for tier, num_tokens in spans:
+        parts[tier] += num_tokens
+    return parts
+
+
+def plan_segments(
+    costs: CostModel,
+    *,
+    num_held: int,
+    num_new: int,
+    num_before: int,
+    spans: Sequence[Span],
+    least_s: float,
+    ahead: Sequence[int] = (),
+    queue_wait_s: float = 0.0,
+) -> BackPlan | None:
+    """Return what to load from the back, or None where that does not pay.
+
+    The tiers hold the first ``num_held`` of ``num_new`` tokens behind ``num_before`` cached ones,
+    in ``spans``; ``least_s`` is what the better of loading and computing takes."""
+    bounds = segment_bounds(num_before, num_held, costs.page_tokens)
+    if not bounds:
+        return None
+    spans = list(spans) or [(0, num_held)]
+    rest_s = costs.prefill.seconds(num_new - num_held, num_before + num_held)
+    best_s = least_s
+    for start in bounds[:-1]:
+        front_s = queue_wait_s + _front_s(costs, num_before, start)
+        back = spans_between(spans, start - num_before, num_held)
+        back_s = costs.load_seconds(parts_of(back, len(costs.transfers)), ahead)
+        copied_s = costs.prefill.all_prices[3] * (num_held + num_before - start)
+        best_s = min(best_s, max(front_s, back_s) + copied_s + rest_s - queue_wait_s)
+    if best_s > least_s * (1 - MIN_GAIN) - MIN_GAIN_S:
+        return None
+    parts = parts_of(spans_between(spans, bounds[0] - num_before, num_held), len(costs.transfers))
+    num_tokens = sum(parts)
+    saved_s = costs.prefill.saved_seconds(num_tokens, num_tokens, bounds[0])
+    return BackPlan(bounds, LoadPlan(tuple(parts), costs.load_seconds(parts, ahead), saved_s))
+
+
+def _front_s(costs: CostModel, start: int, end: int) -> float:
+    """Return what a chunk of these tokens takes, its batch included."""
+    return costs.prefill.prices[0] + costs.prefill.seconds(end - start, start)
+
+
+class BackLeft:
+    """What is still to come of the back: ``starts`` of its segments, ascending, of which each ends
+    where the next begins, the last at ``end``; ``left`` tokens by tier of each."""
+
+    def __init__(self, starts: Sequence[int], end: int, left: Sequence[Sequence[int]]) -> None:
+        self.starts = starts
+        self.end = end
+        self._left = left
+
+    def seconds(self, costs: CostModel, start: int, ahead: Sequence[int] = ()) -> float:
+        """Return the time until every segment that begins at ``start`` or later has arrived."""
+        totals = [0] * len(costs.transfers)
+        for each, left in zip(self.starts, self._left, strict=True):
+            if each >= start:
+                for tier, num_tokens in enumerate(left):
+                    totals[tier] += num_tokens
+        return costs.load_seconds(totals, ahead) if any(totals) else 0.0
+
+
+def end_of_chunk(costs: CostModel, back: BackLeft, start: int) -> int | None:
+    """Return where a chunk that begins at ``start`` ends: where it takes as long as what lies
+    behind takes to arrive. None where nothing lies behind."""
+    behind = back.starts[bisect_right(back.starts, start) :]
+    for bound in behind:
+        if _front_s(costs, start, bound) >= back.seconds(costs, bound):
+            return bound
+    return behind[-1] if behind else None
+
+
+def computes_next(
+    costs: CostModel, back: BackLeft, start: int, *, num_others: int, late_s: float = 0.0
+) -> bool:
+    """Whether to compute the segment that begins at ``start``, which has not arrived, rather than
+    wait for it. A back that is ``late_s`` late is expected to take as long again. Computing holds
+    up ``num_others`` requests, and loading none."""
+    place = bisect_right(back.starts, start)
+    end = back.starts[place] if place < len(back.starts) else back.end
+    compute_s = _front_s(costs, start, end)
+    left_s = max(back.seconds(costs, start), late_s)
+    if compute_s > left_s:
+        return False
+    own_s = back.seconds(costs, start) - back.seconds(costs, end)
+    return max(own_s, late_s) >= num_others * compute_s

@@ -1,0 +1,534 @@
+"""SGLang's own scheduling pass over a real ``TieredRadixCache`` and a real store, without a model.
+
+Each KV slot holds a number that depends on every token before it, and every prefix is compared
+before each batch, so KV of another place is seen at once, even where pages repeat. Arguments: the
+store's folder, a seed, ``overlap`` or ``normal``. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import threading
+import time
+from array import array
+from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+torch.set_num_threads(1)
+for name in [name for name in os.environ if name.startswith("SGLANG_")]:
+    del os.environ[name]
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
+from sglang_tiered.integration.admin.control import _use_new_keys  # noqa: E402
+from sglang_tiered.integration.cache.load_planner import _Load  # noqa: E402
+from sglang_tiered.integration.plugin import register  # noqa: E402
+from sglang_tiered.policy import both_ends  # noqa: E402
+from sglang_tiered.policy.cost_model import LoadPlan  # noqa: E402
+
+PAGE, LAYERS, HEADS, DIM = 16, 2, 2, 64
+MAX_RUNNING = 16
+NUM_STEPS, NUM_FAMILIES = 700, 4
+DEADLINE_S = 20.0
+
+
+def value_at(tokens: Any) -> torch.Tensor:
+    """What each position's slot must hold."""
+    numbers = torch.tensor(list(tokens), dtype=torch.float64)
+    weights = torch.sqrt(torch.arange(1, len(numbers) + 1, dtype=torch.float64))
+    return (torch.cumsum(numbers * weights, 0) % 1000.0).float()
+
+
+def configure(folder: str, host_bytes: int) -> None:
+    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+
+    nvme = NvmeConfig(
+        directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
+    )
+    config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
+    config.to_environment(os.environ)
+
+
+class SchedulingWorld:
+    """A scheduler without a model, over the real cache."""
+
+    def __init__(
+        self,
+        folder: str,
+        held: ExitStack,
+        *,
+        device_tokens: int,
+        host_bytes: int,
+        chunk_tokens: int,
+        has_overlap: bool,
+    ) -> None:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.schedule_policy import SchedulePolicy
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+        from sglang_tiered.integration.identity import namespace
+        from sglang_tiered.integration.launch.resolve import _storage_arguments
+
+        configure(folder, host_bytes)
+        namespace.server_identity = lambda _: {"model": "m"}
+        flags = {
+            flag.removeprefix("--").replace("-", "_"): value
+            for flag, value in _storage_arguments(PAGE).items()
+            if flag.startswith("--hicache-storage-backend")
+        }
+        arguments = ServerArgs(
+            model_path="dummy",
+            page_size=PAGE,
+            hicache_io_backend="direct",
+            hicache_mem_layout="page_first_direct",
+            hicache_write_policy="write_through",
+            hicache_storage_prefetch_policy="timeout",
+            enable_hierarchical_cache=True,
+            attention_backend="torch_native",
+            chunked_prefill_size=chunk_tokens,
+            **flags,
+        )
+        arguments._mamba_cache_chunk_size = 64
+        set_global_server_args_for_scheduler(arguments)
+        held.enter_context(
+            get_parallel().override(
+                tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, pp_max_micro_batch_size=64
+            )
+        )
+        self.rows = ReqToTokenPool(MAX_RUNNING, 2048, "cpu", enable_memory_saver=False)
+        shape = {"page_size": PAGE, "dtype": torch.float32, "head_num": HEADS, "head_dim": DIM}
+        self.pool = MHATokenToKVPool(
+            size=device_tokens,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+            **shape,
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            device_tokens, PAGE, torch.float32, "cpu", self.pool, need_sort=False
+        )
+        params = CacheInitParams(
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            disable=False,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.cache: Any = TieredRadixCache(params)
+        self.cache.init_hicache(arguments, params)
+        self.device_tokens, self.has_overlap = device_tokens, has_overlap
+        self.log: list[Any] = []
+        scheduler = self.scheduler = Scheduler.__new__(Scheduler)
+        scheduler.__dict__.update(
+            grammar_manager=SimpleNamespace(
+                has_waiting_grammars=lambda: False,
+                grammar_queue=[],
+                abort_requests=lambda _: None,
+            ),
+            enable_priority_preemption=False,
+            is_hybrid_swa=False,
+            waiting_queue=[],
+            chunked_req=None,
+            min_free_slots_delayer=None,
+            processed_tokens_counter=0,
+            chunked_prefill_size=chunk_tokens,
+            dynamic_chunk_sizer=None,
+            tp_worker=SimpleNamespace(
+                model_runner=SimpleNamespace(attn_backend=object(), prefill_aware_swa=False)
+            ),
+            new_token_ratio_tracker=SimpleNamespace(current=0.5),
+            max_prefill_tokens=16384,
+            is_mixed_chunk=False,
+            priority_scheduling_preemption_threshold=10,
+            max_prefill_bs=0,
+            max_running_requests=MAX_RUNNING,
+            dllm_config=None,
+            page_size=PAGE,
+            tree_cache=self.cache,
+            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.rows,
+            enable_lora=False,
+            enable_hicache_storage=True,
+            enable_lmcache=False,
+            truncation_align_size=None,
+            enable_hierarchical_cache=True,
+            enable_unified_cache_external_linker=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            is_generation=True,
+            model_config=SimpleNamespace(vocab_size=1 << 20, is_encoder_decoder=False),
+            hisparse_coordinator=None,
+            enable_overlap=has_overlap,
+            beam_coordinator=SimpleNamespace(
+                pending_member_rows=lambda _: 0, retire_group=lambda _: None
+            ),
+            enable_priority_scheduling=False,
+            load_inquirer=SimpleNamespace(_get_num_pending_tokens=lambda chunk_deduct=0: 0),
+            prefill_delayer=None,
+            disaggregation_mode=DisaggregationMode.NULL,
+            enable_hisparse=False,
+            _pending_chunked_abort_req=None,
+            _prefill_decode_interval_remaining=0,
+            prefill_decode_interval=0,
+            require_mlp_sync=False,
+            schedule_low_priority_values_first=False,
+            dp_attn_adapter=SimpleNamespace(
+                maybe_prepare_mlp_sync_batch=lambda batch, need_sync=None: batch,
+                maybe_convert_decode_to_extend=lambda batch: batch,
+            ),
+            ngram_embedding_manager=SimpleNamespace(
+                prepare_for_forward=lambda batch, chunked_req=None: batch
+            ),
+            scheduler_stage_metrics=None,
+            lora_drainer=None,
+            running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
+            last_batch=None,
+            mm_receiver=None,
+            max_queued_requests=None,
+            abort_on_priority_when_disabled=False,
+            send_abort_output=lambda *_: None,
+            result_queue=[],
+            device="cpu",
+            collect_inflight_reqs=set,
+        )
+        scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
+        scheduler.update_running_batch = lambda _: None
+
+    # ---- A pass ----
+
+    def _run(self, batch: Any) -> Any:
+        """Compare every prefix with what it must be, and write what is new."""
+        planner = self.cache.tiering.planner
+        for req in batch.reqs:
+            wanted = value_at(req.full_untruncated_fill_ids)
+            row = self.rows.req_to_token[req.kv.req_pool_idx].long()
+            begin, end = req.prefix_len, req.extend_end
+            for keys, values in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True):
+                for buffer, sign in ((keys, 1), (values, -1)):
+                    held = sign * buffer[row[:begin]].flatten(1)
+                    wrong = ((held - wanted[:begin, None]).abs() > 1e-3).any(1)
+                    assert not wrong.any(), (
+                        f"{req.rid}: wrong KV at {wrong.nonzero()[:4].flatten().tolist()} of a "
+                        f"prefix of {begin}"
+                    )
+                    buffer[row[begin:end]] = sign * wanted[begin:end, None, None].expand(
+                        -1, HEADS, DIM
+                    )
+        planner.note_run(len(batch.reqs))
+        return SimpleNamespace(batch=batch.copy(), ends=[req.extend_end for req in batch.reqs])
+
+    def _process(self, result: Any) -> None:
+        """The part of SGLang's ``process_batch_result_prefill`` that concerns the cache."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        for req, end in zip(result.batch.reqs, result.ends, strict=True):
+            if req.inflight_middle_chunks > 0:
+                req.inflight_middle_chunks -= 1
+                continue
+            assert end == len(req.origin_input_ids), (req.rid, end)
+            assert 0 <= req.cached_tokens <= end, (req.rid, req.cached_tokens, end)
+            req.output_ids.append(7)
+            req.finished_reason = SimpleNamespace()
+            req.finished_len = req.to_finish = None
+            release_kv_cache(req, self.cache, checkpoint=True)
+            self.log.append(("finished", req.rid, req.cached_tokens))
+        self.cache.flush_pending_backups()
+
+    def step(self) -> None:
+        """One pass of ``event_loop_overlap``, or of ``event_loop_normal``."""
+        from sglang.srt.managers.scheduler import Scheduler
+
+        scheduler = self.scheduler
+        plan = Scheduler.get_next_batch_to_run(
+            scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            self.log.append([(req.rid, req.prefix_len, req.extend_end) for req in batch.reqs])
+            scheduler.result_queue.append(self._run(batch))
+        if self.has_overlap:
+            if scheduler.last_batch:
+                self._process(scheduler.result_queue.pop(0))
+        elif batch:
+            self._process(scheduler.result_queue.pop(0))
+        scheduler.last_batch = batch
+
+    # ---- Requests ----
+
+    def finished(self, first: int) -> set[str]:
+        """Requests that have ended since that entry of the log."""
+        return {entry[1] for entry in self.log[first:] if isinstance(entry, tuple)}
+
+    def moves(self) -> Iterator[str]:
+        """How each part of a request goes on from the one before it."""
+        ends: dict[str, int] = {}
+        for batch in (entry for entry in self.log if isinstance(entry, list)):
+            for rid, begin, end in batch:
+                if rid in ends:
+                    last = ends[rid]
+                    yield "jump" if begin > last else "go on" if begin == last else "lost"
+                ends[rid] = end
+
+    def add(self, rid: str, tokens: list[int]) -> Any:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(max_new_tokens=1)
+        sampling.normalize(None)
+        req = Req(rid, "", array("q", tokens), sampling, vocab_size=1 << 20)
+        if self.cache.purged_tenants:
+            req.extra_key = self.cache.purged_tenants.key_of(None, None)
+        Scheduler._add_request_to_queue(self.scheduler, req)
+        return req
+
+    def abort(self, rid: str) -> bool:
+        scheduler = self.scheduler
+        chunked = scheduler.chunked_req
+        if chunked is not None and chunked.rid == rid:
+            scheduler._pending_chunked_abort_req = chunked
+            return True
+        for req in scheduler.waiting_queue:
+            if req.rid == rid:
+                scheduler.waiting_queue.remove(req)
+                scheduler._release_aborted_request(req)
+                return True
+        return False
+
+    def until(self, is_so: Callable[[], bool], step: Callable[[], None]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline, (
+                self.log[-5:],
+                self.cache.ongoing_write_through,
+                self.cache.ongoing_load_back,
+                self.cache.ongoing_prefetch,
+                self.cache.ongoing_backup,
+                self.cache.has_loads_under_way,
+                self.cache.tiering.stores.queue.waiting(),
+            )
+            step()
+            time.sleep(0.0005)
+
+    def settle(self) -> None:
+        """Every copy, load and store is done."""
+        cache = self.cache
+
+        def rest() -> None:
+            cache.flush_pending_backups()
+            cache.check_hicache_events()
+
+        self.until(
+            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(), rest
+        )
+
+    def forget(self) -> None:
+        """Empty device and host memory; the store keeps what it has."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        self.settle()
+        self.cache.reset()
+        self.allocator.clear()
+        self.rows.clear()
+        self.scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.scheduler.last_batch = None
+        self.scheduler.result_queue.clear()
+
+    def check_clean(self) -> None:
+        """Nothing is left over: no lock, row, page, load or record."""
+        cache = self.cache
+        self.settle()
+        controller = cache.cache_controller
+        host = controller.mem_pool_host
+        assert cache.protected_size() == 0, cache.protected_size()
+        held = cache.evictable_size(), self.allocator.available_size()
+        assert sum(held) == self.device_tokens, held
+        assert self.rows.available_size() == MAX_RUNNING
+        assert not cache.ongoing_prefetch, cache.ongoing_prefetch
+        assert controller.prefetch_tokens_occupied == 0, controller.prefetch_tokens_occupied
+        assert not cache.tiering.returns._returns and not cache.tiering.returns._owners
+        assert not cache.prefetch_loaded_tokens_by_reqid, cache.prefetch_loaded_tokens_by_reqid
+        assert not cache._storage_prefetch_hit_remaining_by_reqid
+        cache.evict_host(10**9)
+        cache.evict(EvictParams(num_tokens=10**9))
+        cache.evict_host(10**9)
+        assert host.available_size() == host.logical_size, (
+            host.available_size(),
+            host.logical_size,
+        )
+        assert self.allocator.available_size() == self.device_tokens
+
+
+class SlowReads:
+    """Lets reads through one by one, and cuts some short."""
+
+    def __init__(self, reads: Any, rnd: random.Random) -> None:
+        self._gate, self._rnd, self.is_open = threading.Semaphore(0), rnd, True
+        self._read = reads.read
+        reads.read = self.read
+
+    def read(self, hashes: Any, host_indices: torch.Tensor) -> list[bool]:
+        while not self.is_open and not self._gate.acquire(timeout=0.01):
+            pass
+        served = self._read(hashes, host_indices)
+        if not self.is_open and self._rnd.random() < 0.08:
+            cut = self._rnd.randrange(len(served) + 1)
+            served = served[:cut] + [False] * (len(served) - cut)
+        return served
+
+    def let(self, number: int) -> None:
+        for _ in range(number):
+            self._gate.release()
+
+
+class RandomPrices:
+    """In place of what is learnt: each time something is asked for, another answer. Everything that
+    may be decided is, some time."""
+
+    def __init__(self, planner: Any, rnd: random.Random) -> None:
+        self.num_planned, self.is_on = 0, False
+        self._planner, self._rnd = planner, rnd
+        both_ends.MIN_SEGMENT_TOKENS = rnd.choice([2, 4, 8]) * PAGE
+        for name in ("_front_s",):
+            setattr(both_ends, name, lambda *_: rnd.random())
+        setattr(both_ends.BackLeft, "seconds", lambda *_, **__: rnd.random())  # noqa: B010
+        planner.plan_segments = self.plan_segments
+
+    def plan_segments(self, request: Any, *, num_ahead: int) -> list[int] | None:
+        books = self._planner._books.get(request)
+        if not self.is_on or books is None or self._rnd.random() < 0.1:
+            return None
+        bounds = both_ends.segment_bounds(
+            books.prefix["num_before"], books.prefix["num_held"], PAGE
+        )
+        if bounds:
+            self.num_planned += 1
+            parts = (bounds[-1] - bounds[0],)
+            self._planner._loads[request] = _Load(LoadPlan(parts, 1.0, 1.0), is_back=True)
+        return bounds or None
+
+
+class RandomRun:
+    """Requests with shared prefixes, short and late reads, evictions, aborts and a purge."""
+
+    def __init__(self, folder: str, seed: int, held: ExitStack, *, has_overlap: bool) -> None:
+        rnd = self.rnd = random.Random(seed)
+        device_tokens = rnd.choice([1024, 2048, 4096])
+        host_tokens = int(rnd.choice([0.75, 1.5, 3.0]) * device_tokens)
+        self.world = SchedulingWorld(
+            folder,
+            held,
+            device_tokens=device_tokens,
+            host_bytes=host_tokens * 2 * LAYERS * HEADS * DIM * 4,
+            chunk_tokens=rnd.choice([64, 128, 256]),
+            has_overlap=has_overlap,
+        )
+        self.prices = RandomPrices(self.world.cache.tiering.planner, rnd)
+        self.reads = SlowReads(self.world.cache.storage.reads, random.Random(seed + 1))
+        self.purge_at = rnd.randrange(NUM_STEPS * 3)
+        self.families: list[list[int]] = []
+        self.live: set[str] = set()
+        self.num_requests = self.num_aborted = 0
+
+    def fill_store(self) -> None:
+        world, rnd = self.world, self.rnd
+        for number in range(NUM_FAMILIES):
+            if rnd.random() < 0.5:
+                tokens = [rnd.randrange(1, 1000) for _ in range(rnd.randrange(300, 900))]
+            else:  # pages that repeat
+                tokens = [rnd.randrange(1, 1000) for _ in range(PAGE)] * rnd.randrange(20, 50)
+            self.families.append(tokens)
+            world.add(f"p{number}", tokens)
+            world.until(lambda rid=f"p{number}": rid in world.finished(0), world.step)
+            world.step()
+            world.settle()
+        world.forget()
+
+    def arrives(self) -> None:
+        rnd = self.rnd
+        base = rnd.choice(self.families)
+        tokens = base[: rnd.randrange(1, len(base) + 1)]
+        tokens = tokens + [rnd.randrange(1, 1000) for _ in range(rnd.randrange(1, 200))]
+        rid = f"r{self.num_requests:04d}"
+        self.num_requests += 1
+        self.live.add(rid)
+        self.world.add(rid, tokens)
+
+    def something_happens(self) -> None:
+        world, rnd, cache = self.world, self.rnd, self.world.cache
+        if rnd.random() < 0.5:
+            self.reads.let(rnd.randrange(1, 4))
+        if rnd.random() < 0.02 and self.live:
+            rid = rnd.choice(sorted(self.live))
+            if world.abort(rid):
+                self.num_aborted += 1
+                self.live.discard(rid)
+        if rnd.random() < 0.03:
+            cache.evict(EvictParams(num_tokens=rnd.randrange(16, world.device_tokens)))
+        if rnd.random() < 0.03:
+            cache.evict_host(rnd.randrange(16, 2 * world.device_tokens))
+
+    def run(self) -> dict[str, Any]:
+        world, rnd = self.world, self.rnd
+        self.fill_store()
+        self.prices.is_on, self.reads.is_open = True, False
+        for number in range(NUM_STEPS):
+            few_wait = len(world.scheduler.waiting_queue) < 6
+            if number < NUM_STEPS - 200 and few_wait and rnd.random() < 0.12:
+                self.arrives()
+            if number == self.purge_at:
+                world.cache.purged_tenants.quarantine(None)
+                _use_new_keys(world.scheduler, world.cache)
+            self.something_happens()
+            num_logged = len(world.log)
+            world.step()
+            self.live.difference_update(world.finished(num_logged))
+            time.sleep(0.0003)
+        self.reads.is_open = True
+        world.until(lambda: self.live.issubset(world.finished(0)), world.step)
+        for _ in range(3):
+            world.step()
+        world.check_clean()
+        world.cache.release_host_resources()
+        return {
+            "requests": self.num_requests,
+            "aborted": self.num_aborted,
+            "purged": self.purge_at < NUM_STEPS,
+            "planned": self.prices.num_planned,
+            **Counter(world.moves()),
+        }
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(150, exit=True)
+    folder, seed, mode = sys.argv[1:4]
+    configure(folder, 1 << 20)  # the hooks depend on it
+    register()
+    HookRegistry.apply_hooks()
+    with ExitStack() as held:
+        run = RandomRun(folder, int(seed), held, has_overlap=mode == "overlap")
+        print(json.dumps(run.run()))
+
+
+if __name__ == "__main__":
+    main()

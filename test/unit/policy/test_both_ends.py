@@ -1,0 +1,111 @@
+"""Where the front of a prefix meets its back, by prices."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.policy.both_ends import (
+    BackLeft,
+    computes_next,
+    end_of_chunk,
+    parts_of,
+    plan_segments,
+    segment_bounds,
+    spans_between,
+)
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
+
+PAGE, TOKEN_BYTES = 64, 1000
+TOKEN_S = 1e-4  # of prefill
+HELD = 8192
+
+
+def costs(load_over_prefill: float) -> CostModel:
+    return CostModel(
+        page_tokens=PAGE,
+        bytes_per_token=TOKEN_BYTES,
+        prefill=PrefillCost.of_prices((1e-3, TOKEN_S, 0.0, 0.0)),
+        transfers=[TransferCost((1e-4, load_over_prefill * TOKEN_S / TOKEN_BYTES))],
+    )
+
+
+def planned(ratio: float, *, num_held: int = HELD, num_new: int = HELD + 96) -> list[int] | None:
+    model = costs(ratio)
+    plan = model.plan(num_held=num_held, num_new=num_new, num_before=0)
+    found = plan_segments(
+        model, num_held=num_held, num_new=num_new, num_before=0, spans=[], least_s=plan.least_s
+    )
+    if found is None:
+        return None
+    assert found.load.num_tokens == found.bounds[-1] - found.bounds[0]
+    return found.bounds
+
+
+def back_of(bounds: list[int]) -> BackLeft:
+    """Nothing of it has arrived."""
+    starts = bounds[:-1]
+    return BackLeft(
+        starts, bounds[-1], [[end - start] for start, end in zip(starts, bounds[1:], strict=True)]
+    )
+
+
+def test_segments_cover_all_in_whole_pages() -> None:
+    bounds = segment_bounds(640, HELD, PAGE)
+    assert (bounds[0], bounds[-1]) == (640 + HELD // 16, 640 + HELD)
+    assert all((bound - 640) % PAGE == 0 for bound in bounds)
+    assert len(bounds) <= 16
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.57, 1.0, 2.0])
+def test_both_ends_begin_where_loads_compare_with_prefill(ratio: float) -> None:
+    bounds = planned(ratio)
+    assert bounds is not None and bounds[-1] == HELD
+
+
+@pytest.mark.parametrize("ratio", [0.001, 100.0])
+def test_one_end_stays_where_it_suffices(ratio: float) -> None:
+    assert planned(ratio) is None
+
+
+def test_short_prefix_is_not_cut() -> None:
+    assert planned(1.0, num_held=512, num_new=600) is None
+
+
+@pytest.mark.parametrize("ratio", [0.57, 1.0, 2.0])
+def test_first_chunk_ends_where_the_back_arrives(ratio: float) -> None:
+    """``P * L / (P + L)`` of the prefill, to a segment."""
+    model, bounds = costs(ratio), planned(ratio)
+    assert bounds is not None
+    end = end_of_chunk(model, back_of(bounds), 0)
+    assert end is not None
+    assert end == pytest.approx(HELD * ratio / (1 + ratio), abs=HELD / 16 + PAGE)
+
+
+def test_chunk_after_the_last_segment_has_no_bound() -> None:
+    assert end_of_chunk(costs(1.0), BackLeft([], HELD, []), HELD) is None
+
+
+def test_next_segment_is_computed_while_much_comes() -> None:
+    back = back_of([4096, 5120, 6144, 7168, 8192])
+    assert computes_next(costs(1.0), back, 4096, num_others=0)
+
+
+def test_last_segment_is_waited_for() -> None:
+    back = BackLeft([4096, 5120], 6144, [[100], [0]])
+    assert not computes_next(costs(1.0), back, 4096, num_others=0)
+
+
+def test_stalled_segment_is_computed_in_the_end() -> None:
+    back = BackLeft([4096, 5120], 6144, [[100], [0]])
+    assert computes_next(costs(1.0), back, 4096, num_others=0, late_s=1.0)
+
+
+def test_segment_that_holds_up_others_is_loaded() -> None:
+    back = back_of([4096, 5120, 6144, 7168, 8192])
+    assert not computes_next(costs(1.0), back, 4096, num_others=2)
+
+
+def test_spans_are_cut_at_segments() -> None:
+    spans = [(0, 100), (2, 50)]
+    assert spans_between(spans, 80, 120) == [(0, 20), (2, 20)]
+    assert parts_of(spans_between(spans, 80, 120), 3) == [20, 0, 20]
