@@ -313,16 +313,25 @@ class PendingStores:
     def announce_store(
         self, hashes: Sequence[str], *, num_tokens: int, prefix_tokens: int, tenant: bytes
     ) -> None:
-        """Announce that ``hashes`` are about to be queued; they end a chain of that length."""
+        """Announce that ``hashes`` are about to be queued; they end a chain of that length. Of two
+        operations with the same first page, the first in the queue takes what is known of both:
+        were its place given to the second, whatever lies between would be forgotten with it."""
         if not hashes:
             return
         with self._lock:
-            self._forget(hashes[0])
-            while len(self._waiting) >= MAX_PENDING_STORES:
-                self._forget(next(iter(self._waiting)))
-            entry = _Announced(tuple(hashes), prefix_tokens, num_tokens, self._clock(), tenant)
-            self._waiting[hashes[0]] = entry
-            self._num_tokens += num_tokens
+            before = self._waiting.get(hashes[0])
+            if before is None:
+                while len(self._waiting) >= MAX_PENDING_STORES:
+                    self._forget(next(iter(self._waiting)))
+                entry = _Announced(tuple(hashes), prefix_tokens, num_tokens, self._clock(), tenant)
+                self._waiting[hashes[0]] = entry
+                self._num_tokens += num_tokens
+                return
+            before.prefix_tokens = max(before.prefix_tokens, prefix_tokens)
+            if len(hashes) > len(before.hashes):
+                before.hashes = tuple(hashes)
+                self._num_tokens += num_tokens - before.num_tokens
+                before.num_tokens = num_tokens
 
     def lengthen_chain(self, first: str, prefix_tokens: int) -> bool:
         """Note that the chain of the operation that begins with a page grew; return False if the

@@ -69,6 +69,7 @@ class StoreGate:
         self._positions: dict[str, int] = {}  # of the pages of the operation under way
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
+        self._is_purged = False  # something, while what was queued before may still arrive
         self.lock = threading.RLock()
         # Tenants whose pages are not stored now; None: all. The setter must purge them afterwards.
         self.blocked: frozenset[bytes | None] = frozenset()
@@ -101,6 +102,7 @@ class StoreGate:
         """Drop the queued stores of a tenant (None: every one), and what is left of its operation
         under way. The caller holds ``lock``."""
         self._pending.purge_tenant(tenant)
+        self._is_purged = True
         if tenant is None or tenant == self.tenant:
             self._num_admitted = 0
 
@@ -132,6 +134,7 @@ class StoreGate:
     def tree_was_reset(self) -> None:
         """Forget what was announced: SGLang emptied its queue."""
         self._pending.clear()
+        self._is_purged = False
 
     def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
         """Return how many leading pages of one call to store."""
@@ -147,6 +150,8 @@ class StoreGate:
                 pinned_share = store.tokens_behind / self._host_tokens
                 backlog = backlog_pressure(store.waited_s, pinned_share)
                 self._decide(store.hashes, store.prefix_tokens, backlog)
+            elif self._is_purged:  # whose it is was forgotten, and may have been purged since
+                self._begin(hashes, 0)
             elif is_kv:
                 self._decide(tuple(hashes), 0, None)
             else:  # whether its KV will be stored is not known

@@ -12,7 +12,12 @@ import pytest
 from kit.clock import Clock
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.admission_gate import LOG_INTERVAL_S, StoreGate
-from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
+from sglang_tiered.policy.admission import (
+    LONG_PREFIX_TOKENS,
+    MAX_PENDING_STORES,
+    Level,
+    Outcome,
+)
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
 
@@ -289,3 +294,39 @@ def test_a_purge_ends_its_tenants_running_operation() -> None:
     assert tier.store(pages[128:256]) == 128
     tier.gate.purge_tenant(b"a" * 16)
     assert tier.store(pages[256:]) == 0
+
+
+def test_second_announcement_forgets_nobody_between() -> None:
+    """A checkpoint announces again what is queued: whatever is queued behind it is still known."""
+    tier = Tier()
+    mine, other = hashes(*"abc"), hashes(*"xyz")
+    for pages, tenant in ((mine, b"a" * 16), (other, b"b" * 16), (mine, b"a" * 16)):
+        tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=tenant)
+    assert tier.store(mine) == 3
+    tier.gate.purge_tenant(b"b" * 16)
+    assert tier.store(other) == 0
+    assert tier.store(mine) == 0, "nobody knows any more whose its second store is"
+    tier.gate.tree_was_reset()
+    assert tier.store(hashes(*"uvw")) == 3
+
+
+def test_split_node_leaves_its_tail_admitted() -> None:
+    """Its first part is announced under the same page while the whole is queued."""
+    tier = Tier()
+    pages, other = hashes(*"abcdef"), hashes(*"xyz")
+    tier.announce(pages)
+    tier.announce(other, 640)
+    tier.announce(pages[:2])
+    assert tier.store(pages) == 6
+    assert tier.store(other) == 3 and tier.gate.outcomes[Outcome.ADMITTED] == 9
+
+
+@pytest.mark.parametrize("is_kv", [True, False])
+def test_purge_refuses_stores_that_were_forgotten(is_kv: bool) -> None:
+    """Of more than are remembered, the oldest are of nobody known: perhaps of the purged tenant."""
+    tier = Tier()
+    for number in range(MAX_PENDING_STORES + 1):
+        pages = hashes(number)
+        tier.gate.announce_store(pages, num_tokens=1, prefix_tokens=1, tenant=b"a" * 16)
+    tier.gate.purge_tenant(b"a" * 16)
+    assert tier.store(hashes(0), is_kv=is_kv) == 0
