@@ -65,8 +65,8 @@ def test_operation_announced_twice_waits_once() -> None:
     table = announced("ab", "c")
     table.announce_store("abd", num_tokens=30, prefix_tokens=7, tenant=A)
     assert len(table) == 2 and table.num_tokens == 31
-    assert table.take_store("c") is not None
-    assert table.take_store("ab") == PendingStore(("a", "b", "d"), 7, 0.0, 0, A)
+    assert table.take_store("ab") == PendingStore(("a", "b", "d"), 7, 0.0, 1, A)
+    assert table.take_store("c") is not None, "it keeps its place, and forgets nobody"
 
 
 def test_node_without_pages_is_no_operation() -> None:

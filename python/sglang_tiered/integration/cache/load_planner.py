@@ -374,7 +374,7 @@ class LoadPlanner(Generic[Request]):
         """Note that a request was admitted. Unknown ones are ignored."""
         self._queue.admitted(request, self._clock())
         load = self._loads.get(request)
-        if load is not None and load.is_back:  # ``back_ended`` ends it
+        if load is not None and load.is_back and load.queued_at is not None:  # see ``back_ended``
             self._leave(request)
         else:
             self.forget(request)

@@ -219,10 +219,25 @@ class LoadScheduler:
         if not self._copies.has_host_path(call.last_host_node_id):
             return None
         if has_back:
-            return Planned(call, is_new, num_agreed, hashes, spans)
+            return Planned(call, is_new, num_agreed, self._chain(call, hashes, num_agreed), spans)
         self.expect(request, hashes[: num_agreed // cache.page_size])
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
         return Planned(call._replace(new_input_tokens=tokens), is_new)
+
+    def _chain(self, call: Prefetch, hashes: list[str], num_tokens: int) -> list[str]:
+        """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
+        num_pages = num_tokens // self._cache.page_size
+        if len(hashes) >= num_pages:
+            return hashes[:num_pages]
+        key = RadixKey(
+            call.new_input_tokens[:num_tokens],
+            extra_key=call.extra_key,
+            cache_salt=call.cache_salt,
+        )
+        chain: list[str] = get_storage_hash_str(
+            key, call.last_hash, page_size=self._cache.page_size
+        )
+        return chain
 
     def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
         """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""

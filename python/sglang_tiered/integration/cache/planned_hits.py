@@ -47,7 +47,7 @@ class Planned(NamedTuple):
     call: Prefetch
     is_new: bool  # the request has just come, so this is between two steps
     # Of a prefix that is read from its back, while its front is computed:
-    num_held: int = 0  # tokens
+    num_back: int = 0  # tokens of it
     hashes: Sequence[str] = ()
     spans: Sequence[Span] = ()
 

@@ -14,6 +14,7 @@ say is reduced where it decides, at chunk boundaries and while such a request wa
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class _Return:
     begun_at: float
     expected_s: float  # until all segments have arrived, as it was priced when they began
     end: int
+    handles: list[CacheRequestHandle]  # of all segments that were ever begun
     req: Any = None
     reach: int | None = None  # how far the tree holds the prompt, while the request waits again
     num_loaded: int = 0
@@ -99,6 +101,7 @@ class Returns:
         self._owners: dict[CacheRequestHandle, CacheRequestHandle] = {}  # by handle of a segment
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self._inserting: CacheRequestHandle | None = None
+        self._numbers = itertools.count()
         self._allowed: CacheRequestHandle | None = None
 
     def __contains__(self, request: CacheRequestHandle) -> bool:
@@ -130,15 +133,18 @@ class Returns:
         and the pages of the load that follows."""
         cache, call = self._cache, planned.call
         page_size, base = cache.page_size, call.num_before
-        bounds = segment_bounds(base, planned.num_held, page_size)
+        bounds = segment_bounds(base, planned.num_back, page_size)
         spans = [(TIERS.index(span.tier), span.num_pages * page_size) for span in planned.spans]
         num_tiers = len(TIERS)
         segments: list[_Segment] = []
+        handles: list[CacheRequestHandle] = []
         ahead = self._planner.tokens_ahead(cache.cache_controller.prefetch_tokens_occupied)
         for start, end in reversed(list(zip(bounds, bounds[1:], strict=False))):
             handle = CacheRequestHandle(
-                f"{HANDLE_PREFIX}{call.request.rid}/{start}", call.request.attempt_id
+                f"{HANDLE_PREFIX}{call.request.rid}/{next(self._numbers)}",
+                call.request.attempt_id,
             )
+            handles.append(handle)
             pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
             expect(handle, pages)
             cache.begin_load(
@@ -162,7 +168,7 @@ class Returns:
         totals = [sum(parts) for parts in zip(*(each.parts for each in segments), strict=True)]
         expected_s = self._planner.costs.load_seconds(totals, ahead)
         self._returns[call.request] = _Return(
-            call.request, segments, self._clock(), expected_s, segments[-1].end
+            call.request, segments, self._clock(), expected_s, segments[-1].end, handles
         )
         for segment in segments:
             self._owners[segment.handle] = call.request
@@ -381,6 +387,8 @@ class Returns:
             self._planner.back_ended(request, num_given_up)
             for segment in list(record.segments):
                 self._drop(record, segment)
+            for handle in record.handles:  # SGLang waits for a chance to try again
+                self._cache.storage_prefetch_retries.cancel(handle.rid)
             self._locks.unlock(request)
 
     def forget_all(self) -> None:

@@ -158,7 +158,7 @@ class Tiering:
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
         if planned is None:
             return None
-        if planned.hashes:
+        if planned.num_back:
             self.returns.begin(planned, self.loads.expect)
             return None
         result = self._cache.begin_load(planned.call)

@@ -118,9 +118,9 @@ class Yielding:
         returns = _returns_of(adder.tree_cache)
         if returns is None or isinstance(verdict, AddReqResult):
             return verdict
-        is_ours = req.cache_request_handle in returns
-        if is_ours:
-            req.already_computed = min(req.already_computed, verdict.prefix_len)
+        # Of what it computed before it yielded, a part may be gone, and its record with it.
+        req.already_computed = min(req.already_computed, verdict.prefix_len)
+        if req.cache_request_handle in returns:
             end = returns.end_of_chunk(req, verdict.prefix_len)
             if end is not None and verdict.prefix_len + verdict.extend_len > end:
                 verdict = dataclasses.replace(
