@@ -204,6 +204,8 @@ class Spiller:
         while self._ended:
             node_id, store = self._ended.popleft()
             is_behind = len(self._ended) >= MAX_ENDED
+            if self._queue.is_under_way(node_id):
+                continue  # its next store has begun, whose end says what is held
             is_held = storage.holds(store.chain)
             if is_held and not is_behind:  # and has no gap before its end
                 is_held = storage.num_kept(store.hashes) == len(store.hashes)

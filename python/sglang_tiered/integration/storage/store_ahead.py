@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -186,6 +186,7 @@ class StoreAhead:
         if operation is None:  # not SGLang's own thread
             return self._end_store(self._begin_store(pool, hashes, host_indices))
         stored: list[bool] = []
+        refused: BegunStore | None = None
         is_told_to_stop = self._controller.storage_stop_event.is_set
         while len(stored) < len(hashes) and not is_told_to_stop():
             if pool == PoolName.KV and not all(stored):
@@ -200,8 +201,20 @@ class StoreAhead:
                 slots = host_indices[at * len(host_indices) // len(hashes) :]
                 self._begin(operation, _Piece(pool, hashes[at:], slots))
             self._begin_more()
+            begun = self._under_way[key].begun
             stored += self._end(key)
-        stored += [False] * (len(hashes) - len(stored))
+            if begun.num_admitted < begun.num_pages:
+                refused = begun
+        num_left = len(hashes) - len(stored)
+        if pool == PoolName.KV and refused is not None and num_left:
+            # Admission refused these too, and says of what is never begun no more.
+            slots = host_indices[len(stored) * len(host_indices) // len(hashes) :]
+            rest = replace(
+                refused, job=None, host_indices=slots, num_pages=num_left, num_admitted=0
+            )
+            stored += self._end_store(rest)
+        else:
+            stored += [False] * num_left
         if pool == PoolName.KV and not all(stored):  # SGLang leaves out the rest
             self._left[operation] = iter(())
             for (of, *_), part in self._under_way.items():

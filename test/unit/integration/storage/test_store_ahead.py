@@ -295,6 +295,20 @@ def test_what_admission_drops_ends_its_node_alone() -> None:
     assert asked == [*cut.hash_value[: PART + 2], *whole.hash_value]
 
 
+def test_pages_behind_what_admission_drops_count_alike() -> None:
+    """They are not lost for the disk's sake, though no part of them ever begins."""
+    disk = Disk()
+    disk.dropped = {"0"}
+    disk.is_open = True
+    told: list[BegunStore] = []
+    stores = make(disk)
+    stores._end_store = lambda begun: told.append(begun) or disk.end(begun)
+    node = Node(0, 3 * PART)
+    Controller(stores, node).run()
+    pages = [int(slot) // PAGE for begun in told for slot in begun.host_indices[::PAGE]]
+    assert pages == list(range(3 * PART)) and not any(begun.num_admitted for begun in told)
+
+
 def test_node_that_cannot_begin_fails_alone() -> None:
     """And in its turn: admission takes one node after the other."""
     disk = Disk()
