@@ -409,9 +409,8 @@ class RandomPrices:
         self.num_planned, self.is_on = 0, False
         self._planner, self._rnd = planner, rnd
         both_ends.MIN_SEGMENT_TOKENS = rnd.choice([2, 4, 8]) * PAGE
-        for name in ("_front_s",):
-            setattr(both_ends, name, lambda *_: rnd.random())
-        setattr(both_ends.BackLeft, "seconds", lambda *_, **__: rnd.random())  # noqa: B010
+        both_ends._front_s = lambda *_: rnd.random()
+        both_ends.BackLeft.seconds = lambda *_, **__: rnd.random()  # type: ignore[method-assign]
         planner.plan_segments = self.plan_segments
 
     def plan_segments(self, request: Any, *, num_ahead: int) -> list[int] | None:

@@ -82,7 +82,6 @@ class _Return:
     reach: int | None = None  # how far the tree holds the prompt, while the request waits again
     num_loaded: int = 0
     loaded_start: int | None = None
-    num_yields: int = 0
 
 
 class Returns:
@@ -351,7 +350,6 @@ class Returns:
 
     def _yield(self, scheduler: Any, record: _Return) -> None:
         req, cache = record.req, self._cache
-        record.num_yields += 1
         req.storage_prefetch_last_match_len = req.kv.cache_protected_len
         release_kv_cache(req, cache, checkpoint=False)
         scheduler.chunked_req = None

@@ -21,7 +21,6 @@ __all__ = ["SegmentFilter", "register"]
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_ALONE = DisaggregationMode.NULL
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ def _reason_against(scheduler: Any) -> str | None:
     """Return what a server does with which a request cannot yield between its chunks."""
     cache = scheduler.tree_cache
     reasons = {
-        "prefill and decode are apart": scheduler.disaggregation_mode is not _ALONE,
+        "prefill and decode are apart": scheduler.disaggregation_mode
+        is not DisaggregationMode.NULL,
         "prefill is not chunked": scheduler.chunked_prefill_size is None,
         "it speculates": not scheduler.spec_algorithm.is_none(),
         "the model's states lie at some places only": len(cache.tree_components) > 1,
