@@ -86,9 +86,14 @@ def _is_on(scheduler: Any) -> bool:
 
 
 def _may_yield(req: Any) -> bool:
-    """Whether what a request has computed is in the tree after each chunk, and nowhere else."""
+    """Whether what a request has computed is in the tree after each chunk, and nowhere else; and
+    whether nothing is wanted of it that only one prefill without a gap gives."""
     return not (
         req.skip_radix_cache_insert
+        or (req.return_logprob and req.logprob_start_len >= 0)
+        or req.return_hidden_states
+        or req.return_routed_experts
+        or req.return_indexer_topk
         or req.session is not None
         or req.beam_group is not None
         or req.input_embeds is not None
