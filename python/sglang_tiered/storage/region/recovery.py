@@ -12,8 +12,9 @@ The steps, as in ``README.md``:
 5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
    not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
-7. Index the pages of our namespace that were not purged, oldest region first; a key met again
-   points to the later one. Remove a region that was purged altogether.
+7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
+   met again points to the later one. Remove a region that was purged altogether.
+8. Read the pins; remove those that are damaged.
 
 Damage never raises: it is counted. ``OSError`` means the process may not use its own directory
 (permissions, descriptors), in which case no file was removed for that reason.
@@ -46,6 +47,7 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
+from sglang_tiered.storage.region.pinning import pins
 from sglang_tiered.storage.region.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
+    from sglang_tiered.storage.region.pinning.pins import Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
 __all__ = ["LateProgress", "RecoveryReport", "recover"]
@@ -80,6 +83,7 @@ class RecoveryReport:
     num_purged_pages: int = 0  # dead: kept until reclaimed, not indexed
     bytes_written: int = 0
     purges: Purges = field(default_factory=Purges, repr=False)
+    pins: list[Pin] = field(default_factory=list, repr=False)
 
 
 @dataclass(slots=True)
@@ -151,6 +155,7 @@ class _Recovery:
                     self._index(item, namespace, regions, index)  # 7
                 progress.advance()
         self._settle_purges()
+        report.pins = pins.read_all(device)  # 8
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
 
@@ -258,8 +263,9 @@ class _Recovery:
         region, contents = item.region, item.contents
         assert contents is not None
         num_pages = contents.extents["num_pages"]
-        alive = ~self.report.purges.dead_extents(region.sequence, contents)
-        self.report.num_purged_pages += int(num_pages[~alive].sum())
+        purged = self.report.purges
+        alive = ~purged.dead_pages(region.sequence, contents)
+        self.report.num_purged_pages += int((~alive).sum())
         if not alive.any():
             self._remove(item)
             return
@@ -270,8 +276,8 @@ class _Recovery:
             region.published_tail = int(offsets[-1]) + padded(int(pages["length"][-1]))
         # A killed process may have left what it wrote in a cache: the next sync covers it.
         region.dirty = region.durable_tail < region.published_tail
-        ours = contents.of_namespace(namespace)
-        region.num_foreign = int(num_pages[alive & ~ours].sum())
+        ours = np.repeat(contents.of_namespace(namespace), num_pages)
+        region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign
         ours &= alive
         names, inverse = np.unique(contents.extents["tenant"], return_inverse=True)
@@ -279,12 +285,12 @@ class _Recovery:
         for name, nbytes in zip(names, payload.tolist(), strict=True):
             regions.charge(region, name.tobytes(), int(nbytes))
         places = np.full(len(names), -1, np.int32)
-        for number in np.unique(inverse[ours]):
+        by_page = np.repeat(inverse, num_pages)
+        for number in np.unique(by_page[ours]):
             places[number] = index.place_of(names[number].tobytes())
-        owners = np.repeat(places[inverse], num_pages)
+        owners = places[by_page]
         if not ours.all():
-            chosen = np.repeat(ours, num_pages)
-            pages, offsets, owners = pages[chosen], offsets[chosen], owners[chosen]
+            pages, offsets, owners = pages[ours], offsets[ours], owners[ours]
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
         index.put(words, region.slot, offsets, pages["length"], pages["checksum"], owners)
 

@@ -1,0 +1,1 @@
+"""Pins: named sets of pages that reclaim keeps."""
