@@ -167,7 +167,7 @@ class RegionEngine(WriteTier):
             max_tenant_bytes,
         )
         purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
-        pin_files = PinFiles(directory, state, health, log, device)
+        pin_files = PinFiles(directory, state, health, log, device, reclaimer)
         store_worker = StoreWorker(
             directory, state, health, log, writer, reclaimer, purger, pin_files
         )

@@ -2,19 +2,18 @@
 
 The steps, as in ``README.md``:
 
-1. List the region files and order them by sequence number; read the checkpoint and the purges, if
-   there are any.
+1. List the region files and order them by sequence number; read the checkpoint, the purges and
+   the pins, if there are any.
 2. Open each region and read header, trailer and footer. A newer format refuses the store; nothing
    was touched so far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
-   in their name.
+   in their name; and pins that do not verify.
 4. Remove the oldest regions while the rest exceeds the cap.
 5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
    not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
 7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
    met again points to the later one. Remove a region that was purged altogether.
-8. Read the pins; remove those that are damaged.
 
 Damage never raises: it is counted. ``OSError`` means the process may not use its own directory
 (permissions, descriptors), in which case no file was removed for that reason.
@@ -127,11 +126,13 @@ class _Recovery:
     ) -> RecoveryReport:
         device, report = self.device, self.report
         # 1
-        names = map(parse_region_name, device.list_names())
-        sequences = sorted(sequence for sequence in names if sequence is not None)
+        names = device.list_names()
+        numbers = map(parse_region_name, names)
+        sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
         report.purges = purges.read(device)
+        report.pins, useless_pins = pins.read_all(device, names)
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
         with LateProgress(2 * len(sequences)) as progress:
             # 2
@@ -146,6 +147,8 @@ class _Recovery:
             # 3
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
+            for name in useless_pins:
+                _unlink(device, name)
             # 4
             self._shrink(capacity_bytes)
             for item in list(self.found):
@@ -155,7 +158,6 @@ class _Recovery:
                     self._index(item, namespace, regions, index)  # 7
                 progress.advance()
         self._settle_purges()
-        report.pins = pins.read_all(device)  # 8
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.pinning.pins import file_of, pack
+from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["PinFiles"]
@@ -29,12 +30,14 @@ class PinFiles:
         health: HealthMonitor,
         log: OnceLog,
         device: Device,
+        reclaimer: Reclaimer,
     ) -> None:
         self._directory = directory
         self._state = state
         self._health = health
         self._log = log
         self._device = device
+        self._reclaimer = reclaimer
 
     def settle(self, names: tuple[str, ...]) -> bool:
         """Write the pins of these names, or remove the files of those that are gone; true when it
@@ -42,7 +45,12 @@ class PinFiles:
         try:
             removed = False
             for name in names:
-                removed = self._settle(name) or removed
+                try:
+                    removed = self._settle(name) or removed
+                except OSError as error:
+                    if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
+                        raise
+                    removed = self._settle(name) or removed
             if removed:
                 with self._health.watch():
                     self._device.sync_directory()
@@ -62,7 +70,6 @@ class PinFiles:
         with self._state.lock:
             pin = self._state.pins.get(name)
         file = file_of(name)
-        removed = False
         with self._health.watch():
             if pin is not None:
                 data = pack(pin)
@@ -70,8 +77,7 @@ class PinFiles:
                 with self._state.lock:
                     self._state.bytes_written += len(data)
                 return False
-            for each in (file, file + TEMPORARY_SUFFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    self._device.unlink(each)
-                    removed = True
-        return removed
+            with contextlib.suppress(FileNotFoundError):
+                self._device.unlink(file)
+                return True
+        return False

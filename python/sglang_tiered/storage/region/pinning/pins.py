@@ -137,13 +137,14 @@ def unpack(data: bytes) -> Pin | None:
         return None
 
 
-def read_all(device: Device) -> list[Pin]:
-    """Read the pins of a store. A damaged one is removed, one of a newer version left alone, both
-    with a line in the log. Raises ``OSError`` for conditions of this process."""
-    pins = []
-    for name in sorted(device.list_names()):
-        if name.endswith(TEMPORARY_SUFFIX) and is_pin_name(name.removesuffix(TEMPORARY_SUFFIX)):
-            _remove(device, name)
+def read_all(device: Device, names: Iterable[str]) -> tuple[list[Pin], list[str]]:
+    """Read the pins among files of these names; returns them, and the names of files to remove:
+    damaged ones, which the log tells, and what was never finished. One of a newer version is left
+    alone. Raises ``OSError`` for conditions of this process."""
+    pins, useless = [], []
+    for name in sorted(names):
+        if is_pin_name(name.removesuffix(TEMPORARY_SUFFIX)) and name.endswith(TEMPORARY_SUFFIX):
+            useless.append(name)
         if not is_pin_name(name):
             continue
         try:
@@ -152,25 +153,15 @@ def read_all(device: Device) -> list[Pin]:
             if error.errno not in DAMAGE_ERRNOS:
                 raise
             data = b""
-        pin = unpack(data)
+        pin, body = unpack(data), _verified(data)
+        version = 0 if body is None else _MAGIC_VERSION.unpack_from(body)[1]
         if pin is not None and file_of(pin.name) == name:
             pins.append(pin)
-            continue
-        body = _verified(data)
-        if body is not None and (version := _MAGIC_VERSION.unpack_from(body)[1]) > VERSION:
+        elif version > VERSION:
             logger.warning(
                 "%s is of version %d, newer than %d: its pages are not kept", name, version, VERSION
             )
-            continue
-        logger.warning("%s is damaged and removed: what it pinned is not kept", name)
-        _remove(device, name)
-    return pins
-
-
-def _remove(device: Device, name: str) -> None:
-    try:
-        device.unlink(name)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        logger.warning("%s could not be removed (%s); it is skipped", name, error.strerror)
+        else:
+            logger.warning("%s is damaged and removed: what it pinned is not kept", name)
+            useless.append(name)
+    return pins, useless
