@@ -132,7 +132,8 @@ class _Recovery:
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
         report.purges = purges.read(device)
-        report.pins, useless_pins = pins.read_all(device, names)
+        found_pins = pins.read_all(device, names)
+        report.pins = found_pins.pins
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
         with LateProgress(2 * len(sequences)) as progress:
             # 2
@@ -147,7 +148,11 @@ class _Recovery:
             # 3
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
-            for name in useless_pins:
+            for name in found_pins.newer:
+                logger.warning("%s is a pin of a newer version: its pages are not kept", name)
+            for name in found_pins.damaged:
+                logger.warning("%s is damaged and removed: what it pinned is not kept", name)
+            for name in (*found_pins.damaged, *found_pins.unfinished):
                 _unlink(device, name)
             # 4
             self._shrink(capacity_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import struct
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_DATA_BYTES",
     "MAX_NAME_BYTES",
+    "FoundPins",
     "Pin",
     "PinInfo",
     "PinRefusal",
@@ -31,8 +31,6 @@ __all__ = [
     "read_all",
     "unpack",
 ]
-
-logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 1024
 MAX_DATA_BYTES = 4096
@@ -137,31 +135,37 @@ def unpack(data: bytes) -> Pin | None:
         return None
 
 
-def read_all(device: Device, names: Iterable[str]) -> tuple[list[Pin], list[str]]:
-    """Read the pins among files of these names; returns them, and the names of files to remove:
-    damaged ones, which the log tells, and what was never finished. One of a newer version is left
-    alone. Raises ``OSError`` for conditions of this process."""
-    pins, useless = [], []
+class FoundPins(NamedTuple):
+    """The pins of a store, and the names of files that are none."""
+
+    pins: list[Pin]
+    damaged: list[str]
+    newer: list[str]  # that verify, but are of a later version: left alone
+    unfinished: list[str]
+
+
+def read_all(device: Device, names: Iterable[str]) -> FoundPins:
+    """Read the pins among files of these names. Raises ``OSError`` for conditions of this
+    process."""
+    found = FoundPins([], [], [], [])
     for name in sorted(names):
-        if is_pin_name(name.removesuffix(TEMPORARY_SUFFIX)) and name.endswith(TEMPORARY_SUFFIX):
-            useless.append(name)
+        if name.endswith(TEMPORARY_SUFFIX) and is_pin_name(name.removesuffix(TEMPORARY_SUFFIX)):
+            found.unfinished.append(name)
         if not is_pin_name(name):
             continue
         try:
             data = device.read_file(name)
+        except FileNotFoundError:
+            continue  # unpinned, beside a tool that looks
         except OSError as error:
             if error.errno not in DAMAGE_ERRNOS:
                 raise
             data = b""
         pin, body = unpack(data), _verified(data)
-        version = 0 if body is None else _MAGIC_VERSION.unpack_from(body)[1]
         if pin is not None and file_of(pin.name) == name:
-            pins.append(pin)
-        elif version > VERSION:
-            logger.warning(
-                "%s is of version %d, newer than %d: its pages are not kept", name, version, VERSION
-            )
+            found.pins.append(pin)
+        elif body is not None and _MAGIC_VERSION.unpack_from(body)[1] > VERSION:
+            found.newer.append(name)
         else:
-            logger.warning("%s is damaged and removed: what it pinned is not kept", name)
-            useless.append(name)
-    return pins, useless
+            found.damaged.append(name)
+    return found
