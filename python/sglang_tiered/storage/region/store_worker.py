@@ -80,11 +80,11 @@ class StoreWorker:
     def _step(self) -> bool:
         """Settle one extent, or place one; false when there is nothing left to do."""
         state = self._state
-        self._settle_pins()
         with state.lock:
             while True:
-                if state.pin_orders or state.pins.expired():
-                    return True
+                has_pins = state.pin_orders or state.pins.expired()
+                if has_pins:
+                    break
                 written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
@@ -92,6 +92,9 @@ class StoreWorker:
                     return False
                 state.store_ready.wait(state.pins.pause_s())
             order = state.stores[0] if state.stores else None
+        if has_pins:
+            self._settle_pins()
+            return True
         try:
             if written:
                 self._settle(state.writes[0])

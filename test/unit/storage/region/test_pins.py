@@ -11,8 +11,8 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.files import is_pin_name
+from sglang_tiered.storage.region import RegionEngine, purges
+from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
 from sglang_tiered.storage.region.pinning import book, pins
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 
@@ -125,6 +125,26 @@ def test_large_pages_find_room_beside_pins(
         target = blank(run)
         assert load(engine, target) == [Reason.OK]
         assert page_data(target) == page_data(run)
+    close(engine)
+
+
+def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeRun) -> None:
+    """Such a region is left alone, but not for ever."""
+    engine = open_engine(tmp_path / "s")
+    kept = make_run(1, [PAGE] * 57)
+    store(engine, kept)
+    pin(engine, "p", kept.keys)
+    assert is_true(engine.forget(make_run(2, [PAGE]).keys), TIMEOUT_S)
+    held: list[str] = []
+    for seed in range(100, 180):
+        store(engine, make_run(seed, [PAGE] * 57))
+        held.append(min(path.name for path in (tmp_path / "s").glob("*.kv")))
+    assert held.count(held[0]) > 2 * CAPACITY // REGION, "it is written again in every round"
+    assert held[0] != held[-1]
+    assert engine.lookup(kept.keys).num_hits == 57
+    assert is_true(engine.begin_purge(A), TIMEOUT_S)
+    data = (tmp_path / "s" / PURGES_NAME).read_bytes()
+    assert not purges.unpack(data).forgotten  # type: ignore[union-attr]
     close(engine)
 
 
