@@ -293,7 +293,7 @@ class _Recovery:
             regions.charge(region, name.tobytes(), int(nbytes))
         places = np.full(len(names), -1, np.int32)
         by_page = np.repeat(inverse, num_pages)
-        for number in np.unique(by_page[ours]):
+        for number in np.flatnonzero(np.bincount(by_page[ours], minlength=len(names))):
             places[number] = index.place_of(names[number].tobytes())
         owners = places[by_page]
         if not ours.all():

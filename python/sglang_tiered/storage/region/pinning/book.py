@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_KEYS", "MAX_PINS", "PinBook"]
 
 MAX_PINS = 1 << 14
-MAX_KEYS = 1 << 20  # of all pins together: about 100 bytes of memory each
+MAX_KEYS = 1 << 20  # of all pins together: about 130 bytes of memory each
 
 
 class PinBook:
