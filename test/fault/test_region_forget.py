@@ -17,12 +17,12 @@ from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import forgotten, purges
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.forgotten import Forgotten
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
-from sglang_tiered.storage.region.purges import VERSION_WITH_KEYS, Bound, Purges
+from sglang_tiered.storage.region.purging import forgotten, purges
+from sglang_tiered.storage.region.purging.forgotten import Forgotten
+from sglang_tiered.storage.region.purging.purges import VERSION_WITH_KEYS, Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

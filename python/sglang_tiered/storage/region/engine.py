@@ -49,7 +49,7 @@ from sglang_tiered.storage.region.pending import PinOrder, PurgeOrder
 from sglang_tiered.storage.region.pinning.pin_files import PinFiles
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.pinning.rescue import Rescuer
-from sglang_tiered.storage.region.purger import Purger
+from sglang_tiered.storage.region.purging.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region import checkpoint, purges
+from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import (
@@ -47,7 +47,8 @@ from sglang_tiered.storage.region.format import (
     unpack_trailer,
 )
 from sglang_tiered.storage.region.pinning import pins
-from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.storage.region.purging import purges
+from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer

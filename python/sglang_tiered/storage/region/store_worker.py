@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
     from sglang_tiered.storage.region.pinning.pin_files import PinFiles
-    from sglang_tiered.storage.region.purger import Purger
+    from sglang_tiered.storage.region.purging.purger import Purger
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter

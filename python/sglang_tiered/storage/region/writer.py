@@ -37,7 +37,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part, StoreTicket
-from sglang_tiered.storage.region.purges import Bound
+from sglang_tiered.storage.region.purging.purges import Bound
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine, purges
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
 from sglang_tiered.storage.region.pinning import book, pins
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.purging import purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,7 +195,7 @@ def test_too_many_pins_and_keys_are_refused(
     close(engine)
 
 
-def test_a_page_of_two_pins_goes_with_the_last(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_shared_page_goes_with_its_last_pin(tmp_path: Path, make_run: MakeRun) -> None:
     engine = open_engine(tmp_path / "s")
     run = make_run(1, [PAGE] * 50)
     store(engine, run)

@@ -16,13 +16,14 @@ from sglang_tiered.integration.storage.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine, purges
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
-from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.storage.region.purging import purges
+from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.tools.store import gc
 
 REGION = 64 * 1024

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region import purges as purges_file
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.purges import compact
+from sglang_tiered.storage.region.purging import purges as purges_file
+from sglang_tiered.storage.region.purging.purges import compact
 from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.purges import Bound, Purges
+    from sglang_tiered.storage.region.purging.purges import Bound, Purges
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 

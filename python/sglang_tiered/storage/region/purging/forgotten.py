@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.storage.region.bound import NOWHERE, Bound
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.purging.bound import NOWHERE, Bound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,14 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region.bound import NOWHERE, Bound
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.forgotten import FORGOTTEN_BYTES, Forgotten
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
     parse_region_name,
 )
+from sglang_tiered.storage.region.purging.bound import NOWHERE, Bound
+from sglang_tiered.storage.region.purging.forgotten import FORGOTTEN_BYTES, Forgotten
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
 
 if TYPE_CHECKING:
