@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALWAYS",
     "ENVIRONMENT",
+    "ONE_END",
     "START_DEADLINE_S",
     "SYSTEMS",
     "Fleet",
@@ -35,8 +36,15 @@ __all__ = [
 ]
 
 SYSTEMS = ("stock", "hicache-host", "hicache-file", "tiered")
-# The tiers with another policy: every load is made. Of single scenarios, never chosen by name.
+# The tiers with another policy, of single scenarios, never chosen by name: every load is made; and
+# a prefix is loaded or computed, never both at once.
 ALWAYS = "tiered-always"
+ONE_END = "tiered-one-end"
+POLICIES: dict[str, list[str]] = {
+    "tiered": [],
+    ALWAYS: ["--tier-load", "always"],
+    ONE_END: ["--tier-both-ends", "off"],
+}
 # With as many OpenMP threads as cores, GNU OpenMP spins at every barrier, which costs whole time
 # slices where anything else wants a core; it seems to stop doing so once a second thread of the
 # process computes, as HiCache's storage thread does and stock SGLang has none to do. Equal for all.
@@ -64,10 +72,9 @@ def launch_arguments(
         *extra,
     ]
     host = ["--hicache-ratio", str(geometry.host_ratio)]
-    if name in ("tiered", ALWAYS):
+    if name in POLICIES:
         store = ["--tier-dir", str(folder / name), "--tier-nvme-bytes", str(geometry.nvme_bytes)]
-        policy = ["--tier-load", "always"] if name == ALWAYS else []
-        return [*common, *host, *store, *policy]
+        return [*common, *host, *store, *POLICIES[name]]
     common += ["--tier-mode", "off"]
     if name == "stock":
         return common
@@ -128,7 +135,7 @@ class System:
 
     def stored_bytes(self) -> int:
         """KV bytes in its store: the tier's own count, or the sizes of the files."""
-        if self.name in ("tiered", ALWAYS):
+        if self.name in POLICIES:
             return int(self.server.tier_state()["nvme_stored_bytes"])
         total = 0
         with contextlib.suppress(OSError), os.scandir(self.store) as entries:

@@ -150,10 +150,10 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--tier-both-ends",
             ON_OFF,
-            "Compute the front of a prefix while its back loads, where that is sooner. New.",
-            default="`off`",
+            "Compute the front of a prefix while its back loads, where that is sooner.",
+            default="`on`",
         ),
-    ] = False
+    ] = True
     warm_host: Annotated[
         bool,
         Flag(

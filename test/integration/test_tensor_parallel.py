@@ -6,8 +6,12 @@ ours among them, and ends the server at the first difference.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,14 +19,16 @@ import pytest
 from conftest import ALWAYS, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH = 700
 PROMPTS = make_prompts(5, 12, LENGTH)
+LONG_PROMPTS = make_prompts(6, 3, 2000)
+READ_S = (0.02, 0.05, 0.1, 0.2)
+"""What a read may take so that loading a prompt takes about as long as computing it."""
+DEADLINE_S = 240.0
 OLD, NEW = PROMPTS[:6], PROMPTS[6:]  # what both shards hold, and what one of them lost
 
 
@@ -89,3 +95,34 @@ def test_rank_with_older_shard_costs_only_hits(
     assert [answer.cached["storage"] for answer in again] == [aligned(LENGTH)] * len(PROMPTS)
     assert restarted.tier_state()["nvme_healthy"] == 1
     restarted.kill()
+
+
+def test_ranks_compute_both_ends_alike(
+    launch: Launch, stock: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
+    expected = outputs(stock.generate_all(LONG_PROMPTS))
+    slowness = tmp_path / "slowness"
+    folder = str(Path(__file__).parent / "slow_disk")
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("SLOW_DISK_FILE", str(slowness))
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
+    server = launch(
+        *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),
+        *("--tier-dir", str(tmp_path / "kv")),
+    )
+    assert outputs(server.generate_all(LONG_PROMPTS)) == expected
+    deadline = time.monotonic() + DEADLINE_S
+    for read_s in itertools.cycle(READ_S):
+        if server.tier_state()["both_ends_requests"] >= 3:
+            break
+        assert time.monotonic() < deadline, "no prompt is computed from both ends"
+        slowness.write_text(str(read_s))
+        for _ in range(2):
+            server.flush()
+            assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
+    slowness.write_text("0")
+    server.flush()  # refused while anything is locked or under way
+    assert outputs(server.generate_all(LONG_PROMPTS, concurrency=3)) == expected
+    server.kill()

@@ -30,9 +30,9 @@
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
 | Scheduler._prefetch_kvcache | BEFORE | with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
-| PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND, `--tier-both-ends on` | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
-| PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER, `--tier-both-ends on` | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
-| Scheduler._prefetch_kvcache | BEFORE, `--tier-both-ends on` | which requests may be computed in chunks of ours, of which the cache hears nothing |
+| PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
+| PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
+| Scheduler._prefetch_kvcache | BEFORE | which requests may be computed in chunks of ours, of which the cache hears nothing |
 | HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
 | HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
 | HybridCacheController._page_backup | AROUND | SGLang's thread stores one pool of one node at a time, and 128 pages a call (``StoreAhead``) |

@@ -11,10 +11,11 @@ Pure: tokens and seconds in, decisions out. Positions are tokens of the prompt.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.policy.cost_model import LoadPlan
+from sglang_tiered.policy.cost_model import MAX_OWN_LOSS, LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ MIN_SEGMENTS = 3
 
 MAX_SEGMENTS = 16
 
-MIN_SEGMENT_TOKENS = 256
+MIN_SEGMENT_TOKENS = 128
 """A segment is a load of its own, with the work of the scheduler that a load is."""
 
 MIN_GAIN = 0.02
@@ -92,27 +93,32 @@ def plan_segments(
     num_new: int,
     num_before: int,
     spans: Sequence[Span],
-    least_s: float,
+    least: LoadPlan,
     ahead: Sequence[int] = (),
     queue_wait_s: float = 0.0,
+    num_others: int = 0,
 ) -> BackPlan | None:
     """Return what to load from the back, or None where that does not pay.
 
     The tiers hold the first ``num_held`` of ``num_new`` tokens behind ``num_before`` cached ones,
-    in ``spans``; ``least_s`` is what the better of loading and computing takes."""
+    in ``spans``; ``least`` is the better of loading and computing. What is computed holds up
+    ``num_others`` requests, as ``CostModel.plan`` has it."""
     bounds = segment_bounds(num_before, num_held, costs.page_tokens)
     if not bounds:
         return None
     spans = list(spans) or [(0, num_held)]
     rest_s = costs.prefill.seconds(num_new - num_held, num_before + num_held)
-    best_s = least_s
+    bound_s = least.least_s * (1 + MAX_OWN_LOSS * (num_others > 0))
+    best_s = least.total_s
     for start in bounds[:-1]:
-        front_s = queue_wait_s + _front_s(costs, num_before, start)
+        front_s = _front_s(costs, num_before, start)
         back = spans_between(spans, start - num_before, num_held)
         back_s = costs.load_seconds(parts_of(back, len(costs.transfers)), ahead)
         copied_s = costs.prefill.all_prices[3] * (num_held + num_before - start)
-        best_s = min(best_s, max(front_s, back_s) + copied_s + rest_s - queue_wait_s)
-    if best_s > least_s * (1 - MIN_GAIN) - MIN_GAIN_S:
+        own_s = max(front_s, back_s - queue_wait_s) + copied_s + rest_s
+        if own_s <= bound_s:
+            best_s = min(best_s, own_s + num_others * (front_s + rest_s))
+    if best_s > least.total_s * (1 - MIN_GAIN) - MIN_GAIN_S:
         return None
     parts = parts_of(spans_between(spans, bounds[0] - num_before, num_held), len(costs.transfers))
     num_tokens = sum(parts)
@@ -145,13 +151,16 @@ class BackLeft:
 
 
 def end_of_chunk(costs: CostModel, back: BackLeft, start: int) -> int | None:
-    """Return where a chunk that begins at ``start`` ends: where it takes as long as what lies
-    behind takes to arrive. None where nothing lies behind."""
-    behind = back.starts[bisect_right(back.starts, start) :]
-    for bound in behind:
-        if _front_s(costs, start, bound) >= back.seconds(costs, bound):
-            return bound
-    return behind[-1] if behind else None
+    """Return where a chunk that begins at ``start`` ends: so that the later of it and of what lies
+    behind is there soonest. None where nothing lies behind."""
+    best, best_s = None, math.inf
+    for bound in back.starts[bisect_right(back.starts, start) :]:
+        front_s, back_s = _front_s(costs, start, bound), back.seconds(costs, bound)
+        if max(front_s, back_s) < best_s:
+            best, best_s = bound, max(front_s, back_s)
+        if front_s >= back_s:
+            break
+    return best
 
 
 def computes_next(

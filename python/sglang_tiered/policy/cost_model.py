@@ -287,12 +287,14 @@ class TransferCost:
 class LoadPlan:
     """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is the
     time until all has arrived, queue included; ``saved_s`` the prefill that it replaces.
-    ``least_s`` is this request's time from its turn on by the plan that is best for it alone."""
+    ``least_s`` is this request's time from its turn on by the plan that is best for it alone, and
+    ``total_s`` that time by this plan, with what it holds up others."""
 
     parts: tuple[int, ...]
     load_s: float
     saved_s: float
     least_s: float = 0.0
+    total_s: float = 0.0
 
     @property
     def useful_s(self) -> float:
@@ -381,7 +383,7 @@ class CostModel:
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         everything = self.prefill.seconds(num_new, num_before)
         if num_held <= 0:
-            return LoadPlan((), 0.0, 0.0, everything)
+            return LoadPlan((), 0.0, 0.0, everything, everything * (1 + num_others))
         # Of each plan: this request's time, how much of it holds up the others, and what it is.
         found: list[tuple[float, float, tuple[int, ...], float, float]]
         found = [(everything, everything, (), 0.0, 0.0)]
@@ -401,7 +403,7 @@ class CostModel:
             total_s = one[0] + num_others * one[1]
             if one[0] <= bound_s and total_s <= best_s:
                 best, best_s = one, total_s
-        return LoadPlan(*best[2:], least_s)
+        return LoadPlan(*best[2:], least_s, best[0] + num_others * best[1])
 
     def plan_of(
         self,

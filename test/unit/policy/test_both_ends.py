@@ -29,11 +29,19 @@ def costs(load_over_prefill: float) -> CostModel:
     )
 
 
-def planned(ratio: float, *, num_held: int = HELD, num_new: int = HELD + 96) -> list[int] | None:
+def planned(
+    ratio: float, *, num_held: int = HELD, num_new: int = HELD + 96, num_others: int = 0
+) -> list[int] | None:
     model = costs(ratio)
-    plan = model.plan(num_held=num_held, num_new=num_new, num_before=0)
+    plan = model.plan(num_held=num_held, num_new=num_new, num_before=0, num_others=num_others)
     found = plan_segments(
-        model, num_held=num_held, num_new=num_new, num_before=0, spans=[], least_s=plan.least_s
+        model,
+        num_held=num_held,
+        num_new=num_new,
+        num_before=0,
+        spans=[],
+        least=plan,
+        num_others=num_others,
     )
     if found is None:
         return None
@@ -65,6 +73,15 @@ def test_both_ends_begin_where_loads_compare_with_prefill(ratio: float) -> None:
 @pytest.mark.parametrize("ratio", [0.001, 100.0])
 def test_one_end_stays_where_it_suffices(ratio: float) -> None:
     assert planned(ratio) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_others", "begins"),
+    [(0.57, 1, False), (2.0, 1, True), (2.0, 3, True), (0.25, 3, False)],
+)
+def test_front_is_priced_for_whom_it_holds_up(ratio: float, num_others: int, begins: bool) -> None:
+    """A slow load gains even so, since computing all would hold up the others longer."""
+    assert (planned(ratio, num_others=num_others) is not None) == begins
 
 
 def test_short_prefix_is_not_cut() -> None:

@@ -59,7 +59,7 @@ class _Books:
 
     num_held: int  # in the tiers, when it came
     prefix: dict[str, Any]  # the arguments of its last plan
-    least_s: float = 0.0  # by the better of loading and computing
+    least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
     num_loaded: int = 0
     num_rest: int = 0  # that it is to compute
 
@@ -268,7 +268,7 @@ class LoadPlanner(Generic[Request]):
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
         self._go_by(request, plan, prefix, rank)
         if request in self._books:
-            self._books[request].least_s = plan.least_s
+            self._books[request].least = plan
         return plan.num_tokens
 
     def agreed(
@@ -323,7 +323,7 @@ class LoadPlanner(Generic[Request]):
         """Return the bounds of the segments of a waiting request's prefix to load from its back,
         while its front is computed; None if one of the two alone is as good."""
         books = self._books.get(request)
-        if books is None or self._always or self.num_others(request) > 0:
+        if books is None or self._always:
             return None
         prefix = books.prefix
         plan = plan_segments(
@@ -332,9 +332,10 @@ class LoadPlanner(Generic[Request]):
             num_new=prefix["num_new"],
             num_before=prefix["num_before"],
             spans=prefix["spans"],
-            least_s=books.least_s,
+            least=books.least,
             ahead=remote_first(num_ahead, self._loading),
             queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0),
+            num_others=self.num_others(request),
         )
         if plan is None:
             return None

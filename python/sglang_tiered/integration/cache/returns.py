@@ -80,8 +80,6 @@ class _Return:
     handles: list[CacheRequestHandle]  # of all segments that were ever begun
     req: Any = None
     reach: int | None = None  # how far the tree holds the prompt, while the request waits again
-    num_loaded: int = 0
-    loaded_start: int | None = None
 
 
 class Returns:
@@ -102,15 +100,22 @@ class Returns:
         self._inserting: CacheRequestHandle | None = None
         self._numbers = itertools.count()
         self._allowed: CacheRequestHandle | None = None
+        self._has_run = False  # the allowed one
 
     def __contains__(self, request: CacheRequestHandle) -> bool:
         return request in self._returns
 
     # ---- It begins ----
 
-    def allow(self, request: CacheRequestHandle) -> None:
-        """Take note that a request, whose load is planned next, may be computed in chunks."""
-        self._allowed = request
+    def allow(self, request: CacheRequestHandle, *, has_run: bool) -> None:
+        """Take note that a request, whose load is planned next, may be computed in chunks.
+        ``has_run``: it comes again, with less than it had."""
+        self._allowed, self._has_run = request, has_run
+
+    def has_run(self, request: CacheRequestHandle) -> bool:
+        """Whether a request whose load is planned has run, so that this is in the middle of a
+        step."""
+        return self._has_run and request == self._allowed
 
     def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
@@ -226,14 +231,7 @@ class Returns:
             record.segments.remove(segment)
             self._owners.pop(segment.handle)
             cache.storage_prefetch_retries.cancel(segment.handle.rid)
-            self._move_hits(segment.handle, record.request)
-            num_loaded, start = cache.pop_prefetch_loaded_span(segment.handle)
-            if num_loaded:
-                record.num_loaded += num_loaded
-                if record.loaded_start is None:
-                    record.loaded_start = start or 0
-                cache.prefetch_loaded_tokens_by_reqid[record.request] = record.num_loaded
-                cache.prefetch_loaded_storage_start_by_reqid[record.request] = record.loaded_start
+            self._move_loaded(segment.handle, record.request)
             end = segment.start + segment.num_arrived
             parent = self._node_at(record, end)
             if parent is None:
@@ -263,11 +261,18 @@ class Returns:
             self._inserting = None
         return True
 
-    def _move_hits(self, handle: CacheRequestHandle, request: CacheRequestHandle) -> None:
-        """Let SGLang's metrics settle a segment's tokens as its request is admitted."""
-        hits = self._cache._storage_prefetch_hit_remaining_by_reqid  # noqa: SLF001
+    def _move_loaded(self, handle: CacheRequestHandle, request: CacheRequestHandle) -> None:
+        """Let SGLang settle a segment's tokens as its request is admitted, with those of others
+        that were hung in since it ran last."""
+        cache = self._cache
+        hits = cache._storage_prefetch_hit_remaining_by_reqid  # noqa: SLF001
         if handle in hits:
             hits[request] = hits.get(request, 0) + hits.pop(handle)
+        num_loaded, start = cache.pop_prefetch_loaded_span(handle)
+        if num_loaded:
+            loaded = cache.prefetch_loaded_tokens_by_reqid
+            loaded[request] = loaded.get(request, 0) + num_loaded
+            cache.prefetch_loaded_storage_start_by_reqid.setdefault(request, start or 0)
 
     def _node_at(self, record: _Return, num_tokens: int) -> int | None:
         """Return the node at which so many tokens of the prompt end, if it is in host memory."""
@@ -351,6 +356,7 @@ class Returns:
     def _yield(self, scheduler: Any, record: _Return) -> None:
         req, cache = record.req, self._cache
         req.storage_prefetch_last_match_len = req.kv.cache_protected_len
+        req.storage_hit_length, req.storage_hit_start = 0, None  # of the part that has run
         release_kv_cache(req, cache, checkpoint=False)
         scheduler.chunked_req = None
         scheduler.waiting_queue.insert(0, req)
@@ -364,12 +370,18 @@ class Returns:
         )
 
     def _computes_next(self, record: _Return, start: int, num_others: int) -> bool:
-        own = self._planner.follows or computes_next(
-            self._planner.costs,
-            self._left(record),
-            start,
-            num_others=num_others,
-            late_s=self._clock() - record.begun_at - record.expected_s,
+        storage = self._cache.storage
+        is_served = storage is not None and storage.serves_loads
+        own = (
+            not is_served
+            or self._planner.follows
+            or computes_next(
+                self._planner.costs,
+                self._left(record),
+                start,
+                num_others=num_others,
+                late_s=self._clock() - record.begun_at - record.expected_s,
+            )
         )
         return bool(self._least(int(own)))
 

@@ -158,6 +158,8 @@ class Tiering:
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
         if planned is None:
             return None
+        if self.returns.has_run(call.request):
+            planned = planned._replace(is_new=False)
         if planned.num_back:
             self.returns.begin(planned, self.loads.expect)
             return None

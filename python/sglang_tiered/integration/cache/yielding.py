@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_tiered.config import TieredConfig
@@ -26,12 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the hooks, if an operator wants requests to be computed from both ends."""
+    """Register the hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    config = TieredConfig.from_environment()
-    if config is None or config.nvme is None or not config.nvme.both_ends:
-        return
     hooks = Yielding()
     for target, hook, kind in (
         (f"{_SCHEDULER}._prefetch_kvcache", hooks.before_prefetch, HookType.BEFORE),
@@ -76,6 +74,17 @@ def _reason_against(scheduler: Any) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
+def _is_on(scheduler: Any) -> bool:
+    """Whether the operator wants prefixes to be computed from both ends, and the server can."""
+    config = TieredConfig.from_environment()
+    if config is None or config.nvme is None or not config.nvme.both_ends:
+        return False
+    reason = _reason_against(scheduler)
+    if reason is not None:
+        logger.info("Nothing is loaded from its back while its front is computed: %s.", reason)
+    return reason is None
+
+
 def _may_yield(req: Any) -> bool:
     """Whether what a request has computed is in the tree after each chunk, and nowhere else."""
     return not (
@@ -89,27 +98,38 @@ def _may_yield(req: Any) -> bool:
     )
 
 
+def _forget_hits(adder: Any, req: Any, prefix_len: int) -> None:
+    """Take what a request had before it yielded from a batch's hits by tier, nearest first."""
+    hits = split_cached_prefix_by_tier(
+        prefix_len=prefix_len,
+        host_hit_len=req.materialized_host_hit_len(),
+        storage_hit_len=req.storage_hit_length,
+        storage_hit_start=req.storage_hit_start,
+        host_hit_is_storage=req.host_hit_is_storage,
+    )
+    num_left = req.already_computed
+    for tier, num_tokens in zip(("device", "host", "storage"), hits, strict=True):
+        num_taken = min(num_left, num_tokens)
+        num_left -= num_taken
+        name = f"log_{tier}_hit_tokens"
+        setattr(adder, name, getattr(adder, name) - num_taken)
+
+
 class Yielding:
     """The hooks of one process."""
 
     def __init__(self) -> None:
-        self._reason: str | None = None
-        self._is_known = False  # the reason, which is None too where there is none
+        self._is_on: bool | None = None  # None until a scheduler was looked at
 
     def before_prefetch(self, scheduler: Any, req: Any, *_: Any) -> None:
         """Allow the request whose load is planned next."""
         returns = _returns_of(scheduler.tree_cache)
         if returns is None:
             return
-        if not self._is_known:
-            self._is_known, self._reason = True, _reason_against(scheduler)
-            if self._reason is not None:
-                logger.info(
-                    "Nothing is loaded from its back while its front is computed: %s.",
-                    self._reason,
-                )
-        if self._reason is None and _may_yield(req):
-            returns.allow(req.cache_request_handle)
+        if self._is_on is None:
+            self._is_on = _is_on(scheduler)
+        if self._is_on and _may_yield(req):
+            returns.allow(req.cache_request_handle, has_run=req.already_computed > 0)
 
     def around_select(
         self, original: Callable[..., Any], adder: Any, req: Any, **named: Any
@@ -127,9 +147,10 @@ class Yielding:
                     verdict, extend_len=end - verdict.prefix_len, max_new_tokens=0, is_chunked=True
                 )
         # SGLang tracks one unfinished chunk, and a chunk that ends early leaves room for another.
+        # This request waits until that one is done, and those behind it do not.
         has_chunked = named.get("has_chunked_req") or adder.new_chunked_req is not None
         if verdict.is_chunked and has_chunked:
-            return AddReqResult.OTHER
+            return AddReqResult.CONTINUE
         return verdict
 
     def around_add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
@@ -151,12 +172,11 @@ class Yielding:
         if returns is None or req.cache_request_handle not in returns:
             return
         if req.already_computed:
-            # SGLang counts tiers once, as a request is first admitted, and what the request
-            # computed before it yielded as a hit.
+            # SGLang counts a request's tiers once, as it is first admitted, and a batch's hits
+            # each time: what the request had before it yielded is none of this batch's.
             req.cached_tokens_storage += admission.prefix_len - req.already_computed
-            num_own = req.already_computed - req.cached_tokens
-            adder.log_hit_tokens -= num_own
-            adder.log_device_hit_tokens -= num_own
+            adder.log_hit_tokens -= req.already_computed
+            _forget_hits(adder, req, admission.prefix_len)
         returns.admitted(req, is_chunked=admission.is_chunked)
 
     def after_stash(self, _: Any, scheduler: Any, req: Any) -> None:
