@@ -18,9 +18,9 @@ from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import purges
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.storage.region.purging import purges
+from sglang_tiered.storage.region.purging.purges import Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

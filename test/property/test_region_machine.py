@@ -1,6 +1,7 @@
 """The region engine against a dict, under restarts, crashes, losses of power, damage and eviction.
 
-It may forget a page that was evicted or damaged, or that a loss of power took before a barrier. It
+It may forget a page that was evicted, unless it is pinned, or damaged, or that a loss of power took
+before a barrier. It
 must never return other bytes; what it acknowledged is there after a crash, and what it acknowledged
 before a barrier is there after a loss of power. Regions are small, so reclaim runs all the time.
 The same machine runs on the simulated disk and, without losses of power, on a real directory.
@@ -30,7 +31,8 @@ from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
-from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
+from sglang_tiered.storage.region.pinning.pins import PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,6 +95,10 @@ class RegionMachine(RuleBasedStateMachine):
         # Of these tenants nothing may be found but what was stored since; by namespace, as the
         # keys that may.
         self.purged: dict[bytes, dict[bytes, set[bytes]]] = {}
+        # These pages were forgotten, and stored again since under these namespaces.
+        self.gone: dict[bytes, set[bytes]] = {}
+        self.pins: dict[str, tuple[bytes, set[bytes], float | None]] = {}  # tenant, keys, until
+        self.now = 1000.0
         self.old_checkpoint = b""
         self.engine = self.open()
 
@@ -117,6 +123,7 @@ class RegionMachine(RuleBasedStateMachine):
             num_writers=2,
             sync_interval_s=3600.0,
             device=self.device,
+            wall_clock=lambda: self.now,
         )
 
     def run(self, chosen: Sequence[bytes], *, blank: bool) -> Run:
@@ -141,7 +148,15 @@ class RegionMachine(RuleBasedStateMachine):
         yield
         evicted = self.engine.stats().num_pages_evicted > num_evicted
         if evicted or regions - set(self.regions()):
+            kept = self.certain[self.namespace] & self.kept()
             self.forget_certainty()
+            self.certain[self.namespace] = kept
+
+    def kept(self) -> set[bytes]:
+        """Pages that reclaim must keep: all that pins name, if all of them fit."""
+        wanted = set[bytes]().union(*(keys for _, keys, _ in self.pins.values()))
+        nbytes = sum(padded(len(content(self.namespace, key))) for key in wanted)
+        return wanted if nbytes <= self.engine.pin_bound_bytes else set()
 
     def count_as_certain(self, *runs: Sequence[bytes]) -> None:
         # Damage in the open region may hide from a recovery what is appended behind it.
@@ -152,6 +167,8 @@ class RegionMachine(RuleBasedStateMachine):
         for each in itertools.chain(*runs):
             if tenant_of(each) in self.purged:
                 self.purged[tenant_of(each)].setdefault(self.namespace, set()).add(each)
+            if each in self.gone:
+                self.gone[each].add(self.namespace)
 
     def all_is_durable(self) -> None:
         self.durable = {namespace: set(keys) for namespace, keys in self.certain.items()}
@@ -218,12 +235,68 @@ class RegionMachine(RuleBasedStateMachine):
                 "a purge fails on a working device"
             )
             self.purged[tenant] = {}
+            self.pins = {name: pin for name, pin in self.pins.items() if pin[0] != tenant}
             for part, job in zip(parts, jobs, strict=True):
                 excuse = {Reason.CANCELLED} if tenant_of(part[0]) == tenant else set()
                 assert set(finished(job)) <= SERVED | excuse, job.reasons
                 self.count_as_certain(part)
             for keys in (*self.certain.values(), *self.durable.values()):
                 keys -= {key for key in keys if tenant_of(key) == tenant}
+
+    @rule(chosen=chains, stored=chains)
+    def forget(self, chosen: list[bytes], stored: list[bytes]) -> None:
+        """With stores of the same and of other pages under way."""
+        with self.forgetting_what_is_evicted():
+            parts = by_tenant(stored)
+            self.may_be_found(*parts)
+            jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
+            assert is_true(self.engine.forget(chosen), TIMEOUT_S), (
+                "forgetting fails on a working device"
+            )
+            for part, job in zip(parts, jobs, strict=True):
+                assert set(finished(job)) <= SERVED | {Reason.CANCELLED}, job.reasons
+                self.count_as_certain(
+                    [k for k, reason in zip(part, job.reasons, strict=True) if reason in SERVED]
+                )
+            for keys in (*self.certain.values(), *self.durable.values()):
+                keys.difference_update(chosen)
+            self.gone.update((key, set()) for key in chosen)
+            for name, (tenant, keys, until) in list(self.pins.items()):
+                self.pins[name] = tenant, keys - set(chosen), until
+                if not self.pins[name][1]:
+                    del self.pins[name]
+
+    @rule(
+        name=st.sampled_from("xyz"),
+        chosen=chains,
+        tenant=st.sampled_from(TENANTS),
+        lasts_s=st.sampled_from([None, 50.0, 150.0]),
+    )
+    def pin(self, name: str, chosen: list[bytes], tenant: bytes, lasts_s: float | None) -> None:
+        until = None if lasts_s is None else self.now + lasts_s
+        made = self.engine.pin(name, chosen, tenant, until)
+        if isinstance(made, PinRefusal):
+            assert made.asked_bytes + made.pinned_bytes > made.bound_bytes
+            return
+        assert is_true(made, TIMEOUT_S), "a pin fails on a working device"
+        self.pins[name] = tenant, set(chosen), until
+
+    @rule(name=st.sampled_from("xyz"))
+    def unpin(self, name: str) -> None:
+        assert is_true(self.engine.unpin(name), TIMEOUT_S)
+        self.pins.pop(name, None)
+
+    @rule()
+    def expire(self) -> None:
+        self.now += 100.0
+        self.pins = {
+            name: pin for name, pin in self.pins.items() if pin[2] is None or pin[2] > self.now
+        }
+
+    @rule(mode=power_losses, seed=st.integers(0, 999), chosen=chains)
+    def lose_power_after_forgetting(self, mode: CrashMode, seed: int, chosen: list[bytes]) -> None:
+        self.forget(chosen, KEYS[:2])
+        self.lose_power(mode, seed)
 
     @rule(mode=power_losses, seed=st.integers(0, 999), tenant=st.sampled_from(TENANTS))
     def lose_power_after_a_purge(self, mode: CrashMode, seed: int, tenant: bytes) -> None:
@@ -237,6 +310,7 @@ class RegionMachine(RuleBasedStateMachine):
         )
         self.forget_certainty()
         self.purged = {tenant: {} for tenant in TENANTS}
+        self.pins = {}
         assert self.engine.stats().physical_bytes == 0
         assert self.engine.stats().num_pages == 0
         assert not self.regions()
@@ -312,6 +386,17 @@ class RegionMachine(RuleBasedStateMachine):
                     assert self.engine.lookup([each]).num_hits == 0, "a purged page came back"
 
     @invariant()
+    def forgotten_pages_stay_away(self) -> None:
+        for each, since in self.gone.items():
+            if self.namespace not in since:
+                assert self.engine.lookup([each]).num_hits == 0, "a forgotten page came back"
+
+    @invariant()
+    def pins_are_what_was_asked(self) -> None:
+        infos = {info.name: (info.tenant, info.until_s) for info in self.engine.pins()}
+        assert infos == {name: (pin[0], pin[2]) for name, pin in self.pins.items()}
+
+    @invariant()
     def books_balance(self) -> None:
         self.engine.check_integrity()
         stats = self.engine.stats()
@@ -343,6 +428,11 @@ class DirectoryMachine(RegionMachine):
     @rule()
     def lose_power_now(self) -> None:
         """Nobody can cut the power of a directory."""
+
+    @precondition(lambda self: False)
+    @rule()
+    def lose_power_after_forgetting(self) -> None:
+        """Nor here."""
 
     @precondition(lambda self: False)
     @rule()

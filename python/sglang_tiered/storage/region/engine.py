@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
+    KEY_BYTES,
+    NO_TENANT,
     EngineStats,
     Health,
     Job,
@@ -43,8 +45,11 @@ from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pending import PurgeOrder
-from sglang_tiered.storage.region.purger import Purger
+from sglang_tiered.storage.region.pending import PinOrder, PurgeOrder
+from sglang_tiered.storage.region.pinning.pin_files import PinFiles
+from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.pinning.rescue import Rescuer
+from sglang_tiered.storage.region.purging.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
@@ -55,7 +60,7 @@ from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_QUEUED_STORE_BYTES",
     "DEFAULT_REGION_BYTES",
+    "MAX_PIN_SHARE",
     "RegionEngine",
 ]
 
@@ -72,6 +78,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_REGION_BYTES = 256 << 20
 DEFAULT_QUEUED_STORE_BYTES = 1 << 30
+MAX_PIN_SHARE = 0.5
+"""Of the regions that reclaim chooses from, one is then pinned in no more than half of its bytes:
+to write those again takes no more than it frees."""
 _NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
@@ -90,6 +99,9 @@ class RegionEngine(WriteTier):
     other: one that finds nothing queued is taken whole, since its pages wait in its caller's memory
     either way, and of any other the leading pages that fit. A stored page survives death of the
     process at once, and loss of power after ``sync_interval_s`` and the time a flush takes.
+    ``pin_share`` bounds what pins keep: of the capacity, in whole regions, without two of them, the
+    one that is written to and one that is free while anything is pinned. ``wall_clock`` says when
+    pins expire.
     """
 
     def __init__(
@@ -105,8 +117,10 @@ class RegionEngine(WriteTier):
         sync_interval_s: float = 1.0,
         max_queued_store_bytes: int = DEFAULT_QUEUED_STORE_BYTES,
         max_tenant_bytes: int | None = None,
+        pin_share: float = MAX_PIN_SHARE,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         check_namespace(namespace)
         if region_bytes % BLOCK_BYTES or region_bytes < MIN_REGION_BYTES:
@@ -118,18 +132,23 @@ class RegionEngine(WriteTier):
             raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
         if num_readers < 1 or num_writers < 1:
             raise ValueError(f"{num_readers} readers and {num_writers} writers: one each at least")
+        if not 0 <= pin_share <= MAX_PIN_SHARE:
+            raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._max_page_bytes = max_page_bytes(region_bytes)
         self._max_queued_store_bytes = max_queued_store_bytes
         self._close_timeout_s = io_timeout_s
         self._promises = Promises()
-        self._state = state = StoreState(namespace)
+        bound_bytes = max(int(pin_share * (capacity_bytes // region_bytes - 2) * region_bytes), 0)
+        self._state = state = StoreState(namespace, bound_bytes, wall_clock)
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
         report = self._open(device, region_bytes, num_readers)
         state.bytes_written = report.bytes_written
+        for pin in report.pins:
+            state.adopt(pin)
         self._first_sequence = report.next_sequence
         device = self._device
         self.notes = Notes(device)
@@ -138,10 +157,20 @@ class RegionEngine(WriteTier):
             directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
         )
         writer = RegionWriter(
-            device, health, reclaimer, state, region_bytes, report.next_sequence, max_tenant_bytes
+            device,
+            health,
+            reclaimer,
+            Rescuer(device, health, state, reader),
+            state,
+            region_bytes,
+            report.next_sequence,
+            max_tenant_bytes,
         )
         purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
-        store_worker = StoreWorker(directory, state, health, log, writer, reclaimer, purger)
+        pin_files = PinFiles(directory, state, health, log, device, reclaimer)
+        store_worker = StoreWorker(
+            directory, state, health, log, writer, reclaimer, purger, pin_files
+        )
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
         load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
@@ -348,6 +377,7 @@ class RegionEngine(WriteTier):
         with state.lock:
             if state.closed:
                 return ended(False)
+            pins = self._drop_pins(state.pins.of_tenant(tenant))
             if tenant is None:
                 state.num_pages_purged += len(state.index)
                 state.forget_all(keep=False)
@@ -357,7 +387,104 @@ class RegionEngine(WriteTier):
                 state.stores.appendleft(order)
             state.store_ready.notify()
             jobs = state.jobs.inflight
-        return self._promises.watch(all_true([order.durable], jobs))
+        return self._promises.watch(all_true([order.durable, *pins], jobs))
+
+    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+        """Forget single pages as ``begin_purge`` does those of a tenant, under every namespace;
+        pages stored again after the call are found. No pin keeps them any more. True as there."""
+        unique = tuple(dict.fromkeys(keys))
+        for key in unique:
+            if len(key) != KEY_BYTES:
+                raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        if not unique:
+            return ended(True)
+        state = self._state
+        order = PurgeOrder(None, self._promises.make(), unique)
+        with state.lock:
+            if state.closed:
+                return ended(False)
+            pins = self._order_pins(state.unpin_pages(unique))
+            state.forget_pages(unique)
+            state.stores.appendleft(order)
+            state.store_ready.notify()
+            jobs = state.jobs.inflight
+        return self._promises.watch(all_true([order.durable, *pins], jobs))
+
+    def pin(
+        self,
+        name: str,
+        keys: Iterable[bytes],
+        tenant: bytes = NO_TENANT,
+        until_s: float | None = None,
+        data: bytes = b"",
+    ) -> Future[bool] | PinRefusal:
+        """Keep pages, those that are still to be stored too, until ``until_s`` (seconds since 1970;
+        None: until it is unpinned), in the place of a pin of the same name. Memory only, in time
+        that grows with the keys.
+
+        From the call on reclaim keeps them, as far as the bound allows for those that come later;
+        true once they are kept after a crash or loss of power too. The pages themselves become
+        durable as all do. False when that is not known: the pin holds, until a restart at least;
+        ask again. Raises ``ValueError`` for what no pin can be.
+        """
+        pin = Pin.checked(name, keys, tenant, until_s, data)
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return ended(False)
+            self._order_pins(self._expire())
+            refusal = state.pin(pin)
+            if refusal is not None:
+                return refusal
+            return self._order_pins([name])[0]
+
+    def unpin(self, name: str) -> Future[bool]:
+        """Let a pin go, if there is one of that name. True once it does not come back."""
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return ended(False)
+            state.unpin([name])
+            return self._order_pins([name])[0]
+
+    def pins(self) -> list[PinInfo]:
+        """Return all pins. For an operator's request: the lock is taken for each in turn, for a
+        time that grows with its keys."""
+        state = self._state
+        with state.lock:
+            if not state.closed:
+                self._order_pins(self._expire())
+            names = state.pins.of_tenant(None)
+        infos = []
+        for name in names:
+            with state.lock:
+                info = state.pinned(name)
+            if info is not None:
+                infos.append(info)
+        return infos
+
+    @property
+    def pin_bound_bytes(self) -> int:
+        """Return what all pinned pages may take together."""
+        return self._state.pins.bound_bytes
+
+    def _expire(self) -> list[str]:
+        expired = self._state.pins.expired()
+        self._state.unpin(expired)
+        return expired
+
+    def _drop_pins(self, names: list[str]) -> list[Future[bool]]:
+        self._state.unpin(names)
+        return self._order_pins(names)
+
+    def _order_pins(self, names: list[str]) -> list[Future[bool]]:
+        """Have the files of these pins settled; the caller holds the lock."""
+        if not names:
+            return []
+        order = PinOrder(tuple(names), self._promises.make())
+        self._state.pin_orders.append(order)
+        self._state.store_ready.notify()
+        return [order.durable]
 
     def close(self) -> None:
         """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to

@@ -21,16 +21,20 @@ __all__ = [
     "MANIFEST_NAME",
     "NAMESPACE_NAME",
     "NOTE_NAMES",
+    "PIN_PREFIX",
     "PROBE_NAME",
     "PURGES_NAME",
     "SHARD_PREFIX",
     "TEMPORARY_SUFFIX",
     "WARM_NAME",
     "WEIGHTS_NAME",
+    "is_leftover",
+    "is_pin_name",
     "is_shard_file",
     "is_shard_name",
     "is_tier_file",
     "is_tier_temporary",
+    "pin_name",
 ]
 
 # Of the tier directory.
@@ -42,6 +46,7 @@ LOCK_NAME = "LOCK"  # of a shard too
 # Of a shard, beside its regions.
 CHECKPOINT_NAME = "CHECKPOINT"
 PURGES_NAME = "PURGES"
+PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
 APPLIED_PURGES_NAME = "APPLIED-PURGES"
@@ -62,6 +67,7 @@ IGNORED_NAMES = frozenset({"lost+found"})
 """The kernel's, not a user's data: a filesystem that is mounted here holds it."""
 
 _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
+_PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
 _SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES})
@@ -84,4 +90,22 @@ def is_tier_temporary(name: str) -> bool:
 
 def is_shard_file(name: str) -> bool:
     """Return whether a file of that name in a shard is the product's, regions included."""
-    return name in _SHARD_NAMES or parse_region_name(name) is not None
+    is_listed = name in _SHARD_NAMES or is_pin_name(name) or is_leftover(name)
+    return is_listed or parse_region_name(name) is not None
+
+
+def is_leftover(name: str) -> bool:
+    """Return whether a file of that name is gone from a shard that is closed, unless the process
+    that had it open died in it."""
+    return name in LEFTOVER_NAMES or (
+        name.endswith(TEMPORARY_SUFFIX) and is_pin_name(name.removesuffix(TEMPORARY_SUFFIX))
+    )
+
+
+def pin_name(digest: str) -> str:
+    """Return the name of the file of a pin, whose own name has that digest: 32 hex digits."""
+    return f"{PIN_PREFIX}{digest}"
+
+
+def is_pin_name(name: str) -> bool:
+    return _PIN.fullmatch(name) is not None

@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.pinning.marks import PinMarks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +69,7 @@ class PageIndex:
         self._rows_put: dict[int, list[npt.NDArray[np.int32]]] = {}
         self._num_pages = 0
         self._stored_bytes = 0
+        self._marks = PinMarks()
 
     def __len__(self) -> int:
         return self._num_pages - self._tenants.dead_totals()[0]
@@ -308,9 +310,74 @@ class PageIndex:
         """Return the pages and payload bytes of every tenant that has any."""
         return self._tenants.usage()
 
+    # ---- Pins ----
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return what all pinned pages take, with padding."""
+        return self._marks.num_bytes
+
+    def pinned_in(self, slot: int) -> int:
+        """Return what the pinned pages in a region take, with padding."""
+        return self._marks.bytes_in(slot)
+
+    def pinned_rows(self, slot: int) -> npt.NDArray[np.int64]:
+        """Return the rows of the pinned pages in a region that a lookup can hit, in the order of
+        their offsets."""
+        if not self._marks.bytes_in(slot):
+            return np.zeros(0, np.int64)
+        rows = self.live_rows(slot)
+        return self.in_order(rows[self._marks.of(rows)])
+
+    def pinned_bytes_of(self, slot: int, tenant: bytes) -> int:
+        """Return what the pinned pages of a tenant in a region take, with padding."""
+        rows = self.pinned_rows(slot)
+        own = [name == tenant for name in self.tenants_of(rows)]
+        return self.padded_bytes(rows[np.array(own, np.bool_)])
+
+    def unpinned_bytes(self, words: npt.NDArray[np.uint64]) -> int:
+        """Return what those of these pages take that are held and not pinned; every key once."""
+        rows = self.find(words)
+        rows = rows[rows >= 0]
+        return self.padded_bytes(rows[~self._marks.of(rows)])
+
+    def padded_pinned(self, words: npt.NDArray[np.uint64]) -> int:
+        """Return what those of these pages take that are pinned; every key once."""
+        rows = self.find(words)
+        rows = rows[rows >= 0]
+        return self.padded_bytes(rows[self._marks.of(rows)])
+
+    def pin(self, words: npt.NDArray[np.uint64], max_bytes: int) -> int:
+        """Pin those of these pages that are held, as far as ``max_bytes`` reach; returns how many
+        are left out. Every key once."""
+        rows = self.find(words)
+        rows = rows[rows >= 0]
+        rows = rows[~self._marks.of(rows)]
+        fits = np.cumsum(self._padded(rows)) <= max_bytes
+        self._mark(rows[fits], pinned=True)
+        return int((~fits).sum())
+
+    def unpin(self, words: npt.NDArray[np.uint64]) -> None:
+        """Unpin those of these pages that are pinned. Every key once."""
+        rows = self.find(words)
+        rows = rows[rows >= 0]
+        self._mark(rows[self._marks.of(rows)], pinned=False)
+
+    def _mark(self, rows: npt.NDArray[np.int64], *, pinned: bool) -> None:
+        self._marks.set(rows, self._slots[rows], self._padded(rows), pinned=pinned)
+
+    def discard(self, words: npt.NDArray[np.uint64]) -> int:
+        """Forget keys; returns how many could be hit. Every key once."""
+        rows = self.find(words)
+        rows = rows[rows >= 0]
+        self._remove(rows)
+        return len(rows)
+
     def _uncount(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Take rows out of all counts; returns the places of their tenants, which may be empty
         now."""
+        if self._marks.num_rows:
+            self._mark(rows[self._marks.of(rows)], pinned=False)
         gone = np.bincount(self._slots[rows], minlength=len(self._live))
         self._live -= gone
         lengths = self._lengths[rows].astype(np.int64)
@@ -396,6 +463,7 @@ class PageIndex:
         stored = int(self._lengths[rows].sum(dtype=np.int64))
         assert stored == self._stored_bytes, f"rows hold {stored}, counted {self._stored_bytes}"
         self._tenants.check_integrity(self._owners[rows], self._lengths[rows])
+        self._marks.check_integrity(rows, self._slots[rows], self._padded(rows))
         for slot, live in enumerate(np.bincount(self._slots[rows], minlength=len(self._live))):
             counted = self.num_live(slot)
             assert live == counted, f"region slot {slot}: {live} rows, counted {counted}"

@@ -20,6 +20,7 @@ __all__ = [
     "LoadSpan",
     "LoadTicket",
     "Part",
+    "PinOrder",
     "PurgeOrder",
     "StoreTicket",
 ]
@@ -39,6 +40,7 @@ class StoreTicket:
     reinserted: bool = False  # pages saved from a region that was reclaimed; no caller's job
     num_placed: int = 0
     num_settled: int = 0
+    forgotten: set[bytes] = field(default_factory=set)  # keys that must not become visible
 
     @property
     def tenant(self) -> bytes:
@@ -116,7 +118,16 @@ class LoadSpan:
 class PurgeOrder(NamedTuple):
     """Make the purge of a tenant, or of all for None, durable and give back what it frees. That of
     a tenant is queued ahead of everything, as the queue holds no page of it then; that of all
-    behind the stores it must not let survive."""
+    behind the stores it must not let survive. With ``keys`` it is the pages of these that are
+    forgotten, queued as for a tenant."""
 
     tenant: bytes | None
+    durable: Future[bool]
+    keys: tuple[bytes, ...] = ()
+
+
+class PinOrder(NamedTuple):
+    """Make the files of the pins of these names say what the book of pins says by then."""
+
+    names: tuple[str, ...]
     durable: Future[bool]

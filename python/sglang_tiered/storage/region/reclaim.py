@@ -40,16 +40,27 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
+# A region that is pinned in more than half of its bytes is left alone, but not for ever, or bounds
+# of purges from before would never be dropped: every so many new regions, one goes that is older
+# than so many rounds of the log.
+_OVERDUE_EVERY = 4
+_OVERDUE_ROUNDS = 4
 _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
 
-def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool]) -> Region | None:
+def choose_victim(
+    regions: Iterable[Region],
+    is_useless: Callable[[Region], bool],
+    burden: Callable[[Region], int] = lambda region: 0,
+) -> Region | None:
     """Return a region without a page that any lookup could find, else the oldest sealed one: with
     reinsertion, first in first out loses the fewest hits, as in CacheLib Navy. A region that is
-    being read frees nothing until the read ends, so such regions go last."""
+    being read frees nothing until the read ends, so such regions go last, and behind them those
+    with a ``burden``, the lightest first."""
     return min(
         filter(_may_go, regions),
         key=lambda region: (
+            burden(region),
             region.pins > region.syncing,
             not is_useless(region),
             region.sequence,
@@ -58,13 +69,16 @@ def choose_victim(regions: Iterable[Region], is_useless: Callable[[Region], bool
     )
 
 
-def choose_own_victim(regions: Iterable[Region], tenant: bytes) -> Region | None:
+def choose_own_victim(
+    regions: Iterable[Region], tenant: bytes, pinned: Callable[[Region], int] = lambda region: 0
+) -> Region | None:
     """Return the oldest sealed region that holds as much of a tenant as of others. They must not
     pay for its share: their pages are saved, so no more is written again than the tenant gets.
-    Where it has less, others write more than it does, and reclaim comes round without it."""
+    Where it has less, others write more than it does, and reclaim comes round without it. What is
+    ``pinned`` of its own is saved as well, and so counts with the others'."""
 
     def is_own(region: Region) -> bool:
-        own = region.tenant_bytes.get(tenant, 0)
+        own = region.tenant_bytes.get(tenant, 0) - pinned(region)
         others = sum(region.tenant_bytes.values()) - own
         return 0 < own >= others <= _MAX_SAVED_BYTES and not region.num_foreign
 
@@ -135,6 +149,9 @@ class Reclaimer:
         self._pin_timeout_s = pin_timeout_s
         self._clock = clock
         self._credit = ReinsertionCredit()
+        self._leaving: Region | None = None  # goes once its pinned pages are in the next region
+        self._overdue: Region | None = None  # goes though it is mostly pinned
+        self._num_reserved = 0
         self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
         self.num_pages_evicted = 0
 
@@ -144,15 +161,76 @@ class Reclaimer:
         return len(self._stuck)
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve room for a new region, evicting as needed; false when nothing can go."""
+        """Reserve room for a new region, evicting as needed; false when nothing can go. While there
+        are pins, room for one more stays free, so that pinned pages are written again before their
+        region goes: where that is all there is, ``take_leaving`` names the region."""
         self._remove_leftovers()
+        self._leaving = None
+        self._num_reserved += 1
+        with self._state.lock:
+            is_turn = self._num_reserved % _OVERDUE_EVERY == 0
+            self._overdue = self._find_overdue() if is_turn else None
         while True:
             with self._state.lock:
-                if self._state.regions.physical_bytes + nbytes <= self._capacity_bytes:
+                if self._has_room(nbytes):
                     self._state.regions.reserve(nbytes)
                     return True
+                if self._state.pins.bound_bytes and self._room() >= nbytes:
+                    self._leaving = self._next_leaving()
+                    if self._leaving is not None:
+                        self._state.regions.reserve(nbytes)
+                        return True
             if not self.evict_one():
                 return False
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a region of that size can be made without evicting."""
+        with self._state.lock:
+            return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        is_spare = len(self._state.pins) and self._state.pins.bound_bytes
+        return self._room() >= (2 * nbytes if is_spare else nbytes)
+
+    def _room(self) -> int:
+        return self._capacity_bytes - self._state.regions.physical_bytes
+
+    def take_leaving(self) -> Region | None:
+        """Return the region whose pinned pages go to the one that room was reserved for last."""
+        region, self._leaving = self._leaving, None
+        return region
+
+    def next_leaving(self) -> Region | None:
+        """Return the best victim, if it has pinned pages."""
+        with self._state.lock:
+            self._overdue = None
+            return self._next_leaving()
+
+    def _find_overdue(self) -> Region | None:
+        regions = list(self._state.regions)
+        oldest = min(regions, key=lambda region: region.sequence, default=None)
+        if oldest is None or not self._heavy_bytes(oldest):
+            return None
+        age = max(region.sequence for region in regions) - oldest.sequence
+        return oldest if age > _OVERDUE_ROUNDS * len(regions) else None
+
+    def _next_leaving(self) -> Region | None:
+        victim = self._choose(self._heavy_bytes)
+        return victim if victim is not None and self._pinned_in(victim) else None
+
+    def _choose(self, burden: Callable[[Region], int]) -> Region | None:
+        regions = filter(self._may_try, self._state.regions)
+        return choose_victim(regions, self._is_useless, burden)
+
+    def _pinned_in(self, region: Region) -> int:
+        return self._state.index.pinned_in(region.slot)
+
+    def _heavy_bytes(self, region: Region) -> int:
+        """Return the pinned bytes of a region that has them in more than half of it: it is left
+        alone, as the bound on pins leaves others, each of which frees as much as it costs."""
+        pinned = self._pinned_in(region)
+        is_light = 2 * pinned <= region.nbytes or region is self._overdue
+        return 0 if is_light else pinned
 
     def unreserve(self, nbytes: int) -> None:
         with self._state.lock:
@@ -176,27 +254,42 @@ class Reclaimer:
                 self._state.regions.unreserve(nbytes)
 
     def evict_one(self) -> bool:
-        """Remove the best victim that can be removed, and put what is hot in it back into the
-        queue of stores; false without a victim, or when its readers keep its space."""
-        return self._evict(lambda regions: choose_victim(regions, self._is_useless))
-
-    def evict_own(self, tenant: bytes) -> bool:
-        """Make room within a tenant's share at its own cost; false when it has no region that
-        could go."""
-        return self._evict(lambda regions: choose_own_victim(regions, tenant), besides=tenant)
-
-    def _evict(
-        self, choose: Callable[[Iterable[Region]], Region | None], besides: bytes | None = None
-    ) -> bool:
+        """Remove the best victim that can be removed, one without pinned pages if there is any, and
+        put what is hot in it back into the queue of stores; false without a victim, or when its
+        readers keep its space."""
         for _ in range(_MAX_VICTIMS):
             with self._state.lock:
-                victim = choose(filter(self._may_try, self._state.regions))
+                victim = self._choose(self._pinned_in)
             if victim is None:
                 return False
-            saved = self._save(victim, besides)
-            if self._unlink(victim):
-                return self._retire(victim, saved)
+            gone = self.evict(victim)
+            if gone is not None:
+                return gone
         return False
+
+    def own_victim(self, tenant: bytes) -> Region | None:
+        """Return a region that can make room within a tenant's share at its own cost; None when
+        it has no region that could go."""
+        with self._state.lock:
+            index = self._state.index
+            return choose_own_victim(
+                filter(self._may_try, self._state.regions),
+                tenant,
+                lambda region: index.pinned_bytes_of(region.slot, tenant),
+            )
+
+    def evict(self, victim: Region, besides: bytes | None = None) -> bool | None:
+        """Remove a region, and put what is hot or pinned in it, or not of the tenant ``besides``,
+        back into the queue of stores; false when its readers keep its space, None when it stays."""
+        saved = self._save(victim, besides)
+        if saved is None or not self._unlink(victim):
+            return None
+        return self._retire(victim, saved)
+
+    def has_pinned(self, region: Region) -> bool:
+        """Return whether pages of a region, which may be gone, are pinned."""
+        with self._state.lock:
+            return not region.retired and self._pinned_in(region) > 0
 
     def _may_try(self, region: Region) -> bool:
         pause = self._stuck.get(region)
@@ -213,13 +306,14 @@ class Reclaimer:
         """Return whether a purge left nothing in the region. The caller holds the lock."""
         return not region.num_foreign and not self._state.index.num_live(region.slot)
 
-    def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved]:
+    def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved] | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches,
-        and all that are not of the tenant ``besides``; what does not verify is left behind."""
+        and all that are pinned or not of the tenant ``besides``; what does not verify is left
+        behind. None where pinned pages cannot be read now."""
         state = self._state
         credit_bytes = self._credit.earn(victim.nbytes)
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
-            return []
+            return None if self.has_pinned(victim) else []
         with state.lock:
             index = state.index
             rows = index.hot_rows(victim.slot, credit_bytes)
@@ -228,6 +322,7 @@ class Reclaimer:
                 live = index.live_rows(victim.slot)
                 foreign = [tenant != besides for tenant in index.tenants_of(live)]
                 rows = index.in_order(np.union1d(rows, live[foreign]))
+            rows = index.in_order(np.union1d(rows, index.pinned_rows(victim.slot)))
             if not rows.size:
                 return []
             keys, places, tenants = index.keys(rows), index.places(rows), index.tenants_of(rows)

@@ -2,18 +2,18 @@
 
 The steps, as in ``README.md``:
 
-1. List the region files and order them by sequence number; read the checkpoint and the purges, if
-   there are any.
+1. List the region files and order them by sequence number; read the checkpoint, the purges and
+   the pins, if there are any.
 2. Open each region and read header, trailer and footer. A newer format refuses the store; nothing
    was touched so far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
-   in their name.
+   in their name; and pins that do not verify.
 4. Remove the oldest regions while the rest exceeds the cap.
 5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
    not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
-7. Index the pages of our namespace that were not purged, oldest region first; a key met again
-   points to the later one. Remove a region that was purged altogether.
+7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
+   met again points to the later one. Remove a region that was purged altogether.
 
 Damage never raises: it is counted. ``OSError`` means the process may not use its own directory
 (permissions, descriptors), in which case no file was removed for that reason.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region import checkpoint, purges
+from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import (
@@ -46,7 +46,9 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.storage.region.pinning import pins
+from sglang_tiered.storage.region.purging import purges
+from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
+    from sglang_tiered.storage.region.pinning.pins import Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
 __all__ = ["LateProgress", "RecoveryReport", "recover"]
@@ -80,6 +83,7 @@ class RecoveryReport:
     num_purged_pages: int = 0  # dead: kept until reclaimed, not indexed
     bytes_written: int = 0
     purges: Purges = field(default_factory=Purges, repr=False)
+    pins: list[Pin] = field(default_factory=list, repr=False)
 
 
 @dataclass(slots=True)
@@ -123,11 +127,14 @@ class _Recovery:
     ) -> RecoveryReport:
         device, report = self.device, self.report
         # 1
-        names = map(parse_region_name, device.list_names())
-        sequences = sorted(sequence for sequence in names if sequence is not None)
+        names = device.list_names()
+        numbers = map(parse_region_name, names)
+        sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
         report.purges = purges.read(device)
+        found_pins = pins.read_all(device, names)
+        report.pins = found_pins.pins
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
         with LateProgress(2 * len(sequences)) as progress:
             # 2
@@ -142,6 +149,12 @@ class _Recovery:
             # 3
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
+            for name in found_pins.newer:
+                logger.warning("%s is a pin of a newer version: its pages are not kept", name)
+            for name in found_pins.damaged:
+                logger.warning("%s is damaged and removed: what it pinned is not kept", name)
+            for name in (*found_pins.damaged, *found_pins.unfinished):
+                _unlink(device, name)
             # 4
             self._shrink(capacity_bytes)
             for item in list(self.found):
@@ -258,8 +271,9 @@ class _Recovery:
         region, contents = item.region, item.contents
         assert contents is not None
         num_pages = contents.extents["num_pages"]
-        alive = ~self.report.purges.dead_extents(region.sequence, contents)
-        self.report.num_purged_pages += int(num_pages[~alive].sum())
+        purged = self.report.purges
+        alive = ~purged.dead_pages(region.sequence, contents)
+        self.report.num_purged_pages += int((~alive).sum())
         if not alive.any():
             self._remove(item)
             return
@@ -270,8 +284,8 @@ class _Recovery:
             region.published_tail = int(offsets[-1]) + padded(int(pages["length"][-1]))
         # A killed process may have left what it wrote in a cache: the next sync covers it.
         region.dirty = region.durable_tail < region.published_tail
-        ours = contents.of_namespace(namespace)
-        region.num_foreign = int(num_pages[alive & ~ours].sum())
+        ours = np.repeat(contents.of_namespace(namespace), num_pages)
+        region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign
         ours &= alive
         names, inverse = np.unique(contents.extents["tenant"], return_inverse=True)
@@ -279,12 +293,12 @@ class _Recovery:
         for name, nbytes in zip(names, payload.tolist(), strict=True):
             regions.charge(region, name.tobytes(), int(nbytes))
         places = np.full(len(names), -1, np.int32)
-        for number in np.unique(inverse[ours]):
+        by_page = np.repeat(inverse, num_pages)
+        for number in np.flatnonzero(np.bincount(by_page[ours], minlength=len(names))):
             places[number] = index.place_of(names[number].tobytes())
-        owners = np.repeat(places[inverse], num_pages)
+        owners = places[by_page]
         if not ours.all():
-            chosen = np.repeat(ours, num_pages)
-            pages, offsets, owners = pages[chosen], offsets[chosen], owners[chosen]
+            pages, offsets, owners = pages[ours], offsets[ours], owners[ours]
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
         index.put(words, region.slot, offsets, pages["length"], pages["checksum"], owners)
 

@@ -6,9 +6,12 @@ The lock is never held across I/O or logging, so the scheduler thread may take i
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
+import time
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,18 +24,24 @@ from sglang_tiered.storage.region.pending import (
     ExtentWrite,
     LoadSpan,
     LoadTicket,
+    PinOrder,
     PurgeOrder,
     StoreTicket,
 )
+from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_PINS, PinBook
+from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+
+    import numpy.typing as npt
 
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.pending import Part
+    from sglang_tiered.storage.region.pinning.pins import Pin
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]
@@ -43,7 +52,12 @@ _PURGED = -1  # the generation of stores whose tenant was purged meanwhile
 class StoreState:
     """State of the store's threads, guarded by ``lock``, which the caller of any method holds."""
 
-    def __init__(self, namespace: bytes) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        pin_bound_bytes: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.lock = threading.Lock()
         self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
         self.batch_ready = threading.Condition(self.lock)  # hashers
@@ -57,8 +71,10 @@ class StoreState:
         self.written_all = False  # closed, and the writer has nothing left under way
         self.index = PageIndex()
         self.regions = RegionTable()
+        self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
         self.stores: deque[StoreTicket | PurgeOrder] = deque()
+        self.pin_orders: deque[PinOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.batches: deque[Batch] = deque()  # of extents to hash
@@ -104,6 +120,94 @@ class StoreState:
         self.stores = deque(order for order in self.stores if order not in gone)
         for ticket in queued:
             self.drop_rest(ticket, Reason.CANCELLED)
+
+    def forget_pages(self, keys: Sequence[bytes]) -> None:
+        """Hide single pages, each key once, and keep those under way from becoming visible."""
+        self.num_pages_purged += self.index.discard(key_words(keys))
+        gone = {key for key in keys if key in self.pending}
+        for ticket in {self.pending[key] for key in gone}:
+            ticket.forgotten |= gone.intersection(map(ticket.key, range(ticket.num_placed)))
+            waiting = ticket.positions[ticket.num_placed :]
+            kept = [p for p in waiting if ticket.job.run.keys[p] not in gone]
+            for position in waiting:
+                if ticket.job.run.keys[position] in gone:
+                    ticket.job.reasons[position] = Reason.CANCELLED
+            ticket.positions[ticket.num_placed :] = kept
+            if waiting and not kept:
+                self.stores.remove(ticket)
+                self._finish_if_settled(ticket)
+        for key in gone:
+            del self.pending[key]
+
+    # ---- Pins ----
+
+    def pin(self, pin: Pin) -> PinRefusal | None:
+        """Keep the pages of a pin from now on, in the place of one of the same name, unless that is
+        beyond a bound."""
+        book, before = self.pins, self.pins.get(pin.name)
+        only_before = book.wanted_by(before, but=pin) if before is not None else []
+        asked = self.index.unpinned_bytes(key_words(pin.keys))
+        pinned = self.index.pinned_bytes - self.index.padded_pinned(key_words(only_before))
+        bound = book.bound_bytes
+        num_keys = book.num_keys - len(only_before)
+        why = ""
+        if not bound:
+            why = "nothing can be pinned here: the capacity must be three regions or more"
+        elif pinned + asked > bound:
+            why = f"pages of {asked} bytes cannot be pinned beside {pinned}: at most {bound}"
+        elif before is None and len(book) >= MAX_PINS:
+            why = f"there are {MAX_PINS} pins already: unpin some"
+        elif num_keys + len(pin.keys) - len(book.wanted(pin.keys)) > MAX_KEYS:
+            why = f"pins name {num_keys} pages already, at most {MAX_KEYS}: unpin some"
+        if why:
+            return PinRefusal(asked, pinned, bound, why)
+        self.index.unpin(key_words(book.remove(pin.name)))
+        self.adopt(pin)
+        self._pin_left_out()
+        return None
+
+    def adopt(self, pin: Pin) -> None:
+        """Keep the pages of a pin that are held, as far as the bound allows."""
+        self.pins.add(pin)
+        self._pin_pages(pin.keys)
+
+    def unpin(self, names: Sequence[str]) -> None:
+        """Let go of what no other pin wants."""
+        for name in names:
+            self.index.unpin(key_words(self.pins.remove(name)))
+        self._pin_left_out()
+
+    def _pin_left_out(self) -> None:
+        """Pin what was wanted and found no room, as far as there is some now."""
+        if self.pins.left_out:
+            self.pins.left_out = False
+            for pin in self.pins:
+                self._pin_pages(pin.keys)
+
+    def unpin_pages(self, keys: Sequence[bytes]) -> list[str]:
+        """Take pages out of all pins; returns the names of the pins that changed."""
+        changed = self.pins.with_any(keys)
+        gone = set(keys)
+        for pin in changed:
+            self.unpin((pin.name,))
+            left = tuple(key for key in pin.keys if key not in gone)
+            if left:
+                self.adopt(replace(pin, keys=left))
+        return [pin.name for pin in changed]
+
+    def pinned(self, name: str) -> PinInfo | None:
+        pin = self.pins.get(name)
+        if pin is None:
+            return None
+        rows = self.index.find(key_words(pin.keys))
+        rows = rows[rows >= 0]
+        nbytes = self.index.padded_bytes(rows)
+        return PinInfo(name, pin.tenant, len(rows), nbytes, pin.until_s, pin.data)
+
+    def _pin_pages(self, keys: Sequence[bytes]) -> None:
+        room = self.pins.bound_bytes - self.index.pinned_bytes
+        if self.index.pin(key_words(keys), room):
+            self.pins.left_out = True
 
     # ---- Stores ----
 
@@ -177,16 +281,14 @@ class StoreState:
             num_bytes = int(lengths.sum())
             keys = [ticket.key(index) for index in range(part.start, part.start + part.num_pages)]
             if ticket.generation == self.generation:
+                places, entries = offsets[rows], pages[rows]
+                if ticket.forgotten:
+                    seen = [key not in ticket.forgotten for key in keys]
+                    keys = list(itertools.compress(keys, seen))
+                    places, entries = places[seen], entries[seen]
                 for key in keys:
                     del self.pending[key]
-                self.index.put(
-                    key_words(keys),
-                    region.slot,
-                    offsets[rows],
-                    lengths,
-                    pages["checksum"][rows],
-                    self.index.place_of(ticket.tenant),
-                )
+                self.put_pages(keys, region, places, entries, ticket.tenant)
             elif ticket.generation != _PURGED:
                 region.num_foreign += part.num_pages  # perhaps: of the namespace before
             if ticket.reinserted:
@@ -202,6 +304,28 @@ class StoreState:
         if not self.any_dirty:
             self.any_dirty = True
             self.sync_ready.notify()
+
+    def put_pages(
+        self,
+        keys: Sequence[bytes],
+        region: Region,
+        offsets: npt.NDArray[np.int64],
+        pages: npt.NDArray[Any],
+        tenant: bytes,
+    ) -> None:
+        """Make pages of one tenant visible in their region, pinned where a pin wants them."""
+        if not keys:
+            return
+        self.index.put(
+            key_words(keys),
+            region.slot,
+            offsets,
+            pages["length"],
+            pages["checksum"],
+            self.index.place_of(tenant),
+        )
+        if len(self.pins) and (wanted := self.pins.wanted(keys)):
+            self._pin_pages(wanted)
 
     def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
@@ -335,6 +459,8 @@ class StoreState:
         return bool(write.chunks)  # none yet: they are just being cut
 
     def check_integrity(self) -> None:
+        bound = self.pins.bound_bytes
+        assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
         idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
         being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
-    from sglang_tiered.storage.region.purger import Purger
+    from sglang_tiered.storage.region.pinning.pin_files import PinFiles
+    from sglang_tiered.storage.region.purging.purger import Purger
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -50,6 +51,7 @@ class StoreWorker:
         writer: RegionWriter,
         reclaimer: Reclaimer,
         purger: Purger,
+        pin_files: PinFiles,
     ) -> None:
         self._directory = directory
         self._state = state
@@ -58,6 +60,7 @@ class StoreWorker:
         self._writer = writer
         self._reclaimer = reclaimer
         self._purger = purger
+        self._pin_files = pin_files
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -79,13 +82,19 @@ class StoreWorker:
         state = self._state
         with state.lock:
             while True:
+                has_pins = state.pin_orders or state.pins.expired()
+                if has_pins:
+                    break
                 written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
                 if state.closed and not state.stores and not state.writes:
                     return False
-                state.store_ready.wait()
+                state.store_ready.wait(state.pins.pause_s())
             order = state.stores[0] if state.stores else None
+        if has_pins:
+            self._settle_pins()
+            return True
         try:
             if written:
                 self._settle(state.writes[0])
@@ -101,6 +110,26 @@ class StoreWorker:
             )
             self._drop_first(Reason.IO_ERROR)
         return True
+
+    def _settle_pins(self) -> None:
+        """Make the files of pins say what their book says, without those whose time is over."""
+        state = self._state
+        with state.lock:
+            expired = tuple(state.pins.expired())
+            state.unpin(expired)
+            orders = list(state.pin_orders)
+            state.pin_orders.clear()
+        try:
+            if expired:
+                self._pin_files.settle(expired)
+            while orders:
+                keep(orders[0].durable, self._pin_files.settle(orders[0].names))
+                del orders[0]
+        except Exception:
+            logger.exception("%s: internal error while writing pins", self._directory)
+        finally:
+            for order in orders:
+                keep(order.durable, False)
 
     def _may_place(self) -> bool:
         """Return whether the next store may get a place. The caller holds the lock."""
@@ -161,7 +190,7 @@ class StoreWorker:
             with state.lock:
                 if not state.stores or state.stores[0] is not head:
                     return False  # shed or purged meanwhile
-                left = self._writer.share_left(head.tenant)
+                left = self._writer.share_left(head)
                 if left == math.inf:
                     return True
                 keep = nbytes = 0
@@ -172,8 +201,10 @@ class StoreWorker:
                     keep += 1
             if keep == head.num_left:
                 return True
-            if not self._reclaimer.evict_own(head.tenant):
+            if not self._evict_own(head.tenant):
                 break
+            if self._out_of_space:
+                return False  # what is pinned goes behind what is being written
         with state.lock:
             if not state.stores or state.stores[0] is not head:
                 return False
@@ -181,6 +212,20 @@ class StoreWorker:
                 state.stores.popleft()
             state.drop_rest(head, Reason.OVER_SHARE, keep)
         return keep > 0
+
+    def _evict_own(self, tenant: bytes) -> bool:
+        """Evict a region of a tenant, unless ``_out_of_space`` says afterwards that it must wait;
+        false when none could go."""
+        victim = self._reclaimer.own_victim(tenant)
+        if victim is None:
+            return False
+        if self._reclaimer.has_pinned(victim):
+            with self._state.lock:
+                self._out_of_space = bool(self._state.writes)
+            if self._out_of_space:
+                return True
+            self._writer.rescue(victim)
+        return victim.retired or bool(self._reclaimer.evict(victim, besides=tenant))
 
     def _has_store(self) -> bool:
         """Return whether a store is queued: the queue may have been emptied meanwhile."""
@@ -258,17 +303,28 @@ class StoreWorker:
                 state.drop_rest(head, reason)
 
     def _forget(self, order: PurgeOrder) -> None:
-        """Serve a purge, with nothing under way: the log's end is where what is meant ends."""
+        """Serve a purge, with nothing under way: the log's end is where what is meant ends. Pages
+        that several calls forget go together."""
+        stores = self._state.stores
+        orders = [order]
         with self._state.lock:
-            self._state.stores.remove(order)
+            stores.remove(order)
+            while order.keys and stores and isinstance(stores[0], PurgeOrder) and stores[0].keys:
+                orders.append(stores[0])
+                stores.popleft()
         bound = self._writer.log_end()
         durable = False
         try:
-            if order.tenant is None:
-                self._writer.abandon()
-            durable = self._purger.purge(order.tenant, bound)
+            if order.keys:
+                keys = list(dict.fromkeys(key for each in orders for key in each.keys))
+                durable = self._purger.forget(keys, bound)
+            else:
+                if order.tenant is None:
+                    self._writer.abandon()
+                durable = self._purger.purge(order.tenant, bound)
         finally:
-            keep(order.durable, durable)
+            for each in orders:
+                keep(each.durable, durable)
 
 
 class HashWorker:

@@ -37,7 +37,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part, StoreTicket
-from sglang_tiered.storage.region.purges import Bound
+from sglang_tiered.storage.region.purging.purges import Bound
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.pinning.rescue import Rescuer
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
@@ -97,6 +98,7 @@ class RegionWriter:
         device: Device,
         health: HealthMonitor,
         reclaimer: Reclaimer,
+        rescuer: Rescuer,
         state: StoreState,
         region_bytes: int,
         next_sequence: int,
@@ -105,6 +107,7 @@ class RegionWriter:
         self._device = device
         self._health = health
         self._reclaimer = reclaimer
+        self._rescuer = rescuer
         self._state = state
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
@@ -125,6 +128,36 @@ class RegionWriter:
             self.roll()
         self._region = self._create()
         self._num_pages = self._num_failures = 0
+        leaving = self._reclaimer.take_leaving()
+        # The first took the room that is kept for this. As the next ones free more than they
+        # take, there is an empty region for stores in the end, however large their pages are.
+        while leaving is not None:
+            if not self._copy_pinned(leaving, self._region) or not self._reclaimer.evict(leaving):
+                break
+            if self._reclaimer.has_room(self._region_bytes):
+                break
+            leaving = self._reclaimer.next_leaving()
+
+    def rescue(self, victim: Region) -> None:
+        """Write the pinned pages of a region again at the end of the log, with nothing under way.
+        Raises ``OSError``."""
+        while self._reclaimer.has_pinned(victim):
+            self.open_region()
+            region = self._region
+            assert region is not None
+            if self._reclaimer.has_pinned(victim) and not self._copy_pinned(victim, region):
+                self.roll()
+
+    def _copy_pinned(self, victim: Region, region: Region) -> bool:
+        """Copy the pinned pages of a region as far as they fit; true when none is left there."""
+        try:
+            self._rescuer.copy(victim, region)
+        except OSError:
+            self._num_failures += 1
+            raise
+        finally:
+            self._num_pages = sum(len(extent.pages) for extent in region.extents)
+        return not self._reclaimer.has_pinned(victim)
 
     def take(self) -> list[Part]:
         """Take the leading pages of the queued stores that fit the open region as one extent; the
@@ -140,7 +173,7 @@ class RegionWriter:
                 break
             if parts and (ticket.job.cancelled or not _alike(ticket, parts[0].ticket)):
                 break
-            room = self.share_left(ticket.tenant)
+            room = self.share_left(ticket)
             taken = 0
             while taken < ticket.num_left and count < MAX_EXTENT_PAGES:
                 size = padded_bytes(ticket.page(ticket.num_placed + taken))
@@ -155,9 +188,13 @@ class RegionWriter:
             stores.popleft()
         return parts
 
-    def share_left(self, tenant: bytes) -> float:
-        """Return the payload bytes that a tenant may still place. The caller holds the lock."""
-        if self._max_tenant_bytes is None or tenant == NO_TENANT:
+    def share_left(self, ticket: StoreTicket) -> float:
+        """Return the payload bytes that a store's tenant may still place. Pinned pages that reclaim
+        saved were there before, and stay where the share has become smaller since. The caller holds
+        the lock."""
+        tenant = ticket.tenant
+        is_kept = ticket.reinserted and len(self._state.pins)
+        if self._max_tenant_bytes is None or tenant == NO_TENANT or is_kept:
             return math.inf
         return self._max_tenant_bytes - self._state.regions.tenant_bytes.get(tenant, 0)
 

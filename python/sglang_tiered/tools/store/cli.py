@@ -46,8 +46,9 @@ exit code:
 _STAT = """\
 What every shard holds: regions, pages and bytes by namespace and by tenant, how much
 of the disk space is payload, how old the oldest and the newest region are, and who
-holds the lock. "superseded" pages were stored again later, "purged" ones are never
-served; "used" is payload over disk space. A tenant is a digest of its names.
+holds the lock. "superseded" pages were stored again later, "purged" ones, with those
+forgotten one by one, are never served; "used" is payload over disk space. A tenant is
+a digest of its names.
 
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
@@ -75,7 +76,7 @@ is served. With --json each line is an object.
 """
 _GC = """\
 What could be given back: regions that no server can read (header damaged, older
-format), regions whose pages were all purged or stored again later, and, when
+format), regions whose pages were all purged, forgotten or stored again later, and, when
 namespaces to keep are given, regions with no page of those; files left by processes
 that died; and shards for other parallel sizes than those used last. Prints the plan.
 --delete takes the locks a server takes, plans again, and deletes; files that do

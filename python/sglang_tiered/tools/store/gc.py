@@ -26,10 +26,10 @@ from sglang_tiered.storage.region.directory import (
 )
 from sglang_tiered.storage.region.files import (
     IGNORED_NAMES,
-    LEFTOVER_NAMES,
     LENDING_NAME,
     MANIFEST_NAME,
     SHARD_PREFIX,
+    is_leftover,
     is_shard_file,
     is_tier_temporary,
 )
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.storage.region.purges import Purges
+    from sglang_tiered.storage.region.purging.purges import Purges
     from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
@@ -151,7 +151,7 @@ def _plan_shard(
         views = list(reader.views(full=False, jobs=jobs))
         in_use, names = reader.holder.may_write, reader.names
     for name in names:
-        if name in LEFTOVER_NAMES and not in_use:
+        if is_leftover(name) and not in_use:
             plan.add(shard.path / name, "leftover", "left by a process that died")
         elif not is_shard_file(name):
             plan.kept.append(f"{shard.path / name} does not belong to the store")
@@ -186,8 +186,8 @@ def _unserved(views: Sequence[RegionView], purges: Purges) -> dict[int, str]:
     """Return the regions whose pages are never served again, and why."""
     dead = dict.fromkeys(_superseded(views), "every page of it was stored again later")
     for view in views:
-        if len(view.contents.pages) and purges.dead_extents(view.sequence, view.contents).all():
-            dead[view.sequence] = "every page of it was purged"
+        if len(view.contents.pages) and purges.dead_pages(view.sequence, view.contents).all():
+            dead[view.sequence] = "every page of it was purged or forgotten"
     return dead
 
 

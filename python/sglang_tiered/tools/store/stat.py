@@ -79,7 +79,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
     with ShardReader(shard) as reader:
         views = list(reader.views(full=False, jobs=jobs))
         holder, checkpoint = reader.holder, reader.checkpoint
-        num_gone, purges = reader.num_gone, reader.purges
+        num_gone, purges, pins = reader.num_gone, reader.purges, reader.pins
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -97,16 +97,19 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "format_versions": versions,
         "pages": len(pages),
         "superseded_pages": len(pages) - len(np.unique(pages)),
-        "purged_pages": sum(
-            int(v.contents.extents["num_pages"][purges.dead_extents(v.sequence, v.contents)].sum())
-            for v in views
-        ),
+        "purged_pages": sum(int(purges.dead_pages(v.sequence, v.contents).sum()) for v in views),
         "payload_bytes": payload,
         "physical_bytes": physical,
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
         "checkpoint": checkpoint._asdict(),
+        "pins": {
+            "valid": len(pins.pins),
+            "pages": len({key for pin in pins.pins for key in pin.keys}),
+            "damaged": len(pins.damaged),
+            "newer": len(pins.newer),
+        },
         **{
             field + "s": [
                 {field: value.hex(), "pages": number, "payload_bytes": nbytes}
@@ -198,6 +201,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
                 f"{shard['name']}: {number} regions of format {', '.join(map(str, versions))}, "
                 f"not {FORMAT_VERSION}"
             )
+        pins = shard["pins"]
+        if pins["valid"]:
+            notes.append(f"{shard['name']}: {pins['valid']} pins name {pins['pages']:,} pages")
+        if pins["damaged"]:
+            what = "pins do not verify; the next start removes them"
+            notes.append(f"{shard['name']}: {pins['damaged']} {what}")
+        if pins["newer"]:
+            notes.append(f"{shard['name']}: {pins['newer']} pins are of a newer version")
         if shard["regions_gone_meanwhile"]:
             notes.append(
                 f"{shard['name']}: {shard['regions_gone_meanwhile']} regions were reclaimed "

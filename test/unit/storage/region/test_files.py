@@ -17,6 +17,7 @@ from sglang_tiered.storage.region.files import (
 )
 from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,9 +41,10 @@ def test_every_file_that_a_store_writes_is_listed(tmp_path: Path, make_run: Make
     )
     assert engine.submit_store(make_run(1, [4096])).wait(10.0)
     assert is_true(engine.begin_purge(b"t" * 16), 10.0)
+    assert not isinstance(engine.pin("../talk", [b"k" * 32]), PinRefusal)
     for name in NOTE_NAMES:
         engine.notes.write(name, b"x")
     engine.close()
     names = {path.name for path in tmp_path.iterdir()}
-    assert {CHECKPOINT_NAME, PURGES_NAME, region_name(0), *NOTE_NAMES} <= names
+    assert {CHECKPOINT_NAME, PURGES_NAME, region_name(0), file_of("../talk"), *NOTE_NAMES} <= names
     assert [name for name in names if not is_shard_file(name)] == []

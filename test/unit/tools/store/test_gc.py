@@ -15,12 +15,15 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.integration.storage.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.lending.wire import short_path
-from sglang_tiered.storage.region import RegionEngine, purges
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
-from sglang_tiered.storage.region.purges import Bound, Purges
+from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.purging import purges
+from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.tools.store import gc
 
 REGION = 64 * 1024
@@ -346,8 +349,8 @@ def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shar
     (shard / PURGES_NAME).write_bytes(purges.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
     name = f"{shard.name}/{region_name(0)}"
     assert plan(cli, tier) == {
-        name: "every page of it was purged",
-        f"{shard.name}/{region_name(1)}": "every page of it was purged",
+        name: "every page of it was purged or forgotten",
+        f"{shard.name}/{region_name(1)}": "every page of it was purged or forgotten",
     }
     report = json.loads(cli("stat", tier, "--json").out)
     assert report["total"]["purged_pages"] == 6
@@ -358,3 +361,32 @@ def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shar
     assert "does not belong to the store" not in outcome.out
     assert (shard / PURGES_NAME).exists()
     assert not (tier / name).exists()
+
+
+def test_forgotten_pages_and_pins_are_known(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard)
+    gone, kept = make_run(50, SIZES), make_run(51, SIZES[:2])
+    store(engine, gone)
+    store(engine, kept)
+    before = json.loads(cli("stat", tier, "--json").out)["shards"][0]["purged_pages"]
+    assert is_true(engine.forget(gone.keys[:2]), 20.0)
+    for name in ("a", "b"):
+        made = engine.pin(name, kept.keys)
+        assert not isinstance(made, PinRefusal)
+        assert is_true(made, 20.0)
+    engine.close()
+    report = json.loads(cli("stat", tier, "--json").out)
+    assert report["ok"]
+    assert report["shards"][0]["purged_pages"] == before + 2
+    assert report["shards"][0]["pins"] == {"valid": 2, "pages": 2, "damaged": 0, "newer": 0}
+    assert "2 pins name 2 pages" in cli("stat", tier).out
+    assert cli("verify", tier).code == 0
+    (shard / (file_of("c") + ".tmp")).write_bytes(b"x")
+    (shard / file_of("b")).write_bytes(b"x")
+    assert "1 pins do not verify" in cli("stat", tier).out
+    assert "does not belong to the store" not in cli("gc", tier).out
+    left = f"{shard.name}/{file_of('c')}.tmp"
+    assert plan(cli, tier)[left] == "left by a process that died"
+    assert file_of("b") in os.listdir(shard), "looking changes nothing"

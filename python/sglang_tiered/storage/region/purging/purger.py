@@ -1,4 +1,5 @@
-"""Makes purges durable and gives back what they free. Used on the writer thread, without the lock.
+"""Makes purges, and pages that are forgotten, durable and gives back what they free. Used on the
+writer thread, without the lock.
 
 The order of its steps is what makes it safe to lose power at any of them: first the file PURGES
 says what is dead, then files go. What they held is hidden from lookups since the purge was asked.
@@ -9,18 +10,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region import purges as purges_file
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.purges import compact
+from sglang_tiered.storage.region.purging import purges as purges_file
+from sglang_tiered.storage.region.purging.purges import compact
 from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.purges import Bound, Purges
+    from sglang_tiered.storage.region.purging.purges import Bound, Purges
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
@@ -54,7 +56,8 @@ class Purger:
     def purge(self, tenant: bytes | None, bound: Bound) -> bool:
         """Purge one tenant (None: all), up to the present end of the log, with nothing under way
         before it. True when it is durable."""
-        durable = self._record(tenant, bound)
+        self._purges.add(tenant, bound)
+        durable = self._record()
         if tenant is not None:
             self._sweep()
             self._reclaimer.remove_useless()
@@ -65,9 +68,15 @@ class Purger:
             self._reclaimer.remove(region)
         return durable
 
-    def _record(self, tenant: bytes | None, bound: Bound) -> bool:
+    def forget(self, keys: Sequence[bytes], bound: Bound) -> bool:
+        """Forget single pages as ``purge`` does those of a tenant."""
+        self._purges.forget(keys, bound)
+        durable = self._record()
+        self._reclaimer.remove_useless()
+        return durable
+
+    def _record(self) -> bool:
         """Write the purges; one that cannot be written is written with the next."""
-        self._purges.add(tenant, bound)
         try:
             self._write()
         except OSError as error:

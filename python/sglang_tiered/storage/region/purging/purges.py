@@ -1,15 +1,16 @@
-"""What was purged: which pages in the log are dead, whatever the region files say.
+"""What was purged or forgotten: which pages in the log are dead, whatever the region files say.
 
 The log is never rewritten, so a purge notes how far the log reached: of that tenant, everything
-before is dead. Unlike the checkpoint this file is the truth: without it purged pages would come
-back. So one that does not verify purges everything that was stored before it was found damaged.
+before is dead; pages that are forgotten one by one are noted by key. Unlike the checkpoint this
+file is the truth: without it purged pages would come back. So one that does not verify purges
+everything that was stored before it was found damaged.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -21,10 +22,12 @@ from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
     parse_region_name,
 )
+from sglang_tiered.storage.region.purging.bound import NOWHERE, Bound
+from sglang_tiered.storage.region.purging.forgotten import FORGOTTEN_BYTES, Forgotten
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_TENANTS",
     "NOWHERE",
+    "VERSION_WITH_KEYS",
     "Bound",
     "Purges",
     "compact",
@@ -43,38 +47,35 @@ __all__ = [
 ]
 
 MAGIC = b"SGLTPURG"
+VERSION_WITH_KEYS = FORMAT_VERSION + 1
+"""Written only while pages are forgotten by key: a program that knows nothing of those refuses the
+store, as it would serve them."""
 MAX_TENANTS = 16384
 """Beyond it the older half is replaced by one purge of every tenant, as far back as those reach: a
 cache may forget, and a file that grows with every purge would make each the slower."""
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic version num_tenants, and the bound of all tenants
 _ENTRY = struct.Struct("<16sQQ")  # tenant sequence offset
+_NUM_KEYS = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
 
 
-class Bound(NamedTuple):
-    """A place in the log: extents before it are dead. Ordered as the log is."""
-
-    sequence: int  # of the region
-    offset: int  # of the extent within it
-
-
-NOWHERE = Bound(0, 0)
 _EVERYWHERE = Bound((1 << 63) - 1, 0)
 
 
 @dataclass(slots=True)
 class Purges:
-    """The bound of every tenant that was purged, and one for all tenants alike."""
+    """The bound of every tenant that was purged, one for all tenants alike, and those of pages."""
 
     tenants: dict[bytes, Bound] = field(default_factory=dict)
     everyone: Bound = NOWHERE
     damaged: bool = False  # the file is: everything is dead
+    forgotten: Forgotten = field(default_factory=Forgotten)
 
     @property
     def is_empty(self) -> bool:
-        return not self.tenants and self.everyone == NOWHERE
+        return not self.tenants and self.everyone == NOWHERE and not self.forgotten
 
     def add(self, tenant: bytes | None, bound: Bound) -> None:
         """Declare dead all that a tenant (None: every tenant) has before the bound."""
@@ -86,10 +87,16 @@ class Purges:
             oldest = sorted(self.tenants, key=self.tenants.__getitem__)[: MAX_TENANTS // 2]
             self.everyone = max(self.everyone, *(self.tenants.pop(name) for name in oldest))
 
+    def forget(self, keys: Sequence[bytes], bound: Bound) -> None:
+        """Declare dead what is stored under these keys before the bound."""
+        self.forgotten.add(keys, bound)
+        self.everyone = max(self.everyone, self.forgotten.fold())
+
     def next_sequence(self) -> int:
         """Return a sequence above all bounds: what is stored from now on is not meant."""
         bounds = (self.everyone, *self.tenants.values())
-        return max((bound.sequence + 1 for bound in bounds if bound != NOWHERE), default=0)
+        after = (bound.sequence + 1 for bound in bounds if bound != NOWHERE)
+        return max(self.forgotten.next_sequence(), *after, 0)
 
     def forget_before(self, sequence: int) -> bool:
         """Drop what speaks only of regions older than ``sequence``; true when there was any."""
@@ -99,10 +106,19 @@ class Purges:
         self.tenants = kept
         if self.everyone <= first:
             self.everyone = NOWHERE
-        return changed
+        return self.forgotten.forget_before(sequence) or changed
+
+    def copy(self) -> Purges:
+        return Purges(dict(self.tenants), self.everyone, self.damaged, self.forgotten.copy())
+
+    def dead_pages(self, sequence: int, contents: Contents) -> npt.NDArray[np.bool_]:
+        """Return which pages of a region are dead."""
+        extents = self.dead_extents(sequence, contents)
+        dead: npt.NDArray[np.bool_] = np.repeat(extents, contents.extents["num_pages"])
+        return dead | self.forgotten.dead_pages(sequence, contents)
 
     def dead_extents(self, sequence: int, contents: Contents) -> npt.NDArray[np.bool_]:
-        """Return which extents of a region are dead."""
+        """Return which extents of a region are dead as a whole."""
         extents = contents.extents
         dead = np.zeros(len(extents), bool)
         if self.everyone != NOWHERE:
@@ -126,7 +142,10 @@ def _before(sequence: int, offsets: npt.NDArray[np.uint64], bound: Bound) -> npt
 
 def pack(purges: Purges) -> bytes:
     rows = [_ENTRY.pack(tenant, *bound) for tenant, bound in sorted(purges.tenants.items())]
-    body = _HEADER.pack(MAGIC, FORMAT_VERSION, len(rows), *purges.everyone) + b"".join(rows)
+    version = VERSION_WITH_KEYS if purges.forgotten else FORMAT_VERSION
+    body = _HEADER.pack(MAGIC, version, len(rows), *purges.everyone) + b"".join(rows)
+    if purges.forgotten:
+        body += _NUM_KEYS.pack(len(purges.forgotten)) + purges.forgotten.pack()
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -141,17 +160,29 @@ def unpack(data: bytes) -> Purges | None:
     magic, version = _MAGIC_VERSION.unpack_from(body)
     if magic != MAGIC:
         return None
-    if version > FORMAT_VERSION:
+    if version > VERSION_WITH_KEYS:
         raise StoreFormatError(
-            f"{PURGES_NAME} was written in format {version}, newer than {FORMAT_VERSION}, which "
+            f"{PURGES_NAME} was written in format {version}, newer than {VERSION_WITH_KEYS}, which "
             "this version reads; upgrade sglang-tiered or pass another --tier-dir"
         )
     _, _, num_tenants, *everyone = _HEADER.unpack_from(body)
-    if version != FORMAT_VERSION or len(body) != _HEADER.size + num_tenants * _ENTRY.size:
+    end = _HEADER.size + num_tenants * _ENTRY.size
+    forgotten: Forgotten | None = Forgotten()
+    if version == VERSION_WITH_KEYS:
+        start = end + _NUM_KEYS.size
+        if len(body) < start:
+            return None
+        (num_keys,) = _NUM_KEYS.unpack_from(body, end)
+        if len(body) != start + num_keys * FORGOTTEN_BYTES:
+            return None
+        forgotten = Forgotten.unpack(body[start:])
+    elif version != FORMAT_VERSION or len(body) != end:
         return None
-    rows: Iterable[tuple[bytes, int, int]] = _ENTRY.iter_unpack(body[_HEADER.size :])
+    if forgotten is None:
+        return None
+    rows: Iterable[tuple[bytes, int, int]] = _ENTRY.iter_unpack(body[_HEADER.size : end])
     tenants = {tenant: Bound(sequence, offset) for tenant, sequence, offset in rows}
-    purges = Purges(tenants, Bound(*everyone))
+    purges = Purges(tenants, Bound(*everyone), forgotten=forgotten)
     bounds = (purges.everyone, *tenants.values())
     sane = all(bound < _EVERYWHERE and bound.offset % BLOCK_BYTES == 0 for bound in bounds)
     return purges if sane and len(tenants) == num_tenants else None
@@ -162,7 +193,7 @@ def compact(device: Device, purges: Purges) -> bool:
     any. Raises ``OSError``."""
     sequences = [parse_region_name(name) for name in device.list_names()]
     first = min((s for s in sequences if s is not None), default=purges.next_sequence())
-    if not Purges(dict(purges.tenants), purges.everyone).forget_before(first):
+    if not purges.copy().forget_before(first):
         return False
     device.sync_directory()
     return purges.forget_before(first)

@@ -1,0 +1,3 @@
+"""Pins: named sets of pages that reclaim keeps."""
+
+from __future__ import annotations

@@ -1,0 +1,83 @@
+"""Keeps the files of pins as the book says. On the writer thread, without the lock held."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.region.pinning.pins import file_of, pack
+from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_tiered.storage.backoff import OnceLog
+    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.state import StoreState
+
+__all__ = ["PinFiles"]
+
+
+class PinFiles:
+    """Owns the files ``PIN-*`` while the store is open."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: StoreState,
+        health: HealthMonitor,
+        log: OnceLog,
+        device: Device,
+        reclaimer: Reclaimer,
+    ) -> None:
+        self._directory = directory
+        self._state = state
+        self._health = health
+        self._log = log
+        self._device = device
+        self._reclaimer = reclaimer
+
+    def settle(self, names: tuple[str, ...]) -> bool:
+        """Write the pins of these names, or remove the files of those that are gone; true when it
+        is durable. A file that cannot be changed is left to the next call for its name."""
+        try:
+            removed = False
+            for name in names:
+                try:
+                    removed = self._settle(name) or removed
+                except OSError as error:
+                    if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
+                        raise
+                    removed = self._settle(name) or removed
+            if removed:
+                with self._health.watch():
+                    self._device.sync_directory()
+        except OSError as error:
+            self._log.report(
+                "pin",
+                "%s: the file of a pin cannot be changed (%s); until it is tried again a restart "
+                "finds the pins as they were",
+                self._directory,
+                error,
+            )
+            return False
+        self._log.settle("pin")
+        return True
+
+    def _settle(self, name: str) -> bool:
+        with self._state.lock:
+            pin = self._state.pins.get(name)
+        file = file_of(name)
+        with self._health.watch():
+            if pin is not None:
+                data = pack(pin)
+                self._device.replace_file(file, data)
+                with self._state.lock:
+                    self._state.bytes_written += len(data)
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                self._device.unlink(file)
+                return True
+        return False

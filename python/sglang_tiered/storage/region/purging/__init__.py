@@ -1,0 +1,3 @@
+"""Purges: what is dead in the log, by tenant and by page."""
+
+from __future__ import annotations

@@ -1,0 +1,239 @@
+"""Pins, while the power goes, the process dies, the disk refuses, or a file is damaged."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simulation.device import CrashMode, SimulatedDevice
+from simulation.engine import REGION, running
+from simulation.ledger import TIMEOUT_S, Ledger, keys
+
+from kit.clock import Clock
+from kit.faulty import Fault, FaultyDevice
+from kit.waiting import drained
+from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.files import is_pin_name
+from sglang_tiered.storage.region.pinning import pins
+from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+NUM_REGIONS = 6
+LIMITS: dict[str, Any] = {"capacity_bytes": NUM_REGIONS * REGION}
+KEPT = keys(range(9))
+CRASHES: tuple[tuple[CrashMode, int], ...] = (
+    ("kill", 0),
+    ("drop", 0),
+    ("torn", 1),
+    ("reorder", 2),
+)
+
+
+def pin(engine: RegionEngine, name: str, wanted: Sequence[bytes]) -> bool:
+    made = engine.pin(name, wanted, data=name.encode())
+    assert not isinstance(made, PinRefusal), made
+    return is_true(made, TIMEOUT_S)
+
+
+def fill(engine: RegionEngine, start: int, num_stores: int) -> None:
+    ledger = Ledger()
+    for number in range(start, start + 3 * num_stores, 3):
+        ledger.store(engine, keys(range(number, number + 3)))
+
+
+def workload(engine: RegionEngine, told: list[str]) -> None:
+    """A pinned page or two in every region, then more than the capacity: reclaim moves the pages
+    of one region after the other. ``told`` is what the caller knows."""
+    ledger = Ledger()
+    pinned = pin(engine, "kept", KEPT)
+    for number, each in enumerate(KEPT):
+        assert ledger.store(engine, [each]) == [Reason.OK]
+        fill(engine, 1000 + 100 * number, 1)
+    fill(engine, 4000, 2)
+    if engine.flush(TIMEOUT_S) and pinned:
+        told.append("kept")
+    if pin(engine, "other", keys(range(500, 503))) and is_true(engine.unpin("other"), TIMEOUT_S):
+        told.append("unpinned")
+    fill(engine, 5000, 16)
+
+
+def expect_kept(engine: RegionEngine, where: str) -> None:
+    assert engine.stats().health is Health.RUNNING, where
+    assert Ledger().load(engine, KEPT) == [Reason.OK] * 9, where
+    assert drained(engine, TIMEOUT_S)
+
+
+def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path) -> None:
+    """What was durable when it was pinned is found, after the crash and after what reclaim does
+    then, which may find no region free to begin with."""
+    at = num_kept = 0
+    while True:
+        device, told = SimulatedDevice(power_off_at=at), list[str]()
+        with running(tmp_path, device, **LIMITS) as engine:
+            if device.powered:
+                try:
+                    workload(engine, told)
+                except AssertionError:
+                    assert not device.powered, "the workload fails on a disk that works"
+            assert engine.stats().physical_bytes <= LIMITS["capacity_bytes"]
+        assert not device.misuse, device.misuse
+        num_kept += "kept" in told and not device.powered
+        for mode, seed in CRASHES if "kept" in told else ():
+            where = f"change {at}, {mode}, seed {seed}, {told}"
+            after = SimulatedDevice(device.crash(mode, seed))
+            with running(tmp_path, after, **LIMITS) as engine:
+                names = {info.name: info.num_pages for info in engine.pins()}
+                assert names.pop("kept") == 9, where
+                assert not names or "unpinned" not in told, where
+                expect_kept(engine, where)
+                if mode != "reorder":
+                    fill(engine, 8000, 8)
+                    expect_kept(engine, f"{where}, later")
+            assert not after.misuse, after.misuse
+        if device.powered:
+            break
+        at += 1
+    assert num_kept > 100, "the power never went while reclaim was at work"
+
+
+def test_two_deaths_lose_no_pinned_page(tmp_path: Path) -> None:
+    """The first leaves the log without the region that is kept free; the second comes while it is
+    won back."""
+    first = SimulatedDevice()
+    with running(tmp_path, first, **LIMITS) as engine:
+        workload(engine, [])
+    last = first.num_changes
+    num_tried = 0
+    for at in range(last // 2, last, 7):
+        device, told = SimulatedDevice(power_off_at=at), list[str]()
+        with running(tmp_path, device, **LIMITS) as engine:
+            try:
+                workload(engine, told)
+            except AssertionError:
+                assert not device.powered, "the workload fails on a disk that works"
+        for later in range(3, 60, 9) if "kept" in told else ():
+            second = SimulatedDevice(device.crash("kill"), power_off_at=later)
+            with running(tmp_path, second, **LIMITS) as engine:
+                fill(engine, 8000, 8)
+            with running(tmp_path, SimulatedDevice(second.crash("kill")), **LIMITS) as engine:
+                expect_kept(engine, f"change {at}, then {later}")
+            num_tried += 1
+    assert num_tried > 50
+
+
+@pytest.mark.parametrize("operation", ["writev", "readv", "sync", "sync_directory", "create"])
+def test_a_failing_operation_loses_no_pinned_page(tmp_path: Path, operation: Any) -> None:
+    device = FaultyDevice(SimulatedDevice())
+    with running(tmp_path, device, **LIMITS) as engine:
+        workload(engine, [])
+    num_calls = device.calls.count(operation)
+    num_tried = 0
+    for at in range(num_calls // 3, num_calls, 1 + num_calls // 40):
+        clock, told = Clock(1000.0), list[str]()
+        device = FaultyDevice(SimulatedDevice(), [Fault(at, operation, error=errno.EIO)])
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            try:
+                workload(engine, told)
+            except AssertionError:
+                continue  # it hit before there was a pin
+            clock.now += 100.0
+            fill(engine, 8000, 8)
+            expect_kept(engine, f"{operation} {at}")
+            num_tried += 1
+    assert num_tried > num_calls // 8, "the faults come too early"
+
+
+def test_a_full_disk_loses_no_pinned_page(tmp_path: Path) -> None:
+    """The filesystem is smaller than the cap."""
+    device = SimulatedDevice(capacity_bytes=NUM_REGIONS * REGION)
+    with running(tmp_path, device, capacity_bytes=2 * NUM_REGIONS * REGION) as engine:
+        told: list[str] = []
+        workload(engine, told)
+        fill(engine, 8000, 16)
+        assert "kept" in told
+        expect_kept(engine, "a full disk")
+
+
+def test_a_region_that_stays_loses_no_pin(tmp_path: Path) -> None:
+    """No file can be removed for a while: stores are dropped, and go on later."""
+    clock, device = Clock(1000.0), FaultyDevice(SimulatedDevice())
+    with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+        told: list[str] = []
+        workload(engine, told)
+        assert told == ["kept", "unpinned"]
+        device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
+        fill(engine, 8000, 8)
+        expect_kept(engine, "nothing can be removed")
+        device.faults = []
+        clock.now += 100.0
+        fill(engine, 9000, 12)
+        expect_kept(engine, "it can again")
+        assert Ledger().load(engine, keys(range(9033, 9036))) == [Reason.OK] * 3
+
+
+def test_an_unwritten_pin_holds_until_a_restart(tmp_path: Path) -> None:
+    inner = SimulatedDevice()
+    device = FaultyDevice(inner)
+    with running(tmp_path, device, **LIMITS) as engine:
+        Ledger().store(engine, KEPT)
+        device.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
+        assert not pin(engine, "kept", KEPT)
+        fill(engine, 1000, 30)
+        expect_kept(engine, "a pin that is not durable")
+        device.faults = []
+        assert pin(engine, "kept", KEPT)
+    with running(tmp_path, inner.restart(), **LIMITS) as engine:
+        assert [info.name for info in engine.pins()] == ["kept"]
+        expect_kept(engine, "asked again")
+
+
+def test_a_damaged_pin_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = SimulatedDevice()
+    with running(tmp_path, device, **LIMITS) as engine:
+        Ledger().store(engine, KEPT)
+        assert pin(engine, "kept", KEPT)
+        assert pin(engine, "harmed", KEPT[:2])
+    files = device.crash("kill")
+    good = files[file_of("harmed")]
+    harmed = [good[:-1], b"", good + b"x", files[file_of("kept")]]
+    for bit in range(0, 8 * len(good), 11):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        harmed.append(bytes(bad))
+    for each in harmed:
+        caplog.clear()
+        device = SimulatedDevice(files | {file_of("harmed"): each})
+        with caplog.at_level(logging.WARNING), running(tmp_path, device, **LIMITS) as engine:
+            assert [info.name for info in engine.pins()] == ["kept"]
+            expect_kept(engine, "another is damaged")
+        assert "is damaged and removed" in caplog.text
+        assert [name for name in device.list_names() if is_pin_name(name)] == [file_of("kept")]
+
+
+def test_a_newer_pin_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = SimulatedDevice()
+    with running(tmp_path, device, **LIMITS) as engine:
+        monkeypatch.setattr(pins, "VERSION", 2)
+        assert pin(engine, "kept", KEPT)
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING), running(tmp_path, device, **LIMITS) as engine:
+        assert engine.pins() == []
+    assert "is a pin of a newer version" in caplog.text
+    assert file_of("kept") in device.list_names()
+
+
+def test_what_a_dying_pin_left_goes(tmp_path: Path) -> None:
+    device = SimulatedDevice({file_of("p") + ".tmp": b"half"})
+    with running(tmp_path, device, **LIMITS):
+        pass
+    assert file_of("p") + ".tmp" not in device.list_names()

@@ -1,0 +1,377 @@
+"""What pins keep, what they cost, and where they end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
+from kit.waiting import drained, eventually
+from sglang_tiered.storage.base import NO_TENANT, Reason, Run
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
+from sglang_tiered.storage.region.pinning import book, pins
+from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.purging import purges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+TIMEOUT_S = 20.0
+PAGE = 4096
+REGION = 64 * PAGE
+CAPACITY = 8 * REGION
+BOUND = 3 * REGION  # half of all regions but two
+A, B = b"a" * 16, b"b" * 16
+
+
+def open_engine(directory: Path, **changes: Any) -> RegionEngine:
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "capacity_bytes": CAPACITY,
+        "region_bytes": REGION,
+        "num_readers": 1,
+    }
+    return RegionEngine(directory, **(options | changes))
+
+
+def store(engine: RegionEngine, run: Run) -> list[Reason]:
+    job = engine.submit_store(run)
+    assert job.wait(TIMEOUT_S)
+    return job.reasons
+
+
+def load(engine: RegionEngine, run: Run) -> list[Reason]:
+    job = engine.submit_load(run)
+    assert job.wait(TIMEOUT_S)
+    return job.reasons
+
+
+def pin(engine: RegionEngine, name: str, keys: Sequence[bytes], **more: Any) -> None:
+    made = engine.pin(name, keys, **more)
+    assert not isinstance(made, PinRefusal), made
+    assert is_true(made, TIMEOUT_S)
+
+
+def close(engine: RegionEngine) -> None:
+    assert drained(engine, TIMEOUT_S)
+    engine.check_integrity()
+    engine.close()
+
+
+def of_tenant(run: Run, tenant: bytes) -> Run:
+    return Run(run.keys, run.pages, tenant)
+
+
+@pytest.mark.parametrize("spread", ["dense", "spread", "late"])
+def test_a_full_bound_outlives_ten_capacities(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, spread: str
+) -> None:
+    """The pinned pages side by side, or a few in every region, or stored after their pin."""
+    engine = open_engine(tmp_path / "s")
+    assert engine.pin_bound_bytes == BOUND
+    kept = [make_run(seed, [PAGE] * 8) for seed in range(BOUND // PAGE // 8)]
+    loose = [make_run(1000 + seed, [PAGE] * 8) for seed in range(len(kept))]
+    if spread == "late":
+        for number, run in enumerate(kept):
+            pin(engine, str(number), run.keys)
+    for run, other in zip(kept, loose, strict=True):
+        assert set(store(engine, run)) == {Reason.OK}
+        if spread != "dense":
+            assert set(store(engine, other)) == {Reason.OK}
+    if spread != "late":
+        for number, run in enumerate(kept):
+            pin(engine, str(number), run.keys)
+    before = engine.stats()
+    for seed in range(10 * CAPACITY // PAGE // 16):
+        assert set(store(engine, make_run(2000 + seed, [PAGE] * 16))) == {Reason.OK}
+        assert engine.stats().physical_bytes <= CAPACITY
+        if seed % 40 == 0:
+            for run in kept:
+                assert engine.lookup(run.keys).num_hits == 8, "a pinned page is no hit meanwhile"
+    after = engine.stats()
+    for run in kept:
+        target = blank(run)
+        assert load(engine, target) == [Reason.OK] * 8
+        assert page_data(target) == page_data(run)
+    assert not any(engine.contains([key for run in loose for key in run.keys]))
+    written = after.bytes_written - before.bytes_written
+    stored = after.bytes_stored - before.bytes_stored
+    assert written / stored < 1.6, f"write amplification {written / stored:.2f}"
+    assert after.num_pages_reinserted > 0 or spread == "dense"
+    close(engine)
+
+
+@pytest.mark.parametrize("num_regions", [3, 4, 5])
+@pytest.mark.parametrize("num_pages", [1, 2, 7])
+def test_large_pages_find_room_beside_pins(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, num_regions: int, num_pages: int
+) -> None:
+    """Pages that need an empty region, while every region may hold pinned ones."""
+    engine = open_engine(tmp_path / "s", capacity_bytes=num_regions * REGION)
+    large = (REGION - 16 * PAGE) // PAGE // num_pages * PAGE
+    kept: list[Run] = []
+    for seed in range(6 * num_regions):
+        run = make_run(seed, [5 * PAGE])
+        assert store(engine, run) == [Reason.OK]
+        if not isinstance(engine.pin(str(seed), run.keys), PinRefusal):
+            kept.append(run)
+        assert set(store(engine, make_run(100 + seed, [large] * num_pages))) == {Reason.OK}
+    assert len(kept) == engine.pin_bound_bytes // (5 * PAGE)
+    for run in kept:
+        target = blank(run)
+        assert load(engine, target) == [Reason.OK]
+        assert page_data(target) == page_data(run)
+    close(engine)
+
+
+def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeRun) -> None:
+    """Such a region is left alone, but not for ever."""
+    engine = open_engine(tmp_path / "s")
+    kept = make_run(1, [PAGE] * 57)
+    store(engine, kept)
+    pin(engine, "p", kept.keys)
+    assert is_true(engine.forget(make_run(2, [PAGE]).keys), TIMEOUT_S)
+    held: list[str] = []
+    for seed in range(100, 180):
+        store(engine, make_run(seed, [PAGE] * 57))
+        held.append(min(path.name for path in (tmp_path / "s").glob("*.kv")))
+    assert held.count(held[0]) > 2 * CAPACITY // REGION, "it is written again in every round"
+    assert held[0] != held[-1]
+    assert engine.lookup(kept.keys).num_hits == 57
+    assert is_true(engine.begin_purge(A), TIMEOUT_S)
+    data = (tmp_path / "s" / PURGES_NAME).read_bytes()
+    assert not purges.unpack(data).forgotten  # type: ignore[union-attr]
+    close(engine)
+
+
+def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s", pin_share=0.25)
+    first, second = make_run(1, [PAGE] * 60), make_run(2, [PAGE] * 60)
+    assert set(store(engine, first) + store(engine, second)) == {Reason.OK}
+    pin(engine, "first", first.keys)
+    refusal = engine.pin("second", second.keys)
+    assert isinstance(refusal, PinRefusal)
+    assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
+    assert f"{60 * PAGE} bytes cannot be pinned beside {60 * PAGE}" in refusal.why
+    assert [info.name for info in engine.pins()] == ["first"]
+    pin(engine, "first", second.keys)  # in the place of the other
+    refusal = engine.pin("first", (*first.keys, *second.keys))
+    assert isinstance(refusal, PinRefusal)
+    assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
+    assert [info.num_pages for info in engine.pins()] == [60], "a refusal changes nothing"
+    close(engine)
+
+
+def test_too_small_a_capacity_pins_nothing(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s", capacity_bytes=2 * REGION)
+    refusal = engine.pin("p", make_run(1, [PAGE]).keys)
+    assert isinstance(refusal, PinRefusal)
+    assert "three regions" in refusal.why
+    close(engine)
+
+
+def test_too_many_pins_and_keys_are_refused(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_tiered.storage.region import state
+
+    engine = open_engine(tmp_path / "s")
+    monkeypatch.setattr(state, "MAX_KEYS", 10)
+    pin(engine, "a", make_run(1, [PAGE] * 6).keys)
+    pin(engine, "b", make_run(1, [PAGE] * 6).keys)  # the same pages
+    refusal = engine.pin("c", make_run(2, [PAGE] * 5).keys)
+    assert isinstance(refusal, PinRefusal)
+    assert "pins name 6 pages already, at most 10" in refusal.why
+    monkeypatch.setattr(state, "MAX_PINS", 2)
+    refusal = engine.pin("c", make_run(2, [PAGE]).keys)
+    assert isinstance(refusal, PinRefusal)
+    assert "2 pins already" in refusal.why
+    pin(engine, "b", make_run(2, [PAGE]).keys)
+    close(engine)
+
+
+def test_a_shared_page_goes_with_its_last_pin(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s")
+    run = make_run(1, [PAGE] * 50)
+    store(engine, run)
+    pin(engine, "one", run.keys)
+    pin(engine, "two", run.keys[:25])
+    filler = iter(range(100, 10_000))
+
+    def overwrite() -> None:
+        for _ in range(30):
+            store(engine, make_run(next(filler), [PAGE] * 50))
+
+    overwrite()
+    assert engine.lookup(run.keys).num_hits == 50
+    assert is_true(engine.unpin("one"), TIMEOUT_S)
+    overwrite()
+    assert engine.contains(run.keys) == [True] * 25 + [False] * 25
+    assert is_true(engine.unpin("two"), TIMEOUT_S)
+    overwrite()
+    assert engine.contains(run.keys) == [False] * 50
+    close(engine)
+
+
+def test_room_that_an_unpin_frees_is_used(tmp_path: Path, make_run: MakeRun) -> None:
+    """Pages that came when the bound was reached are pinned once there is room."""
+    engine = open_engine(tmp_path / "s", pin_share=0.25)
+    early, late = make_run(1, [PAGE] * 90), make_run(2, [PAGE] * 30)
+    pin(engine, "late", late.keys)
+    store(engine, early)
+    pin(engine, "early", early.keys)
+    store(engine, late)
+    pinned = engine._state.index.pinned_bytes
+    assert 90 * PAGE <= pinned <= engine.pin_bound_bytes
+    assert is_true(engine.unpin("early"), TIMEOUT_S)
+    assert engine._state.index.pinned_bytes == 30 * PAGE
+    close(engine)
+
+
+def test_pins_are_told_as_they_were_made(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s")
+    run = of_tenant(make_run(1, [PAGE, 100, 5000]), A)
+    store(engine, run)
+    until = time.time() + 3600
+    pin(engine, "gespräch/1\n", run.keys, tenant=A, until_s=until, data=b'{"tokens": 192}')
+    told = [PinInfo("gespräch/1\n", A, 3, 4 * PAGE, until, b'{"tokens": 192}')]
+    assert engine.pins() == told
+    close(engine)
+    engine = open_engine(tmp_path / "s")
+    assert engine.pins() == told
+    assert is_true(engine.unpin("gespräch/1\n"), TIMEOUT_S)
+    assert is_true(engine.unpin("never there"), TIMEOUT_S)
+    close(engine)
+    assert not [path for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
+    engine = open_engine(tmp_path / "s")
+    assert engine.pins() == []
+    close(engine)
+
+
+def test_expired_pins_go_by_themselves(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s")
+    run = make_run(1, [PAGE] * 20)
+    store(engine, run)
+    pin(engine, "short", run.keys, until_s=time.time() + 0.05)
+    pin(engine, "long", run.keys[:5], until_s=time.time() + 3600)
+
+    def files() -> list[str]:
+        return [path.name for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
+
+    eventually(lambda: len(files()) == 1, "the file of an expired pin goes")
+    assert [info.name for info in engine.pins()] == ["long"]
+    assert engine._state.index.pinned_bytes == 5 * PAGE
+    close(engine)
+
+
+def test_a_pin_that_expired_while_closed(tmp_path: Path, make_run: MakeRun) -> None:
+    engine = open_engine(tmp_path / "s", wall_clock=lambda: 1000.0)
+    pin(engine, "p", make_run(1, [PAGE]).keys, until_s=1001.0)
+    close(engine)
+    engine = open_engine(tmp_path / "s", wall_clock=lambda: 1001.0)
+    assert engine.pins() == []
+    close(engine)
+    assert not [path for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
+
+
+@pytest.mark.parametrize("tenant", [A, None])
+def test_a_purge_drops_the_tenants_pins(
+    tmp_path: Path, make_run: MakeRun, tenant: bytes | None
+) -> None:
+    engine = open_engine(tmp_path / "s")
+    a, b = of_tenant(make_run(1, [PAGE] * 3), A), of_tenant(make_run(2, [PAGE] * 3), B)
+    for run in (a, b):
+        store(engine, run)
+        pin(engine, run.tenant.hex(), run.keys, tenant=run.tenant)
+    assert is_true(engine.begin_purge(tenant), TIMEOUT_S)
+    left = [] if tenant is None else [B]
+    assert [info.tenant for info in engine.pins()] == left
+    close(engine)
+    engine = open_engine(tmp_path / "s")
+    assert [info.tenant for info in engine.pins()] == left
+    close(engine)
+
+
+def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -> None:
+    """A tenant at its share, with pinned pages in each of its regions, still stores."""
+    engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
+    kept: list[Run] = []
+    for seed in range(200):
+        small = of_tenant(make_run(2 * seed, [PAGE] * 4), A)
+        rest = of_tenant(make_run(2 * seed + 1, [PAGE] * 36), A)
+        assert set(store(engine, small)) == {Reason.OK}, f"dropped after {seed}"
+        assert set(store(engine, rest)) == {Reason.OK}, f"dropped after {seed}"
+        if len(kept) < 15:  # a quarter of the share
+            kept.append(small)
+            pin(engine, str(seed), small.keys, tenant=A)
+        (usage,) = engine.tenants(9)
+        assert usage.physical_bytes <= 4 * REGION
+    for run in kept:
+        assert engine.lookup(run.keys).num_hits == 4
+    close(engine)
+
+
+def test_another_namespace_has_its_own_pages(tmp_path: Path, make_run: MakeRun) -> None:
+    """A pin names keys: the pages it keeps are those of the namespace that is served."""
+    engine = open_engine(tmp_path / "s")
+    run = make_run(1, [PAGE] * 3)
+    store(engine, run)
+    pin(engine, "p", run.keys)
+    engine.set_namespace(OTHER_NAMESPACE)
+    assert [info.num_pages for info in engine.pins()] == [0]
+    store(engine, run)
+    assert [info.num_pages for info in engine.pins()] == [3]
+    assert engine._state.index.pinned_bytes == 3 * PAGE
+    close(engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "the name of a pin has 1 to 1024 bytes, not ''"),
+        ({"name": "x" * 1025}, "the name of a pin has 1 to 1024 bytes"),
+        ({"keys": []}, "names no page; unpin it instead"),
+        ({"keys": [b"k"]}, "a key has 1 bytes, expected 32"),
+        ({"tenant": b"t"}, "a tenant has 1 bytes, expected 16"),
+        ({"until_s": float("nan")}, "a pin until nan: must be seconds since 1970"),
+        ({"data": bytes(4097)}, "the data of a pin has 4097 bytes, at most 4096"),
+    ],
+)
+def test_what_no_pin_can_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    engine = open_engine(tmp_path / "s")
+    with pytest.raises(ValueError, match=message):
+        engine.pin(**({"name": "n", "keys": [bytes(32)], "tenant": NO_TENANT} | change))
+    close(engine)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.51])
+def test_a_share_of_pins_that_cannot_work(tmp_path: Path, share: float) -> None:
+    with pytest.raises(ValueError, match=r"pin_share is .*, must be 0 to 0.5"):
+        open_engine(tmp_path / "s", pin_share=share)
+
+
+def test_a_pin_file_is_what_was_packed() -> None:
+    made = Pin("n", A, (bytes(32), b"k" * 32), None, b"note")
+    assert pins.unpack(pins.pack(made)) == made
+    timed = Pin("n", A, (bytes(32),), 12.5)
+    assert pins.unpack(pins.pack(timed)) == timed
+    assert pins.file_of("n") != pins.file_of("m")
+    assert is_pin_name(pins.file_of("../n"))
+
+
+def test_a_book_counts_pages_of_several_pins() -> None:
+    made = book.PinBook(1, lambda: 5.0)
+    k, m = b"k" * 32, b"m" * 32
+    made.add(Pin("a", A, (k, m), 9.0))
+    made.add(Pin("b", B, (k,), 7.0))
+    assert made.pause_s() == 2.0
+    assert made.remove("a") == [m]
+    assert made.wanted([k, m]) == [k]
+    assert made.remove("b") == [k]
+    assert made.remove("b") == []
+    assert made.pause_s() is None
