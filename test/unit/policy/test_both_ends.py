@@ -85,7 +85,7 @@ def test_front_is_priced_for_whom_it_holds_up(ratio: float, num_others: int, beg
 
 
 def test_short_prefix_is_not_cut() -> None:
-    assert planned(1.0, num_held=512, num_new=600) is None
+    assert planned(1.0, num_held=256, num_new=300) is None
 
 
 @pytest.mark.parametrize("ratio", [0.57, 1.0, 2.0])
