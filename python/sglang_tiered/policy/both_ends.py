@@ -168,12 +168,15 @@ def computes_next(
 ) -> bool:
     """Whether to compute the segment that begins at ``start``, which has not arrived, rather than
     wait for it. A back that is ``late_s`` late is expected to take as long again. Computing holds
-    up ``num_others`` requests, and loading none."""
+    up ``num_others`` requests, and loading none; but for the sake of others nobody waits much
+    longer than computing all the rest takes."""
     place = bisect_right(back.starts, start)
     end = back.starts[place] if place < len(back.starts) else back.end
     compute_s = _front_s(costs, start, end)
     left_s = max(back.seconds(costs, start), late_s)
     if compute_s > left_s:
         return False
+    if left_s > (1 + MAX_OWN_LOSS) * _front_s(costs, start, back.end):
+        return True
     own_s = back.seconds(costs, start) - back.seconds(costs, end)
     return max(own_s, late_s) >= num_others * compute_s

@@ -126,3 +126,13 @@ def test_spans_are_cut_at_segments() -> None:
     spans = [(0, 100), (2, 50)]
     assert spans_between(spans, 80, 120) == [(0, 20), (2, 20)]
     assert parts_of(spans_between(spans, 80, 120), 3) == [20, 0, 20]
+
+
+@pytest.mark.parametrize("num_others", [0, 64, 1000])
+def test_nobody_waits_for_ever_for_others(num_others: int) -> None:
+    """A hung disk, and prefills that would hold up many: its own wait has a bound."""
+    bounds = planned(1.0)
+    assert bounds is not None
+    back = back_of(bounds)
+    rest_s = HELD * TOKEN_S
+    assert computes_next(costs(1.0), back, bounds[0], num_others=num_others, late_s=1.3 * rest_s)

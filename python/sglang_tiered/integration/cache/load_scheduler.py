@@ -107,6 +107,7 @@ class Backs(Protocol):
 
     def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool: ...
     def num_loaded(self, call: Prefetch, num_held: int) -> int: ...
+    def num_ahead(self) -> int: ...
 
 
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
@@ -175,7 +176,7 @@ class LoadScheduler:
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
         num_held = len(hashes) * cache.page_size
-        num_ahead = cache.cache_controller.prefetch_tokens_occupied
+        num_ahead = self._backs.num_ahead()
         num_planned = self.planner.arrives(
             request,
             num_held=num_held,
@@ -285,7 +286,7 @@ class LoadScheduler:
 
     def _attempt_declined(self) -> None:
         """Let SGLang attempt a declined load that gains by now, as it does those put off."""
-        num_ahead = self._cache.cache_controller.prefetch_tokens_occupied
+        num_ahead = self._backs.num_ahead()
         for request in self.declined.step(self.agreement, num_ahead=num_ahead):
             self._cache.storage_prefetch_retries.refetch(request.rid)
 
@@ -466,7 +467,7 @@ class LoadScheduler:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
-        num_ahead = self._cache.cache_controller.prefetch_tokens_occupied + num_stored_first
+        num_ahead = self._backs.num_ahead() + num_stored_first
         gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
             request, num_ahead=num_ahead
         )

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["Returns"]
 
 HANDLE_PREFIX = "both-ends/"
+ATTEMPT = -1
+"""Of the handles of segments: those of requests, whose names are their clients', count from 0."""
 FAR = 1 << 40
 """In place of where a chunk ends: nowhere."""
 
@@ -82,6 +84,15 @@ class _Return:
     reach: int | None = None  # how far the tree holds the prompt, while the request waits again
 
 
+def _has_place(scheduler: Any) -> bool:
+    """Whether a request that gives its row back gets one again, whoever comes before it."""
+    num_waiting = len(scheduler.waiting_queue)
+    return bool(
+        scheduler.req_to_token_pool.available_size() >= num_waiting
+        and len(scheduler.running_batch.reqs) + num_waiting < scheduler.max_running_requests
+    )
+
+
 class Returns:
     """See the module docstring."""
 
@@ -100,22 +111,23 @@ class Returns:
         self._inserting: CacheRequestHandle | None = None
         self._numbers = itertools.count()
         self._allowed: CacheRequestHandle | None = None
-        self._has_run = False  # the allowed one
+        self._has_run: CacheRequestHandle | None = None
 
     def __contains__(self, request: CacheRequestHandle) -> bool:
         return request in self._returns
 
     # ---- It begins ----
 
-    def allow(self, request: CacheRequestHandle, *, has_run: bool) -> None:
-        """Take note that a request, whose load is planned next, may be computed in chunks.
-        ``has_run``: it comes again, with less than it had."""
-        self._allowed, self._has_run = request, has_run
+    def comes(self, request: CacheRequestHandle, *, may_yield: bool, has_run: bool) -> None:
+        """Take note of a request whose load is planned next: whether it may be computed in chunks
+        of ours, and whether it comes again, with less than it had."""
+        self._allowed = request if may_yield else None
+        self._has_run = request if has_run else None
 
     def has_run(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load is planned has run, so that this is in the middle of a
         step."""
-        return self._has_run and request == self._allowed
+        return bool(request == self._has_run)
 
     def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
@@ -124,8 +136,19 @@ class Returns:
             return False
         if self._planner.follows:  # the rank with the tiers has the prices
             return bool(segment_bounds(call.num_before, num_held, self._cache.page_size))
-        occupied = self._cache.cache_controller.prefetch_tokens_occupied
-        return self._planner.plan_segments(call.request, num_ahead=occupied) is not None
+        return self._planner.plan_segments(call.request, num_ahead=self.num_ahead()) is not None
+
+    def num_ahead(self) -> int:
+        """Return the tokens of loads under way. SGLang counts those too that have arrived and wait
+        for their front."""
+        occupied: int = self._cache.cache_controller.prefetch_tokens_occupied
+        arrived = sum(
+            segment.end - segment.start
+            for record in self._returns.values()
+            for segment in record.segments
+            if segment.has_ended
+        )
+        return max(0, occupied - arrived)
 
     def num_loaded(self, call: Prefetch, num_held: int) -> int:
         """Return how many of so many tokens are loaded; the first ones are computed in any case."""
@@ -142,11 +165,10 @@ class Returns:
         num_tiers = len(TIERS)
         segments: list[_Segment] = []
         handles: list[CacheRequestHandle] = []
-        ahead = self._planner.tokens_ahead(cache.cache_controller.prefetch_tokens_occupied)
+        ahead = self._planner.tokens_ahead(self.num_ahead())
         for start, end in reversed(list(zip(bounds, bounds[1:], strict=False))):
             handle = CacheRequestHandle(
-                f"{HANDLE_PREFIX}{call.request.rid}/{next(self._numbers)}",
-                call.request.attempt_id,
+                f"{HANDLE_PREFIX}{call.request.rid}/{next(self._numbers)}", ATTEMPT
             )
             handles.append(handle)
             pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
@@ -249,6 +271,8 @@ class Returns:
         own, req = info.prefetch_key, record.req
         if (own.extra_key, own.cache_salt) != (req.extra_key, req.cache_salt):
             return False  # purged meanwhile
+        if info.operation.storage_start != segment.start:
+            return False  # of another place
         lock = cache.inc_host_lock_ref(parent).to_dec_params()
         cache.dec_host_lock_ref(info.anchor_node_id, info.anchor_lock_params)
         cache.ongoing_prefetch[segment.handle] = info._replace(
@@ -329,16 +353,28 @@ class Returns:
         if record is None:
             return
         begin = req.kv.cache_protected_len
+        meets = bool(record.segments) and record.segments[0].start <= begin
+        front = self._node_at(record, record.segments[0].start) if meets else None
+        if not record.segments or (meets and front is None):
+            # Nothing comes, or it would hang below what has no host copy.
+            self.forget(record.request)
+            return
         record.reach = self._insert_arrived(record, begin)
         if record.reach > begin:
             self._yield(scheduler, record)
         elif not record.segments:
             self.forget(record.request)
-        elif record.segments[0].start <= begin and not self._computes_next(
-            record,
-            begin,
-            max(0, self._planner.num_others() - 1),  # of those that ran it is one itself
+        elif (
+            front is not None
+            and record.segments[0].start <= begin
+            and _has_place(scheduler)
+            and not self._computes_next(
+                record,
+                begin,
+                max(0, self._planner.num_others() - 1),  # of those that ran it is one itself
+            )
         ):
+            self._locks.lock(record.request, front)
             self._yield(scheduler, record)
         else:
             record.reach = None
@@ -370,11 +406,11 @@ class Returns:
         )
 
     def _computes_next(self, record: _Return, start: int, num_others: int) -> bool:
+        """Whether to compute what comes next, as any rank would that has the prices."""
         storage = self._cache.storage
         is_served = storage is not None and storage.serves_loads
-        own = (
+        own = not self._planner.follows and (
             not is_served
-            or self._planner.follows
             or computes_next(
                 self._planner.costs,
                 self._left(record),
@@ -383,7 +419,7 @@ class Returns:
                 late_s=self._clock() - record.begun_at - record.expected_s,
             )
         )
-        return bool(self._least(int(own)))
+        return not self._least(int(not own))
 
     # ---- It ends ----
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
 from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -22,6 +24,9 @@ __all__ = ["SegmentFilter", "register"]
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+MAX_PASSED = 8
+"""Requests that others may pass in one pass, since a chunk of theirs would be the second one."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ class SegmentFilter(logging.Filter):
     """Drops SGLang's line on every load that ends, where it is a part of one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.INFO or HANDLE_PREFIX not in record.getMessage()
+        return record.levelno > logging.INFO or f"req={HANDLE_PREFIX}" not in record.getMessage()
 
 
 def _returns_of(cache: Any) -> Returns | None:
@@ -68,6 +73,8 @@ def _reason_against(scheduler: Any) -> str | None:
         "the host tier is smaller than device memory": cache.has_small_host,
         "host memory is written back": cache.is_write_back,
         "chunks are aligned": scheduler.truncation_align_size is not None,
+        "requests may preempt others": scheduler.enable_priority_preemption,
+        "requests may wait for so long only": envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0,
         "it is a diffusion model": scheduler.dllm_config is not None,
         "the model makes embeddings": not scheduler.is_generation,
     }
@@ -125,6 +132,8 @@ class Yielding:
 
     def __init__(self) -> None:
         self._is_on: bool | None = None  # None until a scheduler was looked at
+        self._adder: Callable[[], Any] = lambda: None  # of this pass
+        self._num_waiting = 0  # that it passed over
 
     def before_prefetch(self, scheduler: Any, req: Any, *_: Any) -> None:
         """Allow the request whose load is planned next."""
@@ -133,8 +142,15 @@ class Yielding:
             return
         if self._is_on is None:
             self._is_on = _is_on(scheduler)
-        if self._is_on and _may_yield(req):
-            returns.allow(req.cache_request_handle, has_run=req.already_computed > 0)
+        returns.comes(
+            req.cache_request_handle,
+            # An operator may change the threshold of a running server. From 2 on, what was computed
+            # once gets no host copy, below which a back could hang.
+            may_yield=self._is_on
+            and _may_yield(req)
+            and scheduler.tree_cache.write_through_threshold <= 1,
+            has_run=req.already_computed > 0,
+        )
 
     def around_select(
         self, original: Callable[..., Any], adder: Any, req: Any, **named: Any
@@ -145,18 +161,28 @@ class Yielding:
             return verdict
         # Of what it computed before it yielded, a part may be gone, and its record with it.
         req.already_computed = min(req.already_computed, verdict.prefix_len)
+        req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, verdict.prefix_len)
+        # SGLang tracks one unfinished chunk, and a chunk that ends early leaves room for another.
+        has_chunked = named.get("has_chunked_req") or adder.new_chunked_req is not None
+        if verdict.is_chunked and has_chunked:
+            return self._wait(adder, req)
         if req.cache_request_handle in returns:
             end = returns.end_of_chunk(req, verdict.prefix_len)
             if end is not None and verdict.prefix_len + verdict.extend_len > end:
                 verdict = dataclasses.replace(
                     verdict, extend_len=end - verdict.prefix_len, max_new_tokens=0, is_chunked=True
                 )
-        # SGLang tracks one unfinished chunk, and a chunk that ends early leaves room for another.
-        # This request waits until that one is done, and those behind it do not.
-        has_chunked = named.get("has_chunked_req") or adder.new_chunked_req is not None
-        if verdict.is_chunked and has_chunked:
-            return AddReqResult.CONTINUE
-        return verdict
+        return self._wait(adder, req) if verdict.is_chunked and has_chunked else verdict
+
+    def _wait(self, adder: Any, req: Any) -> AddReqResult:
+        """Have a request wait until another one is done with its chunks, but those behind it only
+        once some wait like this: each costs a match. Of a LoRA adapter that is refused SGLang takes
+        note as of one that runs."""
+        if self._adder() is not adder:
+            self._adder, self._num_waiting = weakref.ref(adder), 0
+        self._num_waiting += 1
+        may_pass = self._num_waiting <= MAX_PASSED and req.lora_id is None
+        return AddReqResult.CONTINUE if may_pass else AddReqResult.OTHER
 
     def around_add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
         returns = _returns_of(adder.tree_cache)
