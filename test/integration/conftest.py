@@ -69,6 +69,7 @@ FORKED = {
     "test_disaggregation_tiers",
     "test_kv_events",
     "test_models",
+    "test_pins",
     "test_pod_backend",
     "test_sglang_server_kits",
     "test_weights",

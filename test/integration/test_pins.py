@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 700
-MINE, OTHER, *TOO_MANY = make_prompts(11, 8, LENGTH)
+MINE, OTHER = make_prompts(11, 2, LENGTH)
+TOO_MANY = make_prompts(13, 5, 3000)
 NVME_MIB = 48
 CHURN = make_prompts(12, 16, 3000)
 
@@ -40,8 +41,8 @@ def test_pinned_conversation_outlives_churn_and_kill(
     assert answer["pinned_until"] == pytest.approx(until, abs=60)
     assert ask(server, "/tier/checkpoint", {"input_ids": OTHER, "tier": "nvme"})[0] == 200
 
-    written = server.tier_state()["nvme_written_bytes"]
-    while server.tier_state()["nvme_written_bytes"] - written < 10 * NVME_MIB << 20:
+    written = server.tier_state()["nvme_bytes_written"]
+    while server.tier_state()["nvme_bytes_written"] - written < 10 * NVME_MIB << 20:
         for prompt in CHURN:
             server.generate(prompt, num_new=1)
             prompt[0] += 1  # another prompt

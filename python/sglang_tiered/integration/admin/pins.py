@@ -90,8 +90,9 @@ class Pins:
         entry = self._begun[number]
         (is_taken,) = least_on_every_rank(cache, [int(entry.refusal is None)])
         if not is_taken:
-            if entry.kept is not None:
-                storage.region_engine.unpin(entry.stored_name)
+            engine = storage.region_engine
+            if entry.kept is not None and isinstance(engine, RegionEngine):
+                engine.unpin(entry.stored_name)  # where it was refused, an earlier one stays
                 entry.kept = None
             why = REFUSED_ELSEWHERE if entry.refusal is None else entry.refusal.why
             return {"error": why, "is_beyond": True}
