@@ -3,10 +3,13 @@ where they can be."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,7 @@ FORKED = {
     "test_disaggregation_tiers",
     "test_kv_events",
     "test_models",
+    "test_pins",
     "test_pod_backend",
     "test_sglang_server_kits",
     "test_weights",
@@ -189,3 +193,15 @@ def make_prompts(seed: int, number: int, length: int) -> list[list[int]]:
 def aligned(length: int) -> int:
     """Prompt tokens that whole pages can hold; the last token is always computed."""
     return (length - 1) // PAGE * PAGE
+
+
+def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and answer."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status), json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())

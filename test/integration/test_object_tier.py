@@ -9,13 +9,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from object_proxy import FaultProxy, status
 from object_server import ObjectServer, s3_environment
 
-from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
+from conftest import ALWAYS, PAGE, SMALL, aligned, ask, make_prompts
 from server_process import Server
 
 if TYPE_CHECKING:
@@ -80,18 +80,6 @@ def pair(
     _, proxy, url = bucket
     environment = s3_environment(proxy.url)
     return start(2, *SMALL, "--tier-object-url", url, environment=environment)
-
-
-def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
-    """Status and answer."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + path, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return int(response.status), json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:

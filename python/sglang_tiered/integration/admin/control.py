@@ -18,6 +18,7 @@ from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.pins import Pins, pins
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -49,6 +50,7 @@ class Control:
         self._purges: PendingRequests[list[Future[bool]]] = PendingRequests()
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
         self._checkpoints = conversations.Checkpoints()
+        self._pins = Pins(self._checkpoints)
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
 
@@ -129,6 +131,12 @@ class Control:
             return conversations.residency(cache, body)
         if method == PREFIX + "checkpoint":
             return self._checkpoints.answer(cache, number, body)
+        if method == PREFIX + "pin":
+            return self._pins.pin(cache, number, body)
+        if method == PREFIX + "unpin":
+            return self._pins.unpin(cache, number, body)
+        if method == PREFIX + "pins":
+            return pins(cache, body)
         if method == PREFIX + "tenants":
             return self._report(cache, number, int(body["limit"]))
         return self._purge_request(scheduler, cache, number, body)

@@ -32,7 +32,17 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Checkpoints", "PendingRequests", "residency"]
+__all__ = [
+    "NO_STORE",
+    "Checkpoints",
+    "Located",
+    "PendingRequests",
+    "locate",
+    "residency",
+    "selector_of",
+]
+
+NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
 
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
@@ -41,7 +51,7 @@ _MAX_PENDING = 256
 Work = TypeVar("Work")
 
 
-class _Located(NamedTuple):
+class Located(NamedTuple):
     """Whole pages of a prefix, and the nodes of the tree that hold the first of them."""
 
     hashes: list[str]
@@ -60,10 +70,10 @@ class _Checkpoint:
 
 def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
     """Return how many leading tokens each tier holds by itself. Reads memory only."""
-    selector = _selector(cache, body)
+    selector = selector_of(cache, body)
     if selector is None:
         return {"done": True, "unknown": True}
-    located = _locate(cache, selector)
+    located = locate(cache, selector)
     storage, page_size = cache.storage, int(cache.page_size)
     held = {"device": located.num_device_tokens, "host": _num_host_tokens(cache, located.path)}
     if storage is not None:
@@ -95,8 +105,7 @@ class Checkpoints:
         """Begin to make a conversation durable, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            sentence = "this server has no tier that outlives it; start it with --tier-mode nvme"
-            return {"error": sentence}
+            return {"error": NO_STORE}
         if number not in self._begun:
             if not body.keys() & {"rid", "input_ids"}:  # a later question, and it was dropped
                 return {"error": "too many checkpoints at once; ask again"}
@@ -104,7 +113,7 @@ class Checkpoints:
             tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
             if tier is Tier.OBJECT and not has_bucket:
                 return {"error": "this server has no object tier; start it with --tier-object-url"}
-            selector = _selector(cache, body)
+            selector = selector_of(cache, body)
             if selector is None:
                 return {"done": True, "unknown": True}
             self._begun[number] = self._begin(cache, storage, selector, tier)
@@ -124,7 +133,7 @@ class Checkpoints:
     def _begin(
         self, cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
     ) -> _Checkpoint:
-        located = _locate(cache, selector)
+        located = locate(cache, selector)
         _store_soon(cache, located.path)
         num_known = _num_known(cache, storage, located)
         tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
@@ -139,7 +148,7 @@ def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> No
         cache.tiering.store_soon(path)
 
 
-def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: _Located) -> int:
+def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located) -> int:
     """Count the leading pages that memory or a tier holds; the others were never computed."""
     in_tree = located.path[-1].path_end // int(cache.page_size) if located.path else 0
     rest = sum(span.num_pages for span in storage.lookup_spans(located.hashes[in_tree:]))
@@ -160,7 +169,8 @@ def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
         _store_soon(cache, path)
 
 
-def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
+def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
+    """Return the prefix that a body selects; None for a ``rid`` that is not known."""
     if "rid" in body:
         return cache.recent_requests.get(body["rid"])
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
@@ -168,7 +178,8 @@ def _selector(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
     return Selector(array("q", body["input_ids"]), extra_key, cache_salt)
 
 
-def _locate(cache: TieredRadixCache, selector: Selector) -> _Located:
+def locate(cache: TieredRadixCache, selector: Selector) -> Located:
+    """Return the whole pages of a prefix, and where the tree holds them."""
     key = RadixKey(
         selector.tokens,
         extra_key=selector.extra_key,
@@ -176,13 +187,13 @@ def _locate(cache: TieredRadixCache, selector: Selector) -> _Located:
         cache_salt=selector.cache_salt,
     ).page_aligned(cache.page_size)
     if len(key) == 0:
-        return _Located([], (), 0)
+        return Located([], (), 0)
     hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
     # ``touch_prefix`` does the same, but does not return the match.
     match = cache.tree_core.match_prefix(MatchPrefixParams(key=key))
     cache._apply_cache_actions(match.cache_actions)  # noqa: SLF001
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]
-    return _Located(hashes, path, int(match.device_prefix_len))
+    return Located(hashes, path, int(match.device_prefix_len))
 
 
 def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> int:

@@ -11,6 +11,14 @@
                        of that prefix are durable there, or 503 with the number of tokens that are
                        not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
+``POST /tier/pin``     a prefix as for ``residency``, with ``name`` (by default its last page's
+                       hash) and ``ttl`` in seconds (none: until it is unpinned): NVMe keeps it,
+                       whatever else is stored. Answers as ``checkpoint`` does once it is durable
+                       there, or 409 if all pins together would take more than their share. A pin
+                       of the same name is replaced.
+``POST /tier/unpin``   ``{"name": ...}`` with the tenant's ``extra_key`` and ``cache_salt``, or a
+                       prefix as for ``residency``. 404 if there is no such pin.
+``GET /tier/pins``     ``?extra_key=...&cache_salt=...``: the pins of one tenant, by scheduler.
 ``GET /tier/costs``    what computing and loading cost here, and how busy the server is
                        (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
                        no scheduler is asked. 404 where none learns costs, 503 before the first did.
@@ -36,7 +44,15 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
 
-__all__ = ["PurgeRequestError", "SelectorError", "add_routes", "parse_purge", "parse_selector"]
+__all__ = [
+    "PurgeRequestError",
+    "SelectorError",
+    "add_routes",
+    "parse_pin",
+    "parse_purge",
+    "parse_selector",
+    "parse_unpin",
+]
 
 TIMEOUT_S = 30.0
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
@@ -44,6 +60,8 @@ _MAX_LIMIT = 1000
 _MAX_TOKENS = 1 << 22
 _MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is tokenized
 _MAX_SHOWN = 40
+_MAX_NAME_BYTES = 512
+_MAX_TTL_S = 10 * 365 * 86_400
 NOT_PUBLISHED = (
     "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
     "without the tiers, as its log says; ask again"
@@ -86,6 +104,50 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
         shown = repr(body["tier"][:_MAX_SHOWN])
         raise SelectorError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
     return dict(body)
+
+
+def parse_pin(body: Any) -> dict[str, Any]:
+    """Return what to pin. Raises ``SelectorError``."""
+    if not isinstance(body, dict):
+        raise SelectorError("the body must be a JSON object")
+    own = {name: body[name] for name in ("name", "ttl") if name in body}
+    rest = {name: value for name, value in body.items() if name not in own}
+    selector = parse_selector(rest, with_tier=False)
+    _check_name(own)
+    ttl = own.get("ttl", 1)
+    if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:
+        raise SelectorError(f"ttl {ttl!r:.40} must be seconds, more than 0, at most {_MAX_TTL_S}")
+    return {**selector, **own}
+
+
+def parse_unpin(body: Any) -> dict[str, Any]:
+    """Return what to unpin: a name and its tenant, or a prefix. Raises ``SelectorError``."""
+    if not isinstance(body, dict) or "name" not in body:
+        return parse_selector(body, with_tier=False)
+    _check_name(body)
+    return {"name": body["name"], **_parse_tenant(body, "name")}
+
+
+def _parse_tenant(body: dict[str, Any], *besides: str) -> dict[str, Any]:
+    """Return the keys of a tenant. Raises ``SelectorError``."""
+    tenant = {name: value for name, value in body.items() if name not in besides}
+    unknown = sorted(tenant.keys() - {"extra_key", "cache_salt"})
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise SelectorError(f"{shown} is unknown here; pass extra_key and cache_salt")
+    for name, value in tenant.items():
+        if (problem := _problem(name, value)) is not None:
+            raise SelectorError(problem)
+    return tenant
+
+
+def _check_name(body: dict[str, Any]) -> None:
+    if "name" not in body:
+        return
+    if (problem := _problem("name", body["name"])) is not None:
+        raise SelectorError(problem)
+    if (length := len(body["name"].encode())) > _MAX_NAME_BYTES:
+        raise SelectorError(f"name has {length} bytes, more than {_MAX_NAME_BYTES}; shorten it")
 
 
 def _check_length(length: int, name: str, unit: str, limit: int) -> None:
@@ -162,6 +224,23 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
         answers = await _ask("tenants", {"limit": max(1, min(limit, _MAX_LIMIT))})
         return JSONResponse([answer.get("tenants", []) for answer in answers])
 
+    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    # FastAPI resolves annotations as text against this module, which does not import it.
+    purge.__annotations__ = {"request": Request}
+    tenants.__annotations__ = {"limit": int}
+    app.add_api_route("/tier/purge", guarded(purge), methods=["POST"], response_model=None)
+    costs = guarded(_costs_endpoint(board, config))
+    app.add_api_route("/tier/costs", costs, methods=["GET"], response_model=None)
+    app.add_api_route("/tier/tenants", guarded(tenants), methods=["GET"], response_model=None)
+    _add_conversation_routes(app)
+    _add_pin_routes(app)
+
+
+def _add_conversation_routes(app: FastAPI) -> None:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
     async def checkpoint(request: Request) -> Response:
         try:
             body = await _with_tokens(parse_selector(await _json(request), with_tier=True))
@@ -178,36 +257,82 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
             return JSONResponse({"error": str(error)}, status_code=400)
         return _answer(await _ask("residency", body), lambda _: 200)
 
-    def _answer(answers: list[dict[str, Any]], status: Callable[[Any], int]) -> Response:
-        known = [answer for answer in answers if "unknown" not in answer]
-        failed = [answer["error"] for answer in known if "error" in answer]
-        if failed:
-            return JSONResponse({"error": failed[0]}, status_code=400)
-        if not known:
-            sentence = "no request with this rid ended recently; pass its text or input_ids"
-            return JSONResponse({"error": sentence}, status_code=404)
-        # With data parallelism a conversation lives in one scheduler: report the best answer.
-        best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
-        if any(_is_durable(answer) for answer in known):
-            best = next(answer for answer in known if _is_durable(answer))
-        report = {name: value for name, value in best.items() if name != "done"}
-        return JSONResponse(report, status_code=status(best))
-
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    # FastAPI resolves annotations as text against this module, which does not import it.
-    purge.__annotations__ = {"request": Request}
-    tenants.__annotations__ = {"limit": int}
     checkpoint.__annotations__ = residency.__annotations__ = {"request": Request}
-    app.add_api_route("/tier/purge", guarded(purge), methods=["POST"], response_model=None)
-    costs = guarded(_costs_endpoint(board, config))
-    app.add_api_route("/tier/costs", costs, methods=["GET"], response_model=None)
-    app.add_api_route("/tier/tenants", guarded(tenants), methods=["GET"], response_model=None)
     app.add_api_route(
         "/tier/checkpoint", guarded(checkpoint), methods=["POST"], response_model=None
     )
     app.add_api_route(
         "/tier/residency", guarded(residency), methods=["GET", "POST"], response_model=None
     )
+
+
+def _add_pin_routes(app: FastAPI) -> None:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def pin(request: Request) -> Response:
+        try:
+            body = await _with_tokens(parse_pin(await _json(request)))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answers = await _ask("pin", {**body, "now": time.time()}, repeats_body=False)
+        beyond = [answer["error"] for answer in answers if answer.get("is_beyond")]
+        if beyond:
+            return JSONResponse({"error": beyond[0]}, status_code=409)
+        return _answer(answers, lambda answer: 200 if _is_durable(answer) else 503)
+
+    async def unpin(request: Request) -> Response:
+        try:
+            body = await _with_tokens(parse_unpin(await _json(request)))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answers = await _ask("unpin", body)
+        known = [answer for answer in answers if "unknown" not in answer]
+        failed = [answer["error"] for answer in known if "error" in answer]
+        if failed:
+            return JSONResponse({"error": failed[0]}, status_code=400)
+        if not known:
+            return JSONResponse({"error": "there is no such pin"}, status_code=404)
+        done = all(answer["done"] for answer in known)
+        return JSONResponse({"unpinned": done}, status_code=200 if done else 503)
+
+    async def list_pins(request: Request) -> Response:
+        try:
+            tenant = _parse_tenant(dict(request.query_params))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answers = await _ask("pins", tenant)
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            return JSONResponse({"error": failed[0]}, status_code=400)
+        return JSONResponse(answers)
+
+    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    pin.__annotations__ = unpin.__annotations__ = {"request": Request}
+    list_pins.__annotations__ = {"request": Request}
+    app.add_api_route("/tier/pin", guarded(pin), methods=["POST"], response_model=None)
+    app.add_api_route("/tier/unpin", guarded(unpin), methods=["POST"], response_model=None)
+    app.add_api_route("/tier/pins", guarded(list_pins), methods=["GET"], response_model=None)
+
+
+def _answer(answers: list[dict[str, Any]], status: Callable[[Any], int]) -> Response:
+    from fastapi.responses import JSONResponse
+
+    known = [answer for answer in answers if "unknown" not in answer]
+    failed = [answer["error"] for answer in known if "error" in answer]
+    if failed:
+        return JSONResponse({"error": failed[0]}, status_code=400)
+    if not known:
+        sentence = "no request with this rid ended recently; pass its text or input_ids"
+        return JSONResponse({"error": sentence}, status_code=404)
+    # With data parallelism a conversation lives in one scheduler: report the best answer.
+    best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
+    if any(_is_durable(answer) for answer in known):
+        best = next(answer for answer in known if _is_durable(answer))
+    report = {name: value for name, value in best.items() if name != "done"}
+    return JSONResponse(report, status_code=status(best))
 
 
 def _costs_endpoint(

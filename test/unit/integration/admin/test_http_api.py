@@ -14,8 +14,10 @@ from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.http_api import (
     PurgeRequestError,
     SelectorError,
+    parse_pin,
     parse_purge,
     parse_selector,
+    parse_unpin,
 )
 
 
@@ -122,3 +124,49 @@ def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asyncio.run(http_api._with_tokens({"text": "ääää"}))["input_ids"]) == 8
     with pytest.raises(SelectorError, match="text has 9 tokens, more than 8"):
         asyncio.run(http_api._with_tokens({"text": "ääääa"}))
+
+
+@pytest.mark.parametrize(
+    "body", [{"rid": "r"}, {"text": "t", "extra_key": "a", "name": "n", "ttl": 0.5}]
+)
+def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
+    assert parse_pin(body) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (["name"], "must be a JSON object"),
+        ({"name": "n"}, "exactly one of"),
+        ({"rid": "r", "tier": "nvme"}, "'tier' is unknown"),
+        ({"rid": "r", "name": 3}, "name must be a text"),
+        ({"rid": "r", "name": "n" * 513}, "name has 513 bytes, more than 512"),
+        ({"rid": "r", "ttl": 0}, "ttl 0 must be seconds, more than 0"),
+        ({"rid": "r", "ttl": float("nan")}, "ttl nan must be"),
+        ({"rid": "r", "ttl": True}, "ttl True must be"),
+        ({"rid": "r", "ttl": "1h"}, "ttl '1h' must be"),
+    ],
+)
+def test_a_wrong_pin_is_one_sentence(body: Any, sentence: str) -> None:
+    with pytest.raises(SelectorError, match=sentence):
+        parse_pin(body)
+
+
+@pytest.mark.parametrize("body", [{"name": "n", "cache_salt": "s"}, {"input_ids": [1]}])
+def test_what_is_unpinned_has_a_name(body: dict[str, Any]) -> None:
+    assert parse_unpin(body) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (7, "must be a JSON object"),
+        ({}, "exactly one of"),
+        ({"name": ""}, "name must be a text"),
+        ({"name": "n", "rid": "r"}, "'rid' is unknown here"),
+        ({"name": "n", "extra_key": 1}, "extra_key must be a text"),
+    ],
+)
+def test_a_wrong_unpin_is_one_sentence(body: Any, sentence: str) -> None:
+    with pytest.raises(SelectorError, match=sentence):
+        parse_unpin(body)
