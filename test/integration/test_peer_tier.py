@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ import psutil
 import pytest
 from redis_server import RedisServer
 
-from conftest import ALWAYS, PAGE, SMALL, aligned, make_prompts
+from conftest import ALWAYS, PAGE, SMALL, aligned, ask, make_prompts
 from server_process import Server
 from sglang_tiered.sharing.locality.formats import Role, unpack_serving
 from sglang_tiered.wire.keys import PEER, make_keys
@@ -80,18 +78,6 @@ def start(
 @pytest.fixture(scope="module")
 def pair(start: Callable[..., list[Server]]) -> list[Server]:
     return start(2, *SMALL)
-
-
-def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
-    """Status and answer."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + path, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return int(response.status), json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def residency(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:

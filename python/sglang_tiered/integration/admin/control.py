@@ -18,11 +18,12 @@ from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
-from sglang_tiered.integration.admin.pins import Pins, pins
+from sglang_tiered.integration.admin.pins import Pins, list_pins, tenant_of_body
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.storage.remote_purges import with_unknown
+from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +137,7 @@ class Control:
         if method == PREFIX + "unpin":
             return self._pins.unpin(cache, number, body)
         if method == PREFIX + "pins":
-            return pins(cache, body)
+            return self._list_pins(cache, number, body)
         if method == PREFIX + "tenants":
             return self._report(cache, number, int(body["limit"]))
         return self._purge_request(scheduler, cache, number, body)
@@ -201,6 +202,23 @@ class Control:
             self._reports[number] = self._reporter.submit(work)
         report = self._reports[number]
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
+
+    def _list_pins(
+        self, cache: TieredRadixCache, number: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        """List a tenant's pins; what they hold is counted on a thread, as with ``_report``."""
+        if cache.storage is None:
+            return {"error": conversations.NO_STORE}
+        engine = cache.storage.region_engine
+        if not isinstance(engine, RegionEngine):
+            return {"done": True, "pins": []}
+        if number not in self._reports:
+            tenant = tenant_of_body(cache, body)
+            self._reports[number] = self._reporter.submit(list_pins, engine, tenant)
+        report = self._reports[number]
+        if not report.done():
+            return {"done": False}
+        return {"done": True, "pins": report.result(), "bound_bytes": engine.pin_bound_bytes}
 
 
 def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:

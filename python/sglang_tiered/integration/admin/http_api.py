@@ -307,7 +307,11 @@ def _add_pin_routes(app: FastAPI) -> None:
         failed = [answer["error"] for answer in answers if "error" in answer]
         if failed:
             return JSONResponse({"error": failed[0]}, status_code=400)
-        return JSONResponse(answers)
+        if not all(answer["done"] for answer in answers):
+            return JSONResponse({"error": "pins are still counted; ask again"}, status_code=503)
+        return JSONResponse(
+            [{key: value for key, value in answer.items() if key != "done"} for answer in answers]
+        )
 
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     pin.__annotations__ = unpin.__annotations__ = {"request": Request}

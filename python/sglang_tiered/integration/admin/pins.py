@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Pins", "pins"]
+__all__ = ["Pins", "list_pins", "tenant_of_body"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
@@ -119,9 +119,7 @@ class Pins:
             name, tenant = named
             entry = _Pin(name, _stored(tenant, name), None)
             engine = storage.region_engine
-            has_pin = isinstance(engine, RegionEngine) and any(
-                info.name == entry.stored_name for info in engine.pins()
-            )
+            has_pin = isinstance(engine, RegionEngine) and engine.has_pin(entry.stored_name)
             (nobody,) = least_on_every_rank(cache, [-int(has_pin)])
             if nobody == 0:
                 return {"done": True, "unknown": True}
@@ -134,16 +132,10 @@ class Pins:
         return {"done": bool(gone), "name": entry.name}
 
 
-def pins(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the pins of a tenant, as this rank has them, and what all pins together may take."""
-    storage = cache.storage
-    if storage is None:
-        return {"error": NO_STORE}
-    engine = storage.region_engine
-    if not isinstance(engine, RegionEngine):
-        return {"pins": []}
-    tenant, prefix = _tenant(cache, body), _stored(_tenant(cache, body), "")
-    found = [
+def list_pins(engine: RegionEngine, tenant: bytes) -> list[dict[str, Any]]:
+    """Return the pins of a tenant, as this rank has them. Any thread; there may be many."""
+    prefix = _stored(tenant, "")
+    return [
         {
             "name": info.name.removeprefix(prefix),
             "num_tokens": msgspec.json.decode(info.data or b"0"),
@@ -151,16 +143,15 @@ def pins(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
             "pinned_until": info.until_s,
         }
         for info in engine.pins()
-        if info.tenant == tenant and info.name.startswith(prefix)
+        if info.name.startswith(prefix)
     ]
-    return {"pins": found, "bound_bytes": engine.pin_bound_bytes}
 
 
 def _named(cache: TieredRadixCache, body: dict[str, Any]) -> tuple[str, bytes] | None:
     """Return the name of a pin and its tenant; None where its ``rid`` is not known, or names no
     page."""
     if "name" in body:
-        return body["name"], _tenant(cache, body)
+        return body["name"], tenant_of_body(cache, body)
     selector = selector_of(cache, body)
     hashes = [] if selector is None else locate(cache, selector).hashes
     if selector is None or not hashes:
@@ -168,7 +159,8 @@ def _named(cache: TieredRadixCache, body: dict[str, Any]) -> tuple[str, bytes] |
     return hashes[-1], cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
 
 
-def _tenant(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
+def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
+    """Return the tenant that a body's ``extra_key`` and ``cache_salt`` name."""
     key = key_of_request(body.get("extra_key"), None)
     return cache.purged_tenants.tenant_of(key, body.get("cache_salt"))
 

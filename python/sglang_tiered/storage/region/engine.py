@@ -463,6 +463,11 @@ class RegionEngine(WriteTier):
                 infos.append(info)
         return infos
 
+    def has_pin(self, name: str) -> bool:
+        """Return whether there is a pin of that name. Takes the lock for an instant."""
+        with self._state.lock:
+            return self._state.pins.get(name) is not None
+
     @property
     def pin_bound_bytes(self) -> int:
         """Return what all pinned pages may take together."""
