@@ -83,6 +83,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.release_aborted_request": ("self", "request"),
     f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),
     f"{_TREE}.revoke_pending_prefetch": ("self", "request"),
+    f"{_TREE}.discard_storage_prefetch_accounting": ("self", "request"),
+    f"{_TREE}.has_ongoing_prefetch": ("self", "handle"),
     f"{_CACHE}.storage_prefetch:StoragePrefetchRetries.refetch": (
         "self",
         "req_id",

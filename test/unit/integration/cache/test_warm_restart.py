@@ -12,8 +12,8 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration.cache import warm_restart
-from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
+from sglang_tiered.integration.cache.ahead import warm_restart
+from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.promises import is_true
