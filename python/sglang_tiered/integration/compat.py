@@ -224,6 +224,11 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.detach_hicache_storage_wrapped": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler_components.flush_wrapper:SchedulerFlushWrapper.handle": (
+        "self",
+        "recv_req",
+    ),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
     "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (

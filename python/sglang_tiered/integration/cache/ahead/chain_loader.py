@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
+from sglang_tiered.integration.cache.load_scheduler import LoadingCache
 from sglang_tiered.integration.cache.planned_hits import Prefetch, allocate_now
 from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.load_scheduler import LoadingCache, LoadScheduler
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = ["Chain", "ChainLoader", "LoadAheadCache", "Outcome", "chain_of"]
