@@ -129,7 +129,7 @@ def test_request_without_a_replica_fails_with_reason() -> None:
     assert "does not say which replica" in reason_of(receiver).failure_reason
 
 
-def test_late_page_numbers_are_read_once_they_are_there() -> None:
+def test_late_page_numbers_are_read_once_written() -> None:
     """SGLang hands over a tensor that the device has yet to write; a copy at the call sends pages
     of somebody else."""
     manager = manager_of(ZmqKVSender)
