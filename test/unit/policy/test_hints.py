@@ -22,7 +22,7 @@ def test_hints_are_served_as_they_came() -> None:
     assert queue.get("b") is second and second.why_dropped == "why"
 
 
-def test_lives_end_in_order_and_dropped_ones_are_told_of() -> None:
+def test_lives_end_in_order_dropped_ones_later() -> None:
     queue = HintQueue[str](1000)
     first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
     assert queue.oldest() is first and first.until == LIFE_S

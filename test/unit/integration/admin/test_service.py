@@ -120,7 +120,7 @@ def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) 
         call(TierService.residency, {"text": "a"}, [DONE])
 
 
-def test_a_hint_is_asked_for_as_long_as_its_caller_waits() -> None:
+def test_a_hint_lasts_as_its_caller_waits() -> None:
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
     loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
     body = {"input_ids": [1, 2]}
