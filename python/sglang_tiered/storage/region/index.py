@@ -140,26 +140,28 @@ class PageIndex:
     def put(
         self,
         words: npt.NDArray[np.uint64],
-        slot: int,
+        slots: npt.NDArray[np.int32] | int,
         offsets: npt.NDArray[np.int64],
         lengths: npt.NDArray[Any],
         checksums: npt.NDArray[Any],
         owners: npt.NDArray[np.int32] | int | None = None,
     ) -> None:
-        """Point keys at pages of one region, whatever they pointed at before. Where a key occurs
-        twice the later page counts. ``owners`` are what ``place_of`` said of their tenants."""
+        """Point keys at pages of a region, or of several one after the other, whatever they pointed
+        at before. Where a key occurs twice the later page counts. ``owners`` are what ``place_of``
+        said of their tenants."""
         if not len(words):
             return
         if owners is None:
             owners = self.place_of(NO_TENANT)
         named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
+        holders = np.broadcast_to(np.asarray(slots, np.int32), len(words))
         hashes = hash_words(words)
         if len(set(hashes.tolist())) != len(hashes):
             last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
             words, hashes = words[last], hashes[last]
             offsets, lengths, checksums = offsets[last], lengths[last], checksums[last]
-            placed = placed[last]
-        self._reserve(len(words), slot)
+            holders, placed = holders[last], placed[last]
+        self._reserve(len(words), int(holders.max()))
         rows = self._find(words, hashes)
         known = rows >= 0
         before = self._uncount(rows[known])
@@ -173,10 +175,12 @@ class PageIndex:
         self._checksums[rows] = checksums
         self._blocks[rows] = offsets // self._block_bytes
         self._lengths[rows] = lengths
-        self._slots[rows] = slot
+        self._slots[rows] = holders
         self._hits[rows] = 0
-        self._live[slot] += len(rows)
-        self._note_rows(slot, rows.astype(np.int32))
+        self._live += np.bincount(holders, minlength=len(self._live))
+        starts = np.flatnonzero(np.diff(holders, prepend=-1))
+        for slot, put in zip(holders[starts].tolist(), np.split(rows, starts[1:]), strict=True):
+            self._note_rows(slot, put.astype(np.int32))
         self._stored_bytes += int(lengths.sum(dtype=np.int64))
         self._owners[rows] = placed
         self._tenants.add(placed, lengths.astype(np.int64))
