@@ -208,6 +208,22 @@ def test_memory_that_others_need_withdraws_a_hint(
     assert hinting.num_in_host(LONG) == 0
 
 
+def test_load_without_room_withdraws_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
+    loads = hinting.cache.tiering.loads
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    loads._window = PrefetchWindow(4 * PAGE)
+    request = hinting.world.asks("r", SHORT)
+    assert loads.is_put_off(request)
+    hinting.cache.check_hicache_events()
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    request = hinting.world.asks("r", SHORT)
+    assert request in hinting.cache.ongoing_prefetch
+    hold()
+    hinting.world.until(lambda: hinting.cache.load_has_ended(request))
+    assert hinting.num_in_host(SHORT) == len(SHORT)
+
+
 def test_pages_evicted_before_the_end_withdraw_a_hint(
     hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
