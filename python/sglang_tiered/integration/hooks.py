@@ -19,6 +19,7 @@
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
 | Scheduler.flush_cache | AFTER | a flush releases purged tenants |
+| SchedulerFlushWrapper.handle, Scheduler.detach_hicache_storage_wrapped | BEFORE | both need an idle scheduler; hints that load for no request would keep it busy |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
 | Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
 | Scheduler.on_idle | BEFORE | the last record of ``/tier/costs`` must not show work while the scheduler rests |
@@ -73,6 +74,7 @@ __all__ = ["RepeatFilter", "register"]
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FLUSHES = "sglang.srt.managers.scheduler_components.flush_wrapper"
 _WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc")
 _SESSION_UPDATES = (
     "update_weights_from_distributed",
@@ -175,6 +177,8 @@ def _register_control() -> None:
         (f"{_SCHEDULER}.__init__", control.after_scheduler, HookType.AFTER),
         (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
         (f"{_SCHEDULER}.flush_cache", control.after_flush, HookType.AFTER),
+        (f"{_FLUSHES}.SchedulerFlushWrapper.handle", control.before_rest, HookType.BEFORE),
+        (f"{_SCHEDULER}.detach_hicache_storage_wrapped", control.before_rest, HookType.BEFORE),
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", control.around_clear, HookType.AROUND),
         (f"{_SCHEDULER}.on_idle", control.before_idle, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", control.after_idle, HookType.AFTER),
