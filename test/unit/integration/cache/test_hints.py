@@ -463,9 +463,7 @@ def test_small_host_tier_loads_below_the_device(
         assert hinting.is_at_rest()
 
 
-def test_small_host_tier_takes_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_host_tier_takes_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_world(tmp_path / "kv", monkeypatch, is_small=True) as world:
         world.store(LONG)
         hinting = HintWorld(world)
