@@ -23,6 +23,7 @@ from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
+from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -47,6 +49,7 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
     apply_remote_purge: Callable[[bytes | None], object] | None
+    forgotten: ForgottenPages
 
     @property
     def storage(self) -> TieredStorage | None:
@@ -281,6 +284,8 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
+        if self._cache.forgotten.are_too_many and self._cache.apply_remote_purge is not None:
+            self._cache.apply_remote_purge(MEMORY)
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
