@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.engine import RegionEngine
@@ -77,7 +77,8 @@ class PeerStats(TierStats):
 
 class PeerTier(RemoteTier):
     """``purge`` purges this server's own pages of a tenant (None: of all) on behalf of another
-    server; it is called on a thread of the index, and may block. The tier reads from ``region``,
+    server, ``forget`` single ones of any tenant; they are called on a thread of the index, and may
+    block. The tier reads from ``region``,
     which its owner closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
@@ -93,6 +94,7 @@ class PeerTier(RemoteTier):
         namespace: bytes,
         region: RegionEngine,
         purge: PurgeWanted,
+        forget: ForgetWanted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         keys = None
@@ -128,6 +130,7 @@ class PeerTier(RemoteTier):
                 namespace=namespace,
                 held=region.view.fingerprints,
                 purge_wanted=purge,
+                forget_wanted=forget,
                 notes=region.notes,
                 clock=clock,
             )

@@ -228,7 +228,11 @@ def _open_peers(
 
     assert config.index is not None
     return PeerTier(
-        peer_settings(config.index, rank), namespace=namespace, region=shard, purge=purge
+        peer_settings(config.index, rank),
+        namespace=namespace,
+        region=shard,
+        purge=purge,
+        forget=purge.forget,
     )
 
 

@@ -137,7 +137,7 @@ def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
     world.until(lambda: world.num_stored() == 8)
 
 
-def test_hidden_pages_get_no_host_copy_and_no_store(world: CacheWorld) -> None:
+def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
     world.cache.forgotten.hide(hashes_of(TOKENS))
     world.compute(TOKENS)  # by nobody who could have seen that
     settle(world)
