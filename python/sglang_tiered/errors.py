@@ -6,6 +6,7 @@
     +-- TraceError              a recorded workload that cannot be read
     +-- CodecError              an encoded page that does not decode
     +-- TransferError           a KV handoff that cannot work, or a peer that breaks the protocol
+    +-- RequestError            a call of ``client`` that was refused, or that nobody answered
     +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
     +-- StoreError              a store directory that must not be used
         +-- StoreLockedError    another process holds it
@@ -17,9 +18,12 @@ Every message is one sentence: what is wrong, which value, and the way out.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CodecError",
     "ConfigError",
+    "RequestError",
     "SchedulerRefused",
     "StoreError",
     "StoreForeignError",
@@ -54,6 +58,18 @@ class CodecError(TieredError):
 
 class TransferError(TieredError):
     """A KV handoff that cannot work, or a peer that breaks the protocol."""
+
+
+class RequestError(TieredError):
+    """A call of ``client`` that was refused, or that nobody answered. ``status`` is that of HTTP,
+    None without an answer; ``answer`` is the server's JSON object, empty if it was none."""
+
+    def __init__(
+        self, sentence: str, status: int | None = None, answer: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.answer = answer or {}
 
 
 class UnsupportedSGLangError(TieredError):

@@ -129,10 +129,11 @@ MUTATIONS: dict[str, Callable[[Any], None]] = {
 def make_scheduler(model: str, folder: str, held: ExitStack) -> Any:
     """As a launcher and a scheduler process make it, in one process."""
     from sglang_tiered import launch_server as launcher
+    from sglang_tiered.integration.launch import start
 
     flags = ["--model-path", model, "--tier-dir", f"{folder}/kv", *FLAGS]
     resolved = launcher._resolve(flags)
-    launcher._claim_directory(resolved.config, held)
+    start.claim_directory(resolved.config, held)
     resolved.config.to_environment()
     from sglang.srt.server_args import PortArgs, prepare_server_args
 

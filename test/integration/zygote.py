@@ -161,10 +161,9 @@ class Zygotes:
 
 
 def _import_sglang() -> None:
-    from sglang_tiered import launch_server
+    from sglang_tiered.integration.launch import start
 
-    launch_server._prepare_caches()
-    launch_server._prepare_sglang()
+    start.prepare()
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401

@@ -1,7 +1,8 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/, those for
 types alone too: a circle of types is a circle of ideas.
 
-launch_server -> integration -> {policy, sharing, transfer, storage, codecs, wire, kernels};
+launch_server -> integration -> {client, policy, sharing, transfer, storage, codecs, wire, kernels};
+client -> policy;
 sharing -> {storage, wire}; storage -> codecs; transfer -> {codecs, wire}; tools -> {storage, wire};
 trace -> {policy, storage, tools};
 cluster -> {policy, trace, tools}. Within ``integration`` the rooms have floors of their own.
@@ -38,8 +39,18 @@ HOMES = {
 MAY_IMPORT = {
     "__main__": {"tools"},
     "cluster": {"policy", "tools", "trace"},
-    "launch_server": {"integration", "storage"},
-    "integration": {"codecs", "policy", "sharing", "storage", "transfer", "wire", KERNELS},
+    "client": {"policy"},
+    "launch_server": {"integration"},
+    "integration": {
+        "client",
+        "codecs",
+        "policy",
+        "sharing",
+        "storage",
+        "transfer",
+        "wire",
+        KERNELS,
+    },
     "sharing": {"storage", "wire"},
     "transfer": {"codecs", "wire"},
     "storage": {"codecs"},
@@ -55,7 +66,7 @@ INTEGRATION = {
     "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
     "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
     | {"observe", "ranks"},
-    "launch": {"attention", "cpu", "names", "storage"},
+    "launch": {"attention", "compat", "cpu", "names", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "observe"},
     "cpu": {"cache", "identity"},

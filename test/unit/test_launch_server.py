@@ -16,6 +16,7 @@ from host_pools import storage_config
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
 from sglang_tiered.storage.base import Reason, Run
@@ -178,7 +179,7 @@ def test_unwritable_directory_is_refused(
 def test_directory_of_a_running_server_is_refused_untouched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_server, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(start, "LOCK_TIMEOUT_S", 0.0)
     path = tmp_path / "kv"
     directory.prepare(path)
     with DirectoryLock(path):
@@ -203,7 +204,7 @@ def test_store_of_a_newer_format_is_refused_untouched(
 def test_unsupported_sglang_is_refused_before_its_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_server.compat, "SUPPORTED_VERSIONS", ("0.0.1",))
+    monkeypatch.setattr(start.compat, "SUPPORTED_VERSIONS", ("0.0.1",))
     assert launch_server.main([]) == 2
     assert "install sglang==0.0.1" in capsys.readouterr().err
 
@@ -255,8 +256,8 @@ def test_a_command_line_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
     resolved = launch_server._resolve(flags)
     assert resolved.config.nvme is not None
     with contextlib.ExitStack() as held:
-        launch_server._claim_directory(resolved.config, held)
-        with pytest.raises(ConfigError, match="SGLang refuses this command line"):
+        start.claim_directory(resolved.config, held)
+        with pytest.raises(ConfigError, match="SGLang refuses these arguments"):
             launch_server._run(prepare_server_args(resolved.sglang_arguments), resolved.config)
     assert (shard / format.region_name(0)).read_bytes() == b"pages"
 
@@ -273,7 +274,7 @@ def test_shards_of_other_sizes_go_at_the_start(
     found: list[bool] = []
     monkeypatch.setattr(sglang.launch_server, "run_server", lambda _: found.append(shard.exists()))
     with contextlib.ExitStack() as held:
-        launch_server._claim_directory(config, held)
+        start.claim_directory(config, held)
         assert shard.exists()
         launch_server._run(SimpleNamespace(encoder_only=True), config)
     assert found == [False]
@@ -328,8 +329,8 @@ def test_a_gone_replica_brings_no_purged_pages_back(
         """As the launcher and its schedulers do."""
         settings = config(num_ranks)
         with contextlib.ExitStack() as held:
-            launch_server._claim_directory(settings, held)
-            launch_server._remove_other_shards(settings)
+            start.claim_directory(settings, held)
+            start.remove_other_shards(settings)
             engines = []
             for _ in range(num_ranks):
                 engine, _ = open_shard(settings, storage_config(), namespace, 4096, tp_size=1)

@@ -1,4 +1,4 @@
-"""``Control``: the scheduler's side of ``http_api``, and purges. All of it runs on the scheduler
+"""``Control``: the scheduler's side of ``service``, and purges. All of it runs on the scheduler
 thread.
 
 SGLang's control channel carries a method name and a JSON body to the schedulers of every rank;
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin import conversations
-from sglang_tiered.integration.admin.conversations import PendingRequests
+from sglang_tiered.integration.admin.conversations import PendingRequests, refused
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.admin.pins import Pins, list_pins, tenant_of_body
+from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -28,10 +29,13 @@ from sglang_tiered.storage.region import RegionEngine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Method = Callable[[Any, TieredRadixCache, str, dict[str, Any]], dict[str, Any]]
+    """Answers a message: the scheduler, its cache, the number of the call, which its later
+    questions bear too, and its body."""
 
-__all__ = ["PREFIX", "Control", "hide_memory"]
+__all__ = ["Control", "hide_memory"]
 
-PREFIX = "sglang_tiered."
+NO_TIERS = "this server has no tiers; start it with sglang_tiered.launch_server"
 DETACHED = (
     "the NVMe tier is detached: what it holds was not purged, only memory was; attach it and purge "
     "again"
@@ -54,6 +58,15 @@ class Control:
         self._pins = Pins(self._checkpoints)
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
+        self._methods: dict[str, Method] = {
+            "purge": self._purge_request,
+            "tenants": self._report,
+            "pins": self._list_pins,
+            "residency": lambda _, cache, __, body: conversations.residency(cache, body),
+            "checkpoint": lambda _, *message: self._checkpoints.answer(*message),
+            "pin": lambda _, *message: self._pins.pin(*message),
+            "unpin": lambda _, *message: self._pins.unpin(*message),
+        }
 
     def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         """Apply the purges of other servers from now on, give requests keys that tell adapters
@@ -66,7 +79,7 @@ class Control:
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Answer a control message of the tiers; pass on the others."""
-        if not recv_req.method.startswith(PREFIX):
+        if not recv_req.method.startswith(CONTROL_PREFIX):
             return original(scheduler, recv_req)
         from sglang.srt.managers.io_struct import DumperControlReqOutput
 
@@ -126,21 +139,10 @@ class Control:
         """Answer one message. Every rank gets the same ones in the same order."""
         cache = scheduler.tree_cache
         if not isinstance(cache, TieredRadixCache):
-            return {"error": "this server has no tiers; start it with sglang_tiered.launch_server"}
-        number = str(body.get("id"))
-        if method == PREFIX + "residency":
-            return conversations.residency(cache, body)
-        if method == PREFIX + "checkpoint":
-            return self._checkpoints.answer(cache, number, body)
-        if method == PREFIX + "pin":
-            return self._pins.pin(cache, number, body)
-        if method == PREFIX + "unpin":
-            return self._pins.unpin(cache, number, body)
-        if method == PREFIX + "pins":
-            return self._list_pins(cache, number, body)
-        if method == PREFIX + "tenants":
-            return self._report(cache, number, int(body["limit"]))
-        return self._purge_request(scheduler, cache, number, body)
+            return refused(NO_TIERS)
+        return self._methods[method.removeprefix(CONTROL_PREFIX)](
+            scheduler, cache, str(body.get("id")), body
+        )
 
     def _purge_request(
         self, scheduler: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
@@ -159,7 +161,7 @@ class Control:
         config = TieredConfig.from_environment()
         if cache.storage is None and config is not None and config.nvme is not None:
             del self._purges[number]  # the next request begins the purge again
-            return {"error": DETACHED}
+            return refused(DETACHED, 503)
         in_memory = "hidden" if cache.purged_tenants else "gone"
         return {"done": done, "durable": durable, "in_memory": in_memory}
 
@@ -187,7 +189,9 @@ class Control:
         logger.info("purged %s%s", what, " (requested by another server)" if is_remote else "")
         return purges
 
-    def _report(self, cache: TieredRadixCache, number: str, limit: int) -> dict[str, Any]:
+    def _report(
+        self, _: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
         """Report the tenants with most on NVMe; they are counted on a thread, as there may be
         many."""
         storage = cache.storage
@@ -196,7 +200,7 @@ class Control:
         if number not in self._reports:
 
             def work() -> list[dict[str, Any]]:
-                found = storage.region_engine.tenants(limit)
+                found = storage.region_engine.tenants(int(body["limit"]))
                 return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
 
             self._reports[number] = self._reporter.submit(work)
@@ -204,11 +208,11 @@ class Control:
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
     def _list_pins(
-        self, cache: TieredRadixCache, number: str, body: dict[str, Any]
+        self, _: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
     ) -> dict[str, Any]:
         """List a tenant's pins; what they hold is counted on a thread, as with ``_report``."""
         if cache.storage is None:
-            return {"error": conversations.NO_STORE}
+            return refused(conversations.NO_STORE)
         engine = cache.storage.region_engine
         if not isinstance(engine, RegionEngine):
             return {"done": True, "pins": []}

@@ -1,4 +1,4 @@
-"""Residency and checkpoints of conversations in a scheduler process, for ``http_api``.
+"""Residency and checkpoints of conversations in a scheduler process, for ``service``.
 
 Every rank gets the same messages in the same order and answers for its own part of each page; the
 least of all ranks counts. The scheduler thread reads memory and queues stores. Work that waits for
@@ -38,17 +38,25 @@ __all__ = [
     "Located",
     "PendingRequests",
     "locate",
+    "refused",
     "residency",
     "selector_of",
 ]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
 
+NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
+
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
 _MAX_PENDING = 256
 
 Work = TypeVar("Work")
+
+
+def refused(why: str, status: int = 400) -> dict[str, Any]:
+    """Return the answer that refuses a call; the statuses are those of ``bodies.CallError``."""
+    return {"error": why, "status": status}
 
 
 class Located(NamedTuple):
@@ -105,14 +113,14 @@ class Checkpoints:
         """Begin to make a conversation durable, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return {"error": NO_STORE}
+            return refused(NO_STORE)
         if number not in self._begun:
             if not body.keys() & {"rid", "input_ids"}:  # a later question, and it was dropped
-                return {"error": "too many checkpoints at once; ask again"}
+                return refused("too many checkpoints at once; ask again", 503)
             has_bucket = storage.has_object_tier
             tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
             if tier is Tier.OBJECT and not has_bucket:
-                return {"error": "this server has no object tier; start it with --tier-object-url"}
+                return refused(NO_OBJECT_TIER)
             selector = selector_of(cache, body)
             if selector is None:
                 return {"done": True, "unknown": True}

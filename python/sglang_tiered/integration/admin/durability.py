@@ -22,7 +22,7 @@ __all__ = ["WORK_S", "make_durable"]
 
 WORK_S = 25.0
 """Time after which a checkpoint reports what is missing; shorter than the wait of the HTTP client's
-request (``http_api.TIMEOUT_S``)."""
+request (``service.TIMEOUT_S``)."""
 
 _LOOK_S = 0.02
 _AGAIN_S = 1.0

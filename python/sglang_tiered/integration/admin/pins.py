@@ -1,4 +1,4 @@
-"""Pins of conversations in a scheduler process, for ``http_api``: what reclaim keeps on NVMe.
+"""Pins of conversations in a scheduler process, for ``service``: what reclaim keeps on NVMe.
 
 As with checkpoints every rank gets the same messages in the same order, and answers for its own
 part of each page. A pin is refused on all ranks or on none; where one rank dies in between, the
@@ -17,6 +17,7 @@ from sglang_tiered.integration.admin.conversations import (
     Checkpoints,
     PendingRequests,
     locate,
+    refused,
     selector_of,
 )
 from sglang_tiered.integration.identity.tenants import key_of_request
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Pins", "list_pins", "tenant_of_body"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
+NOT_WRITTEN = "the pin could not be written to the disk; see the server's log, and ask again"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
 
@@ -57,17 +59,17 @@ class Pins:
         """Begin to pin a conversation and to make it durable on NVMe, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return {"error": NO_STORE}
+            return refused(NO_STORE)
         body = {**body, "tier": Tier.NVME.value} if len(body) > 1 else body
         if number not in self._begun:
             if len(body) == 1:  # a later question, and it was dropped
-                return {"error": "too many pins at once; ask again"}
+                return refused("too many pins at once; ask again", 503)
             selector = selector_of(cache, body)
             if selector is None:
                 return {"done": True, "unknown": True}
             hashes = locate(cache, selector).hashes
             if not hashes:
-                return {"error": TOO_SHORT.format(cache.page_size)}
+                return refused(TOO_SHORT.format(cache.page_size))
             tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
             name, ttl = body.get("name") or hashes[-1], body.get("ttl")
             until_s = None if ttl is None else body["now"] + ttl
@@ -95,7 +97,7 @@ class Pins:
                 engine.unpin(entry.stored_name)  # where it was refused, an earlier one stays
                 entry.kept = None
             why = REFUSED_ELSEWHERE if entry.refusal is None else entry.refusal.why
-            return {"error": why, "is_beyond": True}
+            return refused(why, 409)
         report = self._checkpoints.answer(cache, number, body)
         if "error" in report:
             return report
@@ -104,14 +106,14 @@ class Pins:
         kept, durable = least_on_every_rank(cache, [int(is_kept), int(is_durable)])
         report["done"] = report["done"] and bool(kept)
         if kept and not durable:
-            return {"error": "the pin could not be written to the disk; see the server's log"}
+            return refused(NOT_WRITTEN, 503)
         return {**report, "name": entry.name, "pinned_until": entry.until_s}
 
     def unpin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
         """Let a pin go, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return {"error": NO_STORE}
+            return refused(NO_STORE)
         if number not in self._begun:
             named = _named(cache, body)
             if named is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "ALL_FLAGS",
     "NVME_FLAGS",
     "TIER_FLAGS",
     "add_tier_arguments",
@@ -31,7 +32,8 @@ __all__ = [
 NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, IndexConfig)
 """Flags that mean nothing without an NVMe tier."""
 TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
-_OURS = {flag.option: flag for flag in TIER_FLAGS + flags_of(TransferConfig)}
+ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
+_OURS = {flag.option: flag for flag in ALL_FLAGS}
 
 _ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
 _GONE = {

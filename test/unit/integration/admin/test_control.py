@@ -15,7 +15,8 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.admin import control
-from sglang_tiered.integration.admin.control import PREFIX, Control
+from sglang_tiered.integration.admin.control import Control
+from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 from sglang_tiered.storage.promises import keep, promise
@@ -79,7 +80,7 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     sent: list[Any] = []
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
     scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
-    message = SimpleNamespace(method=PREFIX + "purge", body={"id": number, **body})
+    message = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": number, **body})
     scheduler.control.around_message(lambda *_: None, scheduler, message)
     (answer,) = sent[0].response
     assert sent[0].success
@@ -310,7 +311,7 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     message = SimpleNamespace(method="reset", body={})
     Control().around_message(lambda *each: passed.append(each), scheduler, message)
     assert passed == [(scheduler, message)]
-    purge = SimpleNamespace(method=PREFIX + "purge", body={"id": "x"})
+    purge = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": "x"})
     Control().around_message(lambda *each: passed.append(each), scheduler, purge)
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache

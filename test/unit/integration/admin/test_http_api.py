@@ -1,87 +1,15 @@
-"""What the endpoints take for a selector, and what rids they remember."""
+"""How bodies are read off the wire."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import Request
 
 from sglang_tiered.integration.admin import http_api
-from sglang_tiered.integration.admin.http_api import (
-    PurgeRequestError,
-    SelectorError,
-    parse_pin,
-    parse_purge,
-    parse_selector,
-    parse_unpin,
-)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"rid": "r"},
-        {"text": "Hello", "extra_key": "acme"},
-        {"input_ids": [1, 2, 3], "cache_salt": "s", "tier": "nvme"},
-        {"rid": "r", "tier": "object"},
-    ],
-)
-def test_a_selector_names_one_prefix(body: dict[str, Any]) -> None:
-    assert parse_selector(body, with_tier=True) == body
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ([], "must be a JSON object"),
-        ({}, "exactly one of"),
-        ({"extra_key": "a"}, "exactly one of"),
-        ({"rid": "r", "text": "t"}, "exactly one of"),
-        ({"rid": ""}, "rid must be a text"),
-        ({"rid": 7}, "rid must be a text"),
-        ({"rid": "r", "extra_key": "a"}, "leave them out"),
-        ({"text": "t", "extra_key": None}, "extra_key must be a text"),
-        ({"input_ids": []}, "list of token numbers"),
-        ({"input_ids": [1.5]}, "list of token numbers"),
-        ({"input_ids": [-1]}, "list of token numbers"),
-        ({"input_ids": [True]}, "list of token numbers"),
-        ({"input_ids": "1,2"}, "list of token numbers"),
-        ({"text": "t", "tier": "tape"}, "choose one of nvme, object"),
-        ({"text": "t", "prompt": "u"}, "'prompt' is unknown"),
-        ({"text": "a\ud800"}, r"text has '\\ud800' at character 1, half of a surrogate pair"),
-        ({"rid": "\udfff"}, "pass the whole character"),
-        ({"text": "t", "\ud800": 1}, r"'\\ud800' is unknown"),
-        ({"text": "t", "x" * 10_000: 1}, "'x{40}' is unknown"),
-        ({"text": "t", "tier": "\ud800"}, "tier has"),
-    ],
-)
-def test_anything_else_is_one_sentence(body: Any, sentence: str) -> None:
-    with pytest.raises(SelectorError, match=sentence):
-        parse_selector(body, with_tier=True)
-
-
-def test_residency_asks_for_no_tier() -> None:
-    with pytest.raises(SelectorError, match="'tier' is unknown"):
-        parse_selector({"text": "t", "tier": "nvme"}, with_tier=False)
-
-
-def test_every_form_of_prompt_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "_MAX_TOKENS", 8)
-    monkeypatch.setattr(http_api, "_MAX_CHARACTERS", 32)
-    with pytest.raises(SelectorError, match="input_ids has 9 tokens, more than 8; pass the begin"):
-        parse_selector({"input_ids": [1] * 9}, with_tier=True)
-    with pytest.raises(SelectorError, match="text has 33 characters, more than 32"):
-        parse_selector({"text": "a" * 33}, with_tier=True)
-
-
-@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
-def test_half_a_character_names_no_tenant(name: str) -> None:
-    with pytest.raises(PurgeRequestError, match=f"{name} has .* half of a surrogate pair"):
-        parse_purge({name: "\ud800"})
+from sglang_tiered.integration.admin.bodies import CallError, parse_selector
 
 
 def read_body(body: bytes) -> Any:
@@ -102,71 +30,13 @@ def read_body(body: bytes) -> Any:
     ],
 )
 def test_unreadable_body_is_answered_with_one_sentence(body: bytes, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"{sentence}.*; pass a JSON object"):
+    with pytest.raises(CallError, match=f"{sentence}.*; pass a JSON object"):
         read_body(body)
 
 
 @pytest.mark.parametrize("text", [b"\\ud800", b"\xed\xa0\x80"])
 def test_half_a_character_is_always_refused(text: bytes) -> None:
     for body in (b'{"text": "%s"}', b'{"text": "a", "extra_key": "%s"}', b'{"%s": 1}'):
-        with pytest.raises(SelectorError) as caught:
+        with pytest.raises(CallError) as caught:
             parse_selector(read_body(body % text), with_tier=True)
         str(caught.value).encode()  # or it could not be answered
-
-
-def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
-    manager = SimpleNamespace(tokenizer=tokenizer)
-    server = ModuleType("sglang.srt.entrypoints.http_server")
-    server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, server.__name__, server)
-    monkeypatch.setattr(http_api, "_MAX_TOKENS", 8)
-    assert len(asyncio.run(http_api._with_tokens({"text": "ääää"}))["input_ids"]) == 8
-    with pytest.raises(SelectorError, match="text has 9 tokens, more than 8"):
-        asyncio.run(http_api._with_tokens({"text": "ääääa"}))
-
-
-@pytest.mark.parametrize(
-    "body", [{"rid": "r"}, {"text": "t", "extra_key": "a", "name": "n", "ttl": 0.5}]
-)
-def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
-    assert parse_pin(body) == body
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (["name"], "must be a JSON object"),
-        ({"name": "n"}, "exactly one of"),
-        ({"rid": "r", "tier": "nvme"}, "'tier' is unknown"),
-        ({"rid": "r", "name": 3}, "name must be a text"),
-        ({"rid": "r", "name": "n" * 513}, "name has 513 bytes, more than 512"),
-        ({"rid": "r", "ttl": 0}, "ttl 0 must be seconds, more than 0"),
-        ({"rid": "r", "ttl": float("nan")}, "ttl nan must be"),
-        ({"rid": "r", "ttl": True}, "ttl True must be"),
-        ({"rid": "r", "ttl": "1h"}, "ttl '1h' must be"),
-    ],
-)
-def test_a_wrong_pin_is_one_sentence(body: Any, sentence: str) -> None:
-    with pytest.raises(SelectorError, match=sentence):
-        parse_pin(body)
-
-
-@pytest.mark.parametrize("body", [{"name": "n", "cache_salt": "s"}, {"input_ids": [1]}])
-def test_what_is_unpinned_has_a_name(body: dict[str, Any]) -> None:
-    assert parse_unpin(body) == body
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (7, "must be a JSON object"),
-        ({}, "exactly one of"),
-        ({"name": ""}, "name must be a text"),
-        ({"name": "n", "rid": "r"}, "'rid' is unknown here"),
-        ({"name": "n", "extra_key": 1}, "extra_key must be a text"),
-    ],
-)
-def test_a_wrong_unpin_is_one_sentence(body: Any, sentence: str) -> None:
-    with pytest.raises(SelectorError, match=sentence):
-        parse_unpin(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.integration.admin.http_api import PurgeRequestError, parse_purge
+from sglang_tiered.integration.admin.bodies import CallError, parse_purge
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
@@ -88,7 +88,7 @@ def test_user_key_is_never_read_as_mark() -> None:
      {"cache_salt": ""}, {"tenant": "a"}],
 )  # fmt: skip
 def test_ambiguous_purge_is_refused(body: object) -> None:
-    with pytest.raises(PurgeRequestError):
+    with pytest.raises(CallError):
         parse_purge(body)
 
 

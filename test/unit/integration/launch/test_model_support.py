@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered import launch_server
 from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
-from sglang_tiered.integration.launch import model_support
+from sglang_tiered.integration.launch import model_support, start
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -78,8 +77,8 @@ def test_adapters_without_a_gpu_are_refused_early(given: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (ValueError("two\n  lines."), "SGLang refuses this command line: two lines (test_model_su"),
-        (AssertionError(), "SGLang refuses this command line: AssertionError (test_model_support"),
+        (ValueError("two\n  lines."), "SGLang refuses these arguments: two lines (test_model_su"),
+        (AssertionError(), "SGLang refuses these arguments: AssertionError (test_model_support"),
     ],
 )
 def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) -> None:
@@ -87,7 +86,7 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
         raise error
 
     with pytest.raises(ConfigError) as caught:
-        launch_server._complete(SimpleNamespace(resolve_once=refuse))
+        start.complete(SimpleNamespace(resolve_once=refuse))
     message = str(caught.value)
     assert sentence in message and "\n" not in message and message.endswith(").")
 
@@ -99,7 +98,7 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
         (["--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM needs a GPU"),
         pytest.param(
             ["--mamba-radix-cache-strategy", "extra_buffer"],
-            "SGLang refuses this command line:",
+            "SGLang refuses these arguments:",
             marks=pytest.mark.slow,
         ),
     ],

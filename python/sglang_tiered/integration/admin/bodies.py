@@ -1,0 +1,177 @@
+"""What the calls of the tiers take: each ``parse_*`` returns a body that the schedulers understand.
+
+Bodies come from JSON, from a query, or from a program in the same process; nothing in them is
+trusted. Everything here runs in the process that serves HTTP and knows neither HTTP nor SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CallError",
+    "check_num_tokens",
+    "parse_limit",
+    "parse_pin",
+    "parse_purge",
+    "parse_selector",
+    "parse_tenant",
+    "parse_unpin",
+]
+
+_MAX_TOKENS = 1 << 22
+_MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is tokenized
+_LIMIT, _MAX_LIMIT = 100, 1000
+_MAX_SHOWN = 40
+_MAX_NAME_BYTES = 512
+_MAX_TTL_S = 10 * 365 * 86_400
+_SOURCES = ("rid", "text", "input_ids")
+_TIERS = ("nvme", "object")
+
+
+class CallError(ValueError):
+    """Raised for a call that is refused. Its text is one sentence.
+
+    status: 400 what the caller sent, 404 what is not known, 409 beyond a bound, 500 a failure in a
+    scheduler, 503 what may go well if it is asked again.
+    """
+
+    def __init__(self, sentence: str, status: int = 400) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
+    """Return the fields that select one prefix. Raises ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
+    unknown = sorted(body.keys() - known)
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise CallError(f"{shown} is unknown; pass {', '.join(sorted(known))}")
+    sources = [name for name in _SOURCES if name in body]
+    if len(sources) != 1:
+        raise CallError(f"pass exactly one of {', '.join(_SOURCES)}")
+    if "rid" in body and ("extra_key" in body or "cache_salt" in body):
+        raise CallError("a rid names its extra_key and cache_salt itself; leave them out")
+    for name, value in body.items():
+        if name == "input_ids":
+            if not _are_tokens(value):
+                raise CallError("input_ids must be a list of token numbers that is not empty")
+            check_num_tokens(value, name)
+        elif (problem := _problem(name, value)) is not None:
+            raise CallError(problem)
+    _check_length(len(body.get("text", "")), "text", "characters", _MAX_CHARACTERS)
+    if body.get("tier", "nvme") not in _TIERS:
+        shown = repr(body["tier"][:_MAX_SHOWN])
+        raise CallError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
+    return dict(body)
+
+
+def parse_pin(body: Any) -> dict[str, Any]:
+    """Return what to pin. Raises ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    own = {name: body[name] for name in ("name", "ttl") if name in body}
+    rest = {name: value for name, value in body.items() if name not in own}
+    selector = parse_selector(rest, with_tier=False)
+    _check_name(own)
+    ttl = own.get("ttl", 1)
+    if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:
+        raise CallError(f"ttl {ttl!r:.40} must be seconds, more than 0, at most {_MAX_TTL_S}")
+    return {**selector, **own}
+
+
+def parse_unpin(body: Any) -> dict[str, Any]:
+    """Return what to unpin: a name and its tenant, or a prefix. Raises ``CallError``."""
+    if not isinstance(body, dict) or "name" not in body:
+        return parse_selector(body, with_tier=False)
+    _check_name(body)
+    return {"name": body["name"], **parse_tenant(body, "name")}
+
+
+def parse_tenant(body: Any, *besides: str) -> dict[str, Any]:
+    """Return the keys of a tenant. Raises ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    tenant = {name: value for name, value in body.items() if name not in besides}
+    unknown = sorted(tenant.keys() - {"extra_key", "cache_salt"})
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise CallError(f"{shown} is unknown here; pass extra_key and cache_salt")
+    for name, value in tenant.items():
+        if (problem := _problem(name, value)) is not None:
+            raise CallError(problem)
+    return tenant
+
+
+def parse_limit(body: Any) -> dict[str, Any]:
+    """Return how many to list at most. Raises ``CallError``."""
+    limit = body.get("limit", _LIMIT) if isinstance(body, dict) else None
+    if isinstance(limit, str) and limit.isascii() and limit.isdecimal():  # of a query
+        limit = int(limit[:_MAX_SHOWN])
+    if type(limit) is not int or not body.keys() <= {"limit"}:
+        raise CallError("pass limit, a number, and nothing else")
+    return {"limit": max(1, min(limit, _MAX_LIMIT))}
+
+
+def _check_name(body: dict[str, Any]) -> None:
+    if "name" not in body:
+        return
+    if (problem := _problem("name", body["name"])) is not None:
+        raise CallError(problem)
+    if (length := len(body["name"].encode())) > _MAX_NAME_BYTES:
+        raise CallError(f"name has {length} bytes, more than {_MAX_NAME_BYTES}; shorten it")
+
+
+def check_num_tokens(tokens: list[int], name: str) -> None:
+    """Refuse more tokens than a call may name. Raises ``CallError``."""
+    _check_length(len(tokens), name, "tokens", _MAX_TOKENS)
+
+
+def _check_length(length: int, name: str, unit: str, limit: int) -> None:
+    if length > limit:
+        raise CallError(f"{name} has {length} {unit}, more than {limit}; pass the beginning of it")
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Return what is wrong with a value that must be a text, or None."""
+    if not isinstance(value, str) or not value:
+        return f"{name} must be a text that is not empty"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(value[error.start])
+        return (
+            f"{name} has {half} at character {error.start}, half of a surrogate pair, which no "
+            "text in UTF-8 holds; pass the whole character"
+        )
+    return None
+
+
+def _are_tokens(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+
+
+def parse_purge(body: Any) -> dict[str, Any]:
+    """Return what to purge. Raises ``CallError``, also for an empty body: it must not purge
+    everything."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    unknown = sorted(body.keys() - {"extra_key", "cache_salt", "all"})
+    if unknown:
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise CallError(f"{shown} is unknown; pass extra_key, cache_salt or all")
+    if "all" in body:
+        if body != {"all": True}:
+            raise CallError('"all" must be true, and stand alone')
+        return {"all": True}
+    for name, value in body.items():
+        if (problem := _problem(name, value)) is not None:
+            raise CallError(problem)
+    if not body:
+        raise CallError('pass extra_key, cache_salt or both, or "all": true')
+    return dict(body)

@@ -1,0 +1,172 @@
+"""What a server and an in-process ``Engine`` do alike before SGLang starts: prepare the process,
+refuse what cannot work, and claim the tier directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import textwrap
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import TieredConfig, TierMode, cache_directory
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration import compat
+from sglang_tiered.storage.region import directory as store_directory
+from sglang_tiered.storage.region.directory import DirectoryLock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import ExitStack
+
+    from sglang_tiered.integration.launch.resolve import Resolved
+
+__all__ = [
+    "check",
+    "claim_directory",
+    "complete",
+    "prepare",
+    "remove_other_shards",
+    "resolve",
+]
+
+LOCK_TIMEOUT_S = 3.0
+"""A server that was just killed may take a moment to let go of its directory."""
+
+
+def prepare() -> None:
+    """Prepare this process for SGLang, as its own launcher does before it parses, and check that it
+    is one that can be run here. Raises ``ConfigError`` or ``UnsupportedSGLangError``."""
+    compat.check_version()
+    _prepare_caches()
+    from sglang_tiered.integration.launch import accelerator
+
+    problem = accelerator.problem()
+    if problem is not None:
+        raise ConfigError(problem)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    compat.check_signatures()
+
+
+def _prepare_caches() -> None:
+    """SGLang compiles into its cache while it is imported, and looks for it under the home
+    directory only; a service's home may not be writable."""
+    text = os.environ.setdefault("SGLANG_CACHE_DIR", str(cache_directory() / "sglang"))
+    place = Path(text).expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"{place} cannot be written ({error.strerror}), and SGLang keeps there what it "
+            "compiles; set XDG_CACHE_HOME or SGLANG_CACHE_DIR to a folder that can."
+        ) from error
+
+
+def resolve(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
+    """Check what was given and complete it, for host memory alone where pages cannot be named.
+    Raises ``ConfigError``; touches no tier."""
+    import torch
+
+    from sglang_tiered.integration.launch import resolve as resolution
+
+    on_cpu = not torch.cuda.is_available()
+    resolved = resolution.resolve(explicit, arguments, on_cpu=on_cpu)
+    if resolved.config.mode is TierMode.NVME:
+        problem = _page_hash_problem()
+        if problem is not None:
+            return resolution.resolve_without_nvme(
+                explicit, arguments, on_cpu=on_cpu, problem=problem
+            )
+    return resolved
+
+
+def claim_directory(config: TieredConfig, held: ExitStack) -> None:
+    """Check, lock and complete the tier directory; the lock lives as long as this process."""
+    if config.nvme is None:
+        return
+    path = Path(config.nvme.directory)
+    store_directory.refuse_strangers(path)
+    if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
+        store_directory.prepare(path)
+    held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
+    store_directory.prepare(path)
+
+
+def remove_other_shards(config: TieredConfig) -> None:
+    """Remove what no server of these parallel sizes opens. The caller holds the directory, and has
+    refused what it can refuse: a mistyped command must cost nothing that is stored."""
+    if config.nvme is None:
+        return
+    from sglang_tiered.integration.storage.shards import has_geometry
+
+    path = Path(config.nvme.directory)
+
+    def serves(name: str) -> bool:
+        return has_geometry(
+            name,
+            num_ranks=config.num_ranks,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            dp_size=config.dp_size,
+        )
+
+    for name in store_directory.remove_shards(path, keep=serves, timeout_s=LOCK_TIMEOUT_S):
+        print(
+            f"sglang-tiered: removed shard {name} of {path}, whose pages only a server with other "
+            "parallel sizes could read.",
+            file=sys.stderr,
+        )
+
+
+def check(server_args: Any, config: TieredConfig) -> Any:
+    """Return SGLang's settings as it resolves them. Raises ``ConfigError`` for what SGLang, the
+    model or this machine refuses."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_tiered.integration.cpu import memory
+    from sglang_tiered.integration.launch.model_support import check_model
+
+    complete(server_args)
+    settings = resolving_view(server_args)
+    check_model(settings, config)
+    if settings.device == "cpu":
+        needed = memory.working_set(settings, config.host_bytes)
+        memory.check_memory(needed, memory.allocatable_bytes())
+    return settings
+
+
+def complete(server_args: Any) -> None:
+    """Let SGLang judge the command line; what it refuses is one sentence too."""
+    try:
+        server_args.resolve_once()
+    except (AssertionError, NotImplementedError, OSError, ValueError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
+        raise ConfigError(
+            f"SGLang refuses these arguments: {text.rstrip('.')} "
+            f"({Path(where.filename).name}:{where.lineno})."
+        ) from error
+
+
+def _page_hash_problem() -> str | None:
+    """Build SGLang's page hash extension now, or say why it cannot be built.
+
+    SGLang builds it at the first prefill, where it would stall a request for seconds, and where
+    a missing compiler would end the scheduler.
+    """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], page_size=1)
+    except Exception as error:
+        # Whatever the build tools raised: the server can run without this tier.
+        return textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
+    return None

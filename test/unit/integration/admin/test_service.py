@@ -1,0 +1,120 @@
+"""What the service makes of the schedulers' answers, with a manager that answers from a list."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.integration.admin import bodies, service
+from sglang_tiered.integration.admin.bodies import CallError
+from sglang_tiered.integration.admin.service import Report, TierService
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
+UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
+REFUSED = {"error": "full", "status": 409}
+
+
+class Manager:
+    """SGLang's tokenizer manager as the service uses it; each question takes the next answers."""
+
+    tokenizer: Any = SimpleNamespace(encode=lambda text: list(text.encode()))
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self._answers = list(answers)
+        self.asked: list[Any] = []
+
+    async def dumper_control(self, message: Any) -> list[Any]:
+        self.asked.append(message)
+        found = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return [
+            SimpleNamespace(success=False, response=[], error=answer)
+            if isinstance(answer, str)
+            else SimpleNamespace(success=True, response=[answer])
+            for answer in found
+        ]
+
+
+def call(
+    method: Callable[[TierService, Any], Awaitable[Report]], body: Any, *answers: list[Any]
+) -> tuple[Report, Manager]:
+    manager = Manager(*answers)
+
+    async def ask() -> Report:
+        return await method(TierService(manager), body)  # type: ignore[arg-type] # as it is used
+
+    return asyncio.run(ask()), manager
+
+
+def test_a_question_is_repeated_until_all_are_done() -> None:
+    report, manager = call(
+        TierService.checkpoint,
+        {"input_ids": [1, 2]},
+        [UNDER_WAY, DONE], [UNDER_WAY, DONE], [DONE, DONE],
+    )  # fmt: skip
+    assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
+    first, *later = [message.body for message in manager.asked]
+    assert len(later) == 2 and first["input_ids"] == [1, 2]
+    assert all(body == {"id": first["id"]} for body in later), "the prompt may be long"
+
+
+def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "TIMEOUT_S", 0.0)
+    report, _ = call(TierService.checkpoint, {"rid": "r"}, [UNDER_WAY])
+    assert report == Report(503, {"num_tokens": 64, "num_missing": 64})
+    with pytest.raises(CallError, match="ask again") as caught:
+        call(TierService.tenants, {}, [{"done": False}])
+    assert caught.value.status == 503
+
+
+def test_the_replica_that_holds_it_answers() -> None:
+    unknown = {"done": True, "unknown": True}
+    missing = {"done": True, "num_tokens": 64, "num_missing": 64}
+    report, _ = call(TierService.checkpoint, {"rid": "r"}, [unknown, missing, DONE])
+    assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
+    report, _ = call(TierService.unpin, {"name": "n"}, [unknown, {"done": True, "name": "n"}])
+    assert report == Report(200, {"unpinned": True})
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "answers", "status", "sentence"),
+    [
+        (TierService.residency, {}, [DONE], 400, "exactly one of"),
+        (TierService.pin, {"rid": "r", "ttl": -1}, [DONE], 400, "ttl -1"),
+        (TierService.pins, [], [DONE], 400, "JSON object"),
+        (TierService.tenants, {"limit": "x"}, [DONE], 400, "a number"),
+        (TierService.purge, {}, [DONE], 400, "pass extra_key"),
+        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
+        (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
+        (TierService.pin, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
+        (TierService.purge, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
+        (TierService.residency, {"rid": "r"}, [REFUSED, "KeyError: 7"], 500, "KeyError: 7"),
+        (TierService.tenants, {}, ["KeyError: 7"], 500, "KeyError: 7"),
+        (TierService.unpin, {"rid": "r"}, [{"unknown": True}, "KeyError: 7"], 500, "KeyError"),
+    ],
+)
+def test_every_refusal_has_its_status(
+    method: Any, body: Any, answers: list[Any], status: int, sentence: str
+) -> None:
+    with pytest.raises(CallError, match=sentence) as caught:
+        call(method, body, answers)
+    assert caught.value.status == status
+
+
+def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_MAX_TOKENS", 8)
+    _, manager = call(TierService.residency, {"text": "ääää"}, [DONE])
+    assert manager.asked[0].body["input_ids"] == list("ääää".encode())
+    with pytest.raises(CallError, match="text has 9 tokens, more than 8"):
+        call(TierService.residency, {"text": "ääääa"}, [DONE])
+
+
+def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Manager, "tokenizer", None)
+    with pytest.raises(CallError, match="has no tokenizer; pass input_ids"):
+        call(TierService.residency, {"text": "a"}, [DONE])
