@@ -34,7 +34,6 @@ from sglang_tiered.storage.base import (
     TierStats,
     unique_keys,
 )
-from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
@@ -242,10 +241,11 @@ class PeerTier(RemoteTier):
         """Does nothing: the server that purged the tenant asked every other one."""
 
     def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        """Find these pages at no other server until it publishes them again. False: no other server
-        is asked to forget them."""
-        self.hide_pages(keys)
-        return ended(False)
+        """Ask every server to forget these pages, as this one has; ``local`` is true once that is
+        durable here. Memory only. True once every server that lives says that it has done so."""
+        unique = unique_keys(keys)
+        self._index.hide_pages(unique)
+        return self._index.begin_forget(unique, local)
 
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         self._index.hide_pages(unique_keys(keys))

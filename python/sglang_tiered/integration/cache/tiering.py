@@ -28,8 +28,10 @@ from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
@@ -51,6 +53,7 @@ class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
     apply_remote_purge: Callable[[bytes | None], object] | None
     forgotten: ForgottenPages
 
+    def page_hashes(self, key: RadixKey) -> list[str]: ...
     @property
     def storage(self) -> TieredStorage | None:
         """The attached tiers; None while an operator has detached them."""
@@ -284,8 +287,7 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
-        if self._cache.forgotten.are_too_many and self._cache.apply_remote_purge is not None:
-            self._cache.apply_remote_purge(MEMORY)
+        self._follow_forgotten(self._cache.forgotten)
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
@@ -300,6 +302,17 @@ class Tiering:
         if storage.knows_namespace:
             self.warm.tick()
         self._apply_remote_purges(storage)
+
+    def forget_warm(self) -> Future[bool] | None:
+        """Keep no prompt with forgotten pages for after a restart. True once that is durable."""
+        news = self._cache.forgotten.take_news()
+        return self.warm.forget_pages(news) if news else None
+
+    def _follow_forgotten(self, forgotten: ForgottenPages) -> None:
+        """Take note of what other servers forgot; all ranks hide all memory in the same step."""
+        self.forget_warm()
+        if forgotten.are_too_many and self._cache.apply_remote_purge is not None:
+            self._cache.apply_remote_purge(MEMORY)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
         """Put out of reach what other servers purged; all ranks do so in the same step."""

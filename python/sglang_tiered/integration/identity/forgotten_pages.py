@@ -27,6 +27,7 @@ class ForgottenPages:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since: dict[str, int] = {}
+        self._news: list[str] = []
         self.version = 0
         """Grows with every ``hide``. A request that saw one has seen the pages hidden up to it."""
 
@@ -47,9 +48,19 @@ class ForgottenPages:
     def hide(self, hashes: Iterable[str]) -> None:
         """Hide pages from now on. A page that is hidden already counts as hidden just now."""
         with self._lock:
+            hidden = dict.fromkeys(hashes, self.version + 1)
             # The version last: who sees it sees all pages of it.
-            self._since.update(dict.fromkeys(hashes, self.version + 1))
+            self._since.update(hidden)
+            self._news += hidden
             self.version += 1
+
+    def take_news(self) -> list[str]:
+        """Return the pages hidden since the last call."""
+        if not self._news:
+            return []
+        with self._lock:
+            news, self._news = self._news, []
+        return news
 
     def num_visible(self, hashes: Sequence[str]) -> int:
         """Count the leading pages that are not hidden."""

@@ -396,6 +396,11 @@ class TieredStorage(TierQueries):
         if self.remote_purges is not None:
             self.remote_purges.use_forgotten(forgotten, is_alone=is_alone)
 
+    def drop_queued_stores(self) -> None:
+        """Drop the stores that were announced and have not begun: what they hold was hidden."""
+        with self.gate.lock:
+            self.gate.purge_tenant(None)
+
     def tree_was_reset(self) -> None:
         """Allow stores again: no page of an earlier state is left in the tree."""
         if self._gate is None:  # and nothing was stored yet

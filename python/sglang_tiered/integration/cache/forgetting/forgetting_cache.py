@@ -147,11 +147,16 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         """Whether a whole page of these tokens is hidden."""
         if not self.forgotten:
             return False
+        hashes = self.page_hashes(key)
+        return self.forgotten.num_visible(hashes) < len(hashes)
+
+    def page_hashes(self, key: RadixKey) -> list[str]:
+        """Return the hashes of the whole pages of a key, which name them in every tier."""
         aligned = self._view(key).page_aligned(self.page_size)
         if len(aligned) == 0:
-            return False
-        hashes = get_storage_hash_str(aligned, None, page_size=self.page_size)
-        return self.forgotten.num_visible(hashes) < len(hashes)
+            return []
+        hashes: list[str] = get_storage_hash_str(aligned, None, page_size=self.page_size)
+        return hashes
 
     # ---- What is kept of them ----
 
