@@ -96,7 +96,7 @@ def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str])
         return _Forget([], [])
     cache.forgotten.hide(hidden)
     under_way = []
-    if cache.tiering is not None and (is_rewritten := cache.tiering.forget_warm()) is not None:
+    if cache.tiering is not None and (is_rewritten := cache.tiering.forget_ahead()) is not None:
         under_way.append(is_rewritten)
     if cache.storage is not None:
         under_way.append(cache.storage.begin_forget(hashes))
