@@ -93,7 +93,7 @@ class TieredStorage(TierQueries):
         self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
         self._tiers: OpenTiers | None = None
-        self.remote_purges: RemotePurges | None = None  # made only with an index of other servers
+        self.remote_purges: RemotePurges | None = None  # made only with an index or a bucket
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
@@ -234,7 +234,7 @@ class TieredStorage(TierQueries):
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        if self._config.index is not None:
+        if self._config.index is not None or self.has_object_tier:
             self.remote_purges = RemotePurges(self._gate, self.begin_purge, self.forget_keys)
 
     def _set_claim(self, *, changing: bool = False) -> None:

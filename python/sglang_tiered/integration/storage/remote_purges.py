@@ -6,8 +6,9 @@ is done with it: from then on others take pages of this server again. So that th
 tenant in the tiers. Device and host memory belong to the scheduler: until it has put their pages of
 the tenant out of reach, the gate stores none of them.
 
-Single pages are hidden in memory at once, by their hashes. Where several ranks must hide the same
-in the same step, all that memory holds is hidden instead: their exchange has no room for hashes.
+Single pages, which a bucket tells of too, are hidden in memory at once, by their hashes. Where
+several ranks must hide the same in the same step, all that memory holds is hidden instead: their
+exchange has no room for hashes.
 """
 
 from __future__ import annotations
