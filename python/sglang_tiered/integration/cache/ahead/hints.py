@@ -2,8 +2,9 @@
 
 A hint is served by the same policy as loads, one hint and one piece at a time, and only while no
 request's load is under way or waits for room. It is dropped, and says so, when host memory is
-needed: what is kept there had to give way, the piece got no pages, or what it had loaded is gone
-again. At the end of its life it is dropped, too, on however busy a server.
+needed: a request's load waits for the room of its piece, what is kept there had to give way, the
+piece got no pages, or what it had loaded is gone again. At the end of its life it is dropped, too,
+on however busy a server.
 
 Scheduler thread only. Hints come to every rank in the same step. Whether one is over, which is a
 matter of clocks, ranks ask each other, as they do how much to load.
@@ -136,11 +137,12 @@ class Hints:
         if not self._hinted:
             return
         self._end_oldest()
-        if self._memory_is_short:
-            self._memory_is_short = False
-            if self._served is not None:
-                self._drop(self._served, NO_MEMORY)
         loader = self._loader
+        # A request waits for the room that the piece under way takes.
+        in_the_way = loader.is_loading and self._loads.waits_for_room()
+        if (self._memory_is_short or in_the_way) and self._served is not None:
+            self._drop(self._served, NO_MEMORY)
+        self._memory_is_short = False
         if loader.is_loading:
             return
         self._take_piece()
