@@ -20,7 +20,7 @@ from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -36,6 +36,7 @@ NOT_READ = "a tier did not give what it should hold, or it did not verify; the r
 OVER = f"the hint was not served within {LIFE_S:.0f} s, as loads of requests go first; ask again"
 EMPTIED = "memory was to be emptied meanwhile; ask again"
 DETACHED = "the tiers were detached meanwhile; attach them and ask again"
+FORGOTTEN = "the conversation was forgotten meanwhile"
 PURGED = "the pages of its tenant were purged meanwhile"
 WEIGHTS = "the weights of the model were replaced meanwhile, so nothing fits them any more"
 
@@ -223,6 +224,17 @@ class Hints:
                 continue
             if hinted.is_active:
                 self._drop(hinted, why)
+            elif not hinted.why_dropped:
+                self._forget(last)
+
+    def forget_pages(self, hashes: Sequence[str]) -> None:
+        """Drop the hints for chains that hold one of these pages. As ``end_all``."""
+        gone = frozenset(hashes)
+        for last, hinted in list(self._hinted.items()):
+            if gone.isdisjoint(hinted.chain.hashes):
+                continue
+            if hinted.is_active:
+                self._drop(hinted, FORGOTTEN)
             elif not hinted.why_dropped:
                 self._forget(last)
 
