@@ -214,7 +214,7 @@ def test_forgetting_a_page_leaves_the_rest_pinned(tmp_path: Path) -> None:
         assert len(paths(first, "purges")) == 1, "the pin would keep the page again"
 
 
-def test_what_is_pinned_again_after_it_was_forgotten_stays(tmp_path: Path) -> None:
+def test_what_is_pinned_again_after_a_forget_stays(tmp_path: Path) -> None:
     url = tmp_path.as_uri()
     run = run_of(1)
     with opened(url) as first, opened(url) as second:
@@ -242,7 +242,7 @@ def test_a_purge_ends_a_tenants_pins(tmp_path: Path) -> None:
         assert len(paths(first, "pins")) == 1
 
 
-def test_a_pin_is_kept_until_the_bucket_has_it(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_pin_holds_while_the_bucket_refuses(s3_url: str, proxy: FaultProxy) -> None:
     run = run_of(1)
     with opened(s3_url) as first, opened(s3_url) as second:
         assert store(first, run) == OK
