@@ -39,6 +39,7 @@ _SUMMED = (
     "manifest_bytes",
     "purges",
     "forgotten_pages",
+    "pins",
     "waiting_for_removal",
     "foreign",
 )
@@ -125,6 +126,7 @@ def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
     for chunk in client.listing(layout.purges):
         found["purges"] += len(chunk)
         found["forgotten_pages"] += sum(num_forgotten(entry.size) for entry in chunk)
+    found["pins"] = sum(len(chunk) for chunk in client.listing(layout.pins))
     graves = client.listing(f"{layout.folder}/graves")
     found["waiting_for_removal"] = sum(len(chunk) for chunk in graves)
     now = time.time()
@@ -172,6 +174,8 @@ def _show(report: dict[str, Any]) -> None:
         lines.append(
             f"note: {total['foreign']:,} names do not belong to the store and are left alone"
         )
+    if total["pins"]:
+        lines.append(f"note: {total['pins']:,} pins keep what they name from the cap and its age")
     if total["forgotten_pages"]:
         lines.append(f"note: {total['forgotten_pages']:,} pages are forgotten, and hidden if left")
     requests = sum(report["requests"].values())
