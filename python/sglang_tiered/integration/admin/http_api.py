@@ -61,7 +61,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "tenants": (("GET",), TierService.tenants),
     "pin": (("POST",), TierService.pin),
     "unpin": (("POST",), TierService.unpin),
-    "pins": (("GET",), TierService.pins),
+    "conversations": (("GET",), TierService.conversations),
 }
 """The calls by the last part of their path: how they may be asked, and who answers."""
 

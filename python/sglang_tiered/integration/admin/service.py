@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_tiered.integration.admin.bodies import (
     CallError,
     check_num_tokens,
+    cursor_of,
     parse_limit,
+    parse_listing,
     parse_pin,
     parse_purge,
     parse_selector,
-    parse_tenant,
     parse_unpin,
 )
 
@@ -35,7 +36,10 @@ TIMEOUT_S = 30.0
 """How long a call asks the schedulers until it answers what is missing."""
 
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
-UNKNOWN_RID = "no request with this rid ended recently; pass its text or input_ids"
+UNKNOWN = (
+    "no recent request has this rid, and no recent request or pin this conversation_id; pass its "
+    "text or input_ids"
+)
 UNKNOWN_PIN = "there is no such pin"
 
 Answer = dict[str, Any]
@@ -95,11 +99,20 @@ class TierService:
         done = all(answer["done"] for answer in known)
         return Report(200 if done else 503, {"unpinned": done})
 
-    async def pins(self, body: Any) -> Report:
-        """List the pins of one tenant, by scheduler."""
-        answers = _not_failed(await self._ask("pins", parse_tenant(body)))
-        _check_counted(answers, "pins")
-        return Report(200, [_without_done(answer) for answer in answers])
+    async def conversations(self, body: Any) -> Report:
+        """List the conversations of one tenant, a page at a time. With data parallelism every
+        scheduler gives up to ``limit`` rows; one that has no more gives none."""
+        answers = _not_failed(await self._ask("conversations", parse_listing(body)))
+        _check_counted(answers, "conversations")
+        return Report(
+            200,
+            {
+                "conversations": [row for answer in answers for row in answer["conversations"]],
+                "next": cursor_of({str(answer["rank"]): answer["next"] for answer in answers}),
+                "pinned_bytes": sum(answer["pinned_bytes"] for answer in answers),
+                "pin_bound_bytes": sum(answer["pin_bound_bytes"] for answer in answers),
+            },
+        )
 
     async def _with_tokens(self, body: Answer) -> Answer:
         """Return the body with ``input_ids`` in place of ``text``. Raises ``CallError``."""
@@ -164,7 +177,7 @@ def _known(answers: Sequence[Answer], unknown: str) -> Sequence[Answer]:
 
 
 def _best(answers: Sequence[Answer], status: Callable[[Answer], int]) -> Report:
-    known = _known(answers, UNKNOWN_RID)
+    known = _known(answers, UNKNOWN)
     # With data parallelism a conversation lives in one scheduler: report the best answer.
     best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
     if any(_is_durable(answer) for answer in known):
