@@ -97,7 +97,7 @@ class Listings:
             return refused(NO_STORE)
         if number not in self._begun:
             tenant = tenant_of_body(cache, body)
-            recents = _newest(cache.recent_requests.of_tenant(tenant))
+            recents = _newest(cache.recent_requests.of_tenant(tenant), int(cache.page_size))
             pinned = self._worker.submit(_pinned_rows, storage, tenant)
             self._begun[number] = _Listing(body, recents, pinned)
         listing = self._begun[number]
@@ -139,13 +139,15 @@ def _rank() -> int:
     return get_parallel().dp_rank or 0
 
 
-def _newest(recents: Iterable[Recent]) -> dict[str, Recent]:
-    """Return the newest request of each conversation, and all that have none."""
+def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
+    """Return the newest request of each conversation, and all that have none, but for those that
+    no tier can hold, such as checks of health."""
     seen: set[str] = set()
     found = {}
     for recent in recents:
         if recent.conversation is None or recent.conversation not in seen:
-            found[recent.rid] = recent
+            if len(recent.selector.tokens) >= page_size:
+                found[recent.rid] = recent
             seen.add(recent.conversation or "")
     return found
 

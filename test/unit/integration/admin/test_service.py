@@ -86,10 +86,10 @@ def test_the_replica_that_holds_it_answers() -> None:
     [
         (TierService.residency, {}, [DONE], 400, "exactly one of"),
         (TierService.pin, {"rid": "r", "ttl": -1}, [DONE], 400, "ttl -1"),
-        (TierService.pins, [], [DONE], 400, "JSON object"),
+        (TierService.conversations, [], [DONE], 400, "JSON object"),
         (TierService.tenants, {"limit": "x"}, [DONE], 400, "a number"),
         (TierService.purge, {}, [DONE], 400, "pass extra_key"),
-        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
+        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
         (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
         (TierService.pin, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
         (TierService.purge, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
@@ -118,3 +118,29 @@ def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Manager, "tokenizer", None)
     with pytest.raises(CallError, match="has no tokenizer; pass input_ids"):
         call(TierService.residency, {"text": "a"}, [DONE])
+
+
+def test_pages_of_replicas_make_one() -> None:
+    def answer(rank: int, rows: list[str], next_cursor: str | None) -> dict[str, Any]:
+        return {
+            "done": True,
+            "rank": rank,
+            "conversations": rows,
+            "next": next_cursor,
+            "pinned_bytes": 10,
+            "pin_bound_bytes": 100,
+        }
+
+    report, _ = call(
+        TierService.conversations, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")]
+    )
+    assert report.body["conversations"] == ["b", "a"]
+    assert (report.body["pinned_bytes"], report.body["pin_bound_bytes"]) == (20, 200)
+    _, manager = call(
+        TierService.conversations,
+        {"after": report.body["next"], "limit": 1},
+        [answer(0, ["c"], None), answer(1, [], None)],
+    )
+    assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
+    last, _ = call(TierService.conversations, {}, [answer(0, ["c"], None), answer(1, [], None)])
+    assert last.body["next"] is None
