@@ -20,6 +20,10 @@ keys are those of ``/flush_cache``.
                        prefix; of a ``conversation_id`` all go. 404 if there is no such pin.
 ``GET /tier/conversations``  ``?extra_key=...&cache_salt=...&limit=N&after=CURSOR``: a tenant's
                        conversations, a page at a time, with tokens by tier and pins.
+``POST /tier/prefetch``  a prefix as for ``residency``, with ``wait_s`` (0 to 30): it is about to be
+                       used, so what pays of it comes to host memory. Answers 202 while that goes
+                       on, 200 once nothing is left to load, 503 with the reason where it was
+                       given up (ask again).
 ``GET /tier/costs``    what computing and loading cost here, and how busy the server is
                        (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
                        no scheduler is asked. 404 where none learns costs, 503 before the first did.
@@ -63,6 +67,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "pin": (("POST",), TierService.pin),
     "unpin": (("POST",), TierService.unpin),
     "conversations": (("GET",), TierService.conversations),
+    "prefetch": (("POST",), TierService.prefetch),
 }
 """The calls by the last part of their path: how they may be asked, and who answers."""
 

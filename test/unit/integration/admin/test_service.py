@@ -144,3 +144,24 @@ def test_pages_of_replicas_make_one() -> None:
     assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
     last, _ = call(TierService.conversations, {}, [answer(0, ["c"], None), answer(1, [], None)])
     assert last.body["next"] is None
+
+
+def test_a_hint_lasts_as_its_caller_waits() -> None:
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
+    loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
+    body = {"input_ids": [1, 2]}
+    report, manager = call(TierService.prefetch, body, [loading])
+    assert report.status == 202 and len(manager.asked) == 1
+    report, manager = call(TierService.prefetch, {**body, "wait_s": 30}, [loading], [loaded])
+    assert report == Report(200, {key: loaded[key] for key in loaded if key != "done"})
+    assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
+
+
+def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
+    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
+    report, _ = call(TierService.prefetch, {"rid": "r"}, [nothing, loading, {"unknown": True}])
+    assert report.status == 202 and report.body["num_in_memory"] == 64
+    with pytest.raises(CallError, match="no recent request") as caught:
+        call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
+    assert caught.value.status == 404

@@ -204,6 +204,8 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("rank_consensus.py", "cache._all_reduce_attn_groups"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
+        ("device_memory.py", "gather"),  # of pages within a pool, by a kernel
+        ("device_memory.py", "scatter"),
     }
 
 
