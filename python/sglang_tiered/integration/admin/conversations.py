@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -260,9 +259,7 @@ def tokens_in_memory(cache: TieredRadixCache, selector: Selector) -> tuple[int, 
 
 
 def _match(cache: TieredRadixCache, key: RadixKey) -> tuple[tuple[TreePathNodeInfo, ...], int]:
-    # ``touch_prefix`` does the same, but does not return the match.
-    match = cache.tree_core.match_prefix(MatchPrefixParams(key=key))
-    cache._apply_cache_actions(match.cache_actions)  # noqa: SLF001
+    match = cache.match_visible(key)
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]
     return path, int(match.device_prefix_len)
 

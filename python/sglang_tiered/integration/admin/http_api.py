@@ -16,11 +16,14 @@ keys are those of ``/flush_cache``.
                        it, whatever else is stored. Answers as ``checkpoint`` does once it is
                        durable there, or 409 if all pins together would take more than their share.
                        A pin of the same name is replaced.
+``POST /tier/forget``  a prefix, with ``keep_tokens`` (0): all whole pages of
+                       it behind that many tokens go from every tier and every server. Answers 200
+                       with their number of tokens once that is durable, or 503 (ask again).
 ``POST /tier/unpin``   ``{"name": ...}`` with the tenant's ``extra_key`` and ``cache_salt``, or a
                        prefix; of a ``conversation_id`` all go. 404 if there is no such pin.
 ``GET /tier/conversations``  ``?extra_key=...&cache_salt=...&limit=N&after=CURSOR``: a tenant's
                        conversations, a page at a time, with tokens by tier and pins.
-``POST /tier/prefetch``  a prefix as for ``residency``, with ``wait_s`` (0 to 30): it is about to be
+``POST /tier/prefetch``  a prefix, with ``wait_s`` (0 to 30): it is about to be
                        used, so what pays of it comes to host memory. Answers 202 while that goes
                        on, 200 once nothing is left to load, 503 with the reason where it was
                        given up (ask again).
@@ -63,6 +66,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
     "checkpoint": (("POST",), TierService.checkpoint),
     "residency": (("GET", "POST"), TierService.residency),
+    "forget": (("POST",), TierService.forget),
     "tenants": (("GET",), TierService.tenants),
     "pin": (("POST",), TierService.pin),
     "unpin": (("POST",), TierService.unpin),

@@ -15,6 +15,7 @@ from sglang_tiered.integration.admin.bodies import (
     CallError,
     check_num_tokens,
     cursor_of,
+    parse_forget,
     parse_limit,
     parse_listing,
     parse_pin,
@@ -40,6 +41,10 @@ _POLL_S, _MAX_POLL_S = 0.02, 0.25
 UNKNOWN = (
     "no recent request has this rid, and no recent request or pin this conversation_id; pass its "
     "text or input_ids"
+)
+NOT_FORGOTTEN = (
+    "the pages are hidden here, but not every tier and every server has forgotten them for good; "
+    "ask again"
 )
 UNKNOWN_PIN = "there is no such pin"
 
@@ -114,6 +119,19 @@ class TierService:
                 "pin_bound_bytes": sum(answer["pin_bound_bytes"] for answer in answers),
             },
         )
+
+    async def forget(self, body: Any) -> Report:
+        """Forget a prefix in every tier and on every server."""
+        body = await self._with_tokens(parse_forget(body))
+        answers = await self._ask("forget", body, repeats_body="input_ids" not in body)
+        known = _known(answers, UNKNOWN)
+        if len(known) < len(answers):  # other replicas may hold its pages too
+            pages = {"hashes": next(answer["hashes"] for answer in known)}
+            known = _not_failed(await self._ask("forget", pages, repeats_body=False))
+        num_tokens = max(answer["num_tokens"] for answer in known)
+        if all(answer["durable"] for answer in known):
+            return Report(200, {"durable": True, "num_tokens": num_tokens})
+        return Report(503, {"error": NOT_FORGOTTEN, "durable": False, "num_tokens": num_tokens})
 
     async def prefetch(self, body: Any) -> Report:
         """Bring a prefix that is about to be used to host memory."""
