@@ -31,11 +31,13 @@ from machine import describe_machine, describe_versions
 from serving_bench import (
     balanced,
     disk_added,
+    hinted,
     many,
     noreuse,
     regret,
     replays,
     returning,
+    same_turn,
     slow_disk,
     users,
     write_pressure,
@@ -82,6 +84,8 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "balanced": balanced.run,
     "users": users.run,
     "regret": regret.run,
+    "hinted": hinted.run,
+    "same_turn": same_turn.run,  # five servers of its own
 }
 
 
