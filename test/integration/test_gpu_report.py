@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RATIOS = {"host_over_computed", "nvme_over_both_ends_bound", "mixed_pod_over_default"}
 
 
-def test_every_part_of_the_report_ends_without_a_gpu(tmp_path: Path) -> None:
+def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_report", "--rehearse", "--out", tmp_path],
         env={**os.environ, "PYTHON": sys.executable},
