@@ -1,0 +1,155 @@
+"""Whatever happens between three tiers in whatever order: a page that is served is the one that was
+stored, a purged one never is, and the books balance."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_tier import SharedTier
+
+from kit.waiting import drained
+from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, StackSettings
+
+TIMEOUT_S = 20.0
+TENANTS = (b"a" * 16, b"b" * 16)
+PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6
+OPERATIONS = (
+    "store", "store", "share", "load", "load", "load", "purge", "told", "forget", "hear", "sicken",
+    "heal", "lose", "find", "turn", "flush", "restart",
+)  # fmt: skip
+
+
+def make_run(number: int) -> Run:
+    source = random.Random(number)
+    keys = tuple(source.randbytes(32) for _ in range(NUM_PAGES))
+    pages = tuple((memoryview(source.randbytes(PAGE_BYTES)),) for _ in range(NUM_PAGES))
+    return Run(keys, pages, TENANTS[number % 2])
+
+
+RUNS = [make_run(number) for number in range(NUM_RUNS)]
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.bucket, self.peers = SharedTier(), SharedTier(tier=Tier.PEER)
+        self.order = REMOTE_TIERS
+        self.engine = self.open()
+        self.stored: set[int] = set()
+
+    def open(self) -> TierStack:
+        upper = RegionEngine(
+            self.directory,
+            namespace=b"\x11" * 32,
+            capacity_bytes=1 << 18,  # four regions: what was stored is soon reclaimed
+            region_bytes=1 << 16,
+            num_readers=2,
+            num_writers=1,
+        )
+        bounds = StackSettings(
+            staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001
+        )
+        return TierStack(upper, [self.peers, self.bucket], bounds, order=lambda: self.order)
+
+    def store(self, number: int) -> None:
+        job = self.engine.submit_store(RUNS[number])
+        assert job.wait(TIMEOUT_S)
+        if all(job.ok):
+            self.stored.add(number)
+
+    def share(self, number: int) -> None:
+        """Another server holds it."""
+        if all(self.peers.submit_store(RUNS[number]).ok):
+            self.stored.add(number)
+
+    def load(self, number: int) -> None:
+        run = RUNS[number]
+        buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in run.keys]
+        target = Run(run.keys, tuple((buffer,) for buffer in buffers))
+        job = self.engine.submit_load(target, deadline_s=TIMEOUT_S, tenant=run.tenant)
+        assert job.wait(TIMEOUT_S)
+        for (source,), buffer, reason in zip(run.pages, buffers, job.reasons, strict=True):
+            assert reason in (Reason.OK, Reason.MISS)
+            assert reason is not Reason.OK or number in self.stored, "a purged page was served"
+            assert reason is not Reason.OK or source == buffer, "other bytes were served"
+
+    def purge(self, number: int) -> None:
+        assert is_true(self.engine.begin_purge(TENANTS[number % 2]), TIMEOUT_S)
+        self.stored -= {other for other in self.stored if other % 2 == number % 2}
+
+    def told(self, number: int) -> None:
+        """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
+        self.peers.begin_purge(TENANTS[number % 2])
+        assert is_true(self.engine.begin_purge(TENANTS[number % 2], is_remote=True), TIMEOUT_S)
+        self.stored -= {other for other in self.stored if other % 2 == number % 2}
+
+    def forget(self, number: int) -> None:
+        assert is_true(self.engine.forget(RUNS[number].keys), TIMEOUT_S)
+        self.stored.discard(number)
+
+    def hear(self, number: int) -> None:
+        """Another server forgot pages, in the index and the bucket too, and this one is told."""
+        keys = RUNS[number].keys
+        self.peers.forget(keys)
+        self.bucket.forget(keys)
+        assert is_true(self.engine.forget(keys, is_remote=True), TIMEOUT_S)
+        self.stored.discard(number)
+
+    def lose(self, _: int) -> None:
+        self.peers.sick = True
+
+    def find(self, _: int) -> None:
+        self.peers.sick = False
+
+    def turn(self, _: int) -> None:
+        self.order = self.order[::-1]
+
+    def sicken(self, _: int) -> None:
+        self.bucket.sick = True
+
+    def heal(self, _: int) -> None:
+        self.bucket.sick = False
+
+    def flush(self, number: int) -> None:
+        run = RUNS[number]
+        self.bucket.sick = False
+        durable = self.engine.flush_to_bucket(run.keys, TIMEOUT_S)
+        assert durable == self.bucket.contains(run.keys)
+        assert number in self.stored or not any(durable), "a purged page was copied"
+
+    def restart(self, _: int) -> None:
+        drained(self.engine, TIMEOUT_S)
+        self.engine._demoter.close()
+        self.engine.nvme.close()  # what others hold lives on
+        self.engine._loader.close()
+        self.engine = self.open()
+
+    def end(self) -> None:
+        assert drained(self.engine, TIMEOUT_S)
+        assert drained(self.engine.nvme, TIMEOUT_S)  # a load promotes pages before it ends
+        self.engine.check_integrity()
+        for number, run in enumerate(RUNS):
+            if number not in self.stored:
+                assert self.engine.lookup(run.keys).num_hits == 0, "a purged page is a hit"
+        self.engine.close()
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, NUM_RUNS - 1)), max_size=25))
+def test_no_order_of_events_serves_a_wrong_page(events: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder) / "store")
+        try:
+            for name, number in events:
+                getattr(world, name)(number)
+        finally:
+            world.bucket.sick = world.peers.sick = False
+            world.end()
