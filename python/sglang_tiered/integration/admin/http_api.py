@@ -33,9 +33,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_tiered.integration.admin.bodies import CallError
-from sglang_tiered.integration.admin.costs import why_no_costs
+from sglang_tiered.integration.admin.costs import server_costs
 from sglang_tiered.integration.admin.service import TierService
-from sglang_tiered.policy.server_costs import ServerCosts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -50,10 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_routes"]
 
-NOT_PUBLISHED = (
-    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
-    "without the tiers, as its log says; ask again"
-)
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
     "checkpoint": (("POST",), TierService.checkpoint),
@@ -114,18 +109,15 @@ def _costs_endpoint(
     from fastapi import Response
     from fastapi.responses import JSONResponse
 
-    problem = why_no_costs(config)
-
     async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
         from sglang.srt.entrypoints.http_server import get_global_state
 
-        if problem is not None:
-            return JSONResponse({"error": problem}, 404)
-        ranks = board.read()
-        if not ranks:
-            return JSONResponse({"error": NOT_PUBLISHED}, 503, {"Retry-After": "1"})
         draining = bool(get_global_state().tokenizer_manager.gracefully_exit)
-        answer = ServerCosts(draining=draining, num_ranks=board.num_ranks, ranks=ranks)
+        try:
+            answer = server_costs(board, config, draining=draining)
+        except CallError as error:
+            again = {"Retry-After": "1"} if error.status == 503 else None
+            return JSONResponse({"error": str(error)}, error.status, again)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return costs
