@@ -77,10 +77,10 @@ def read_target(url: str) -> Target:
             f"{url} has {len(states)} replicas, and a prompt may return to another; the demo needs "
             "a server without data parallelism"
         )
-    tiers = states[0].get("sglang_tiered")
-    if tiers is None or "host_tokens" not in tiers:
+    tiers = states[0].get("sglang_tiered", {}).get("tiers")
+    if tiers is None:
         raise ConfigError(f"{url} is an SGLang server without tiers; start it with scripts/serve")
-    pools = Pools(device_tokens, int(tiers["host_tokens"]), page_size, "nvme_pages" in tiers)
+    pools = Pools(device_tokens, int(tiers["host"]["capacity_tokens"]), page_size, "nvme" in tiers)
     return Target(model, pools)
 
 

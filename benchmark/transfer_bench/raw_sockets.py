@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang_tiered.transfer.memory import Piece
 from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, SlabSpec, cut_slabs
 
 if TYPE_CHECKING:
@@ -26,10 +27,7 @@ def send_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
     buffer = np.empty(TARGET_SLAB_BYTES, np.uint8)
     for spec in _slabs(pool):
         part = pages[spec.start : spec.start + spec.num_pages]
-        size = spec.num_pages * pool.shape.page_bytes
-        for index in range(spec.num_pairs):
-            out = buffer[index * size : (index + 1) * size]
-            pool.memories.kv.gather(spec.first_pair + index, part, None, out)
+        pool.memories.kv.begin_gather(_pieces(pool, spec), part, buffer[: spec.num_bytes])()
         connection.sendall(buffer[: spec.num_bytes].data)
     connection.recv(1)
 
@@ -41,10 +39,7 @@ def receive_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
         while filled < spec.num_bytes:
             filled += connection.recv_into(view[filled:])
         part = pages[spec.start : spec.start + spec.num_pages]
-        size = spec.num_pages * pool.shape.page_bytes
-        for index in range(spec.num_pairs):
-            data = buffer[index * size : (index + 1) * size]
-            pool.memories.kv.scatter(spec.first_pair + index, part, None, data)
+        pool.memories.kv.scatter_slab(_pieces(pool, spec), part, buffer[: spec.num_bytes])
     connection.sendall(b"!")
 
 
@@ -73,6 +68,11 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
     filled = 0
     while filled < view.nbytes:
         filled += connection.recv_into(view[filled:])
+
+
+def _pieces(pool: Pool, spec: SlabSpec) -> list[Piece]:
+    buffers = range(spec.first_pair, spec.first_pair + spec.num_pairs)
+    return [Piece(buffer, pool.shape.page_bytes) for buffer in buffers]
 
 
 def _slabs(pool: Pool) -> list[SlabSpec]:

@@ -159,30 +159,40 @@ def _run(server_args: Any, config: TieredConfig) -> None:
 
 
 def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, Any]) -> str:
-    """Address, tiers with their capacities, and a first request to try (one half of prefill and
-    decode serves none by itself). ``scheduler_info``: what the first scheduler said at its start
-    (``Scheduler.get_init_info`` and our hook on it)."""
-    from sglang_tiered.integration.hooks import HOST_INFO
+    """Address, tiers with what they can hold and do hold, and a first request to try (one half of
+    prefill and decode serves none by itself). ``scheduler_info``: what the first scheduler said at
+    its start (``Scheduler.get_init_info`` and our hook on it). Bytes are those of all ranks, tokens
+    those of all replicas."""
+    from sglang_tiered.integration.hooks import TIERS_INFO
 
     host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
     address = f"http://{host}:{server_args.port}"
-    lines = [
-        "",
-        f"sglang-tiered is ready at {address}",
-        f"  device  {scheduler_info['max_total_num_tokens']:,} tokens",
-    ]
-    tier = scheduler_info.get(HOST_INFO)
-    if tier is not None:
-        size = format_bytes(tier["num_bytes"] * config.num_ranks)
-        lines.append(f"  host    {tier['num_tokens']:,} tokens in {size}")
+    tiers = scheduler_info.get(TIERS_INFO, {})
+    num_replicas = max(1, config.num_ranks // (config.tp_size * config.pp_size))
+
+    def line(name: str, nbytes: int | None = None, *more: str) -> str:
+        """One tier; ``nbytes`` where its size is configured, ``more`` clauses behind it."""
+        tier = tiers.get(name, {})
+        num_tokens = tier.get("capacity_tokens") or scheduler_info["max_total_num_tokens"]
+        nbytes = tier.get("capacity_bytes", 0) * config.num_ranks if nbytes is None else nbytes
+        held = tier.get("held_tokens", 0) * num_replicas
+        size = f"{num_tokens * num_replicas:,} tokens" if tier or name == "device" else ""
+        room = " in ".join(filter(None, (size, format_bytes(nbytes) if nbytes else "")))
+        return (
+            f"  {name:7} " + " ".join((room, *more)) + (f", {held:,} tokens held" if held else "")
+        )
+
+    lines = ["", f"sglang-tiered is ready at {address}", line("device")]
+    if "host" in tiers:
+        lines.append(line("host"))
     if config.nvme is not None:
-        size = format_bytes(config.nvme.capacity_bytes)
         limit = config.nvme.writes_per_day
         writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
-        lines.append(f"  nvme    {size} in {config.nvme.directory}{writes}")
+        place = f"at {config.nvme.directory}{writes}"
+        lines.append(line("nvme", config.nvme.capacity_bytes, place))
     if config.object is not None:
-        size = format_bytes(config.object.capacity_bytes)
-        lines.append(f"  object  {size} in {config.object.shown_url}, shared")
+        place = f"at {config.object.shown_url}, shared"
+        lines.append(line("object", config.object.capacity_bytes, place))
     if config.index is not None:
         lines.append(f"  peers   those in the index at {config.index.shown_url}")
     if server_args.disaggregation_mode in ("prefill", "decode"):

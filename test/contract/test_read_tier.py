@@ -299,6 +299,26 @@ def test_what_was_purged_is_hidden_at_once(
     assert place.tier.lookup(run.keys).num_hits == 0
 
 
+def test_a_forgotten_page_is_hidden_until_stored_again(
+    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    run = make_run(16, [4096] * 4)
+    place.store(run)
+    assert place.tier.lookup(run.keys).num_hits == 4
+    place.tier.forget(run.keys[1:3])
+    assert place.tier.contains(run.keys) == [True, False, False, True]
+    assert place.tier.lookup(run.keys) == LookupResult(1, Stop.MISS)
+    assert place.load(blank(run)) == [Reason.OK, Reason.MISS, Reason.MISS, Reason.OK]
+    if place.tier is not place.source:
+        assert is_true(place.source.forget(run.keys[1:3]), TIMEOUT_S)
+        place.settle()
+    place.store(select(run, [1]))
+    assert place.tier.contains(run.keys) == [True, True, False, True]
+    target = blank(run)
+    assert place.load(target)[:3] == [Reason.OK, Reason.OK, Reason.MISS]
+    assert page_data(target)[1] == page_data(run)[1]
+
+
 def test_pages_of_another_namespace_are_not_found(place: Place, make_run: MakeRun) -> None:
     run = make_run(14, [4096] * 3)
     place.store(run)

@@ -21,7 +21,7 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import EngineStats
@@ -119,6 +119,13 @@ class SharedTier(MemoryEngine, BucketTier):
         self, tenant: bytes | None, *, local: Future[bool] | None = None
     ) -> Future[bool]:
         return super().begin_purge(tenant)
+
+    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
+        return super().forget(keys)
+
+    def hide_pages(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self.hidden |= self._pages.keys() & set(keys)
 
     def object_stats(self) -> None:
         """Nothing."""

@@ -47,7 +47,13 @@ def test_banner_names_tiers_and_a_working_curl_line(server: Server) -> None:
     wait_for(re.compile(r"curl -s .* -d '.*'\n"), server)
     banner = server.log
     assert re.search(r"^  host    [\d,]+ tokens in 3[56]", banner, re.MULTILINE)  # of 36 MiB
-    assert "nvme" in banner
+    assert re.search(r"^  nvme    [\d,]+ tokens in ", banner, re.MULTILINE)
+    tiers = server.request("/server_info")["internal_states"][0]["sglang_tiered"]["tiers"]
+    for name in ("device", "host", "nvme"):
+        tier = tiers[name]
+        assert f"  {name:7} {tier['capacity_tokens']:,} tokens in" in banner
+        assert 0 <= tier["held_tokens"] <= tier["capacity_tokens"]
+        assert tier["held_bytes"] <= tier["capacity_bytes"]
     match = re.search(r"curl -s (\S+) .* -d '(.*)'", banner)
     assert match is not None
     request = urllib.request.Request(

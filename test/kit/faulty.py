@@ -19,7 +19,7 @@ from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import EngineStats, LookupResult, Run, TenantUsage
@@ -276,6 +276,15 @@ class FaultyEngine(WriteTier):
                 if job.kind is JobKind.STORE and tenant in (None, job.run.tenant):
                     job.cancel()
         return self.inner.begin_purge(tenant)
+
+    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+        """What is held counts as queued: a store of any of the pages is dropped whole."""
+        gone = set(keys)
+        with self._lock:
+            for job in self._held:
+                if job.kind is JobKind.STORE and not gone.isdisjoint(job.run.keys):
+                    job.cancel()
+        return self.inner.forget(gone)
 
     def set_namespace(self, namespace: bytes) -> None:
         self.inner.set_namespace(namespace)

@@ -48,8 +48,8 @@ def hand_over(source: Pool, target: Pool, source_pages: Any, pages: Any) -> int:
     num_bytes = 0
     for pair in pair_buffers(source.layout, target.layout):
         data = np.empty(pair.page_bytes * len(pages), np.uint8)
-        source.memories.kv.gather(pair.source, source_pages, pair.source_slice, data)
-        target.memories.kv.scatter(pair.destination, pages, pair.destination_slice, data)
+        source.memories.kv.begin_gather([pair.source_piece], source_pages, data)()
+        target.memories.kv.scatter_slab([pair.destination_piece], pages, data)
         num_bytes += data.nbytes
     return num_bytes
 

@@ -10,12 +10,14 @@ import socket
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from host_pools import storage_config
 
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
@@ -384,18 +386,27 @@ def test_banner_quotes_a_request_that_parses() -> None:
         served_model_name='odd "name"',
         disaggregation_mode="null",
     )
-    info = {
-        "max_total_num_tokens": 8192,
-        "sglang_tiered_host": {"num_tokens": 16448, "num_bytes": 48 * MiB},
+    sizes = {"device": (24, 8192), "host": (48, 16448), "nvme": (64, 21845), "object": (0, 999)}
+    tiers = {
+        name: {"capacity_bytes": mib * MiB, "capacity_tokens": tokens, "held_tokens": 0}
+        for name, (mib, tokens) in sizes.items()
     }
+    tiers["nvme"]["held_tokens"] = 1024
+    info = {"max_total_num_tokens": 8192, TIERS_INFO: tiers}
     text = launch_server.banner(args, config, info)
-    assert "http://127.0.0.1:30000" in text and "64MiB in /kv" in text
-    assert "8,192 tokens" in text and "16,448 tokens in 48MiB" in text
+    assert "http://127.0.0.1:30000" in text
+    assert "  device  8,192 tokens in 24MiB\n  host    16,448 tokens in 48MiB\n" in text
+    assert "  nvme    21,845 tokens in 64MiB at /kv, 1,024 tokens held\n" in text
     body = text.split("-d '", 1)[1].split("'\n", 1)[0]
     assert json.loads(body)["model"] == 'odd "name"'
     assert "object" not in text
     config = TieredConfig(mode=TierMode.NVME, nvme=nvme, object=ObjectConfig(url="s3://b/p"))
-    assert "object  1TiB in s3://b/p, shared" in launch_server.banner(args, config, info)
+    text = launch_server.banner(args, config, info)
+    assert "object  999 tokens in 1TiB at s3://b/p, shared\n" in text
+    text = launch_server.banner(args, msgspec.structs.replace(config, num_ranks=4, tp_size=2), info)
+    assert "  host    32,896 tokens in 192MiB\n" in text  # two replicas of two ranks
+    text = launch_server.banner(args, config, {"max_total_num_tokens": 8192})
+    assert "  device  8,192 tokens\n  nvme    64MiB at /kv\n" in text
 
 
 def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:

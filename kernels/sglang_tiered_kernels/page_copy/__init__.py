@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_tiered_kernels.page_copy.interface import PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy.interface import Band, PagedPool, SlabLayout, gather, scatter
 
-__all__ = ["PagedPool", "SlabLayout", "gather", "scatter"]
+__all__ = ["Band", "PagedPool", "SlabLayout", "gather", "scatter"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from sglang_tiered_kernels.page_copy import reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["PagedPool", "SlabLayout", "gather", "scatter"]
+__all__ = ["Band", "PagedPool", "SlabLayout", "gather", "scatter"]
 
 
 class SlabLayout(enum.Enum):
@@ -29,17 +30,28 @@ class SlabLayout(enum.Enum):
     BUFFER_FIRST = "buffer_first"  # [buffers, pages, page_bytes]: a layer of all pages in one piece
 
 
+@dataclass(frozen=True)
+class Band:
+    """Bytes [low, high) of each ``row_bytes`` of a page: some heads of every token."""
+
+    row_bytes: int
+    low: int
+    high: int
+
+
 class PagedPool:
     """The buffers of a paged KV cache. Borrows them; they must stay where they are.
 
     buffers: [slots, ...] tensors, contiguous, on one device, with equal bytes per slot; keys and
         values of every layer in the order the slab is to have. page_size: slots of a page, which
-        divides the slots; 1 to copy token rows.
-    Raises ValueError for buffers that differ or are not contiguous, or a page size that does not
-    divide them.
+        divides the slots; 1 to copy token rows. band: what is copied of each page; all by default.
+    Raises ValueError for buffers that differ or are not contiguous, a page size that does not
+    divide them, or a band that is none of a page.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], page_size: int) -> None:
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], page_size: int, band: Band | None = None
+    ) -> None:
         if not buffers:
             raise ValueError("a pool of no buffers; give the keys and values of at least one layer")
         first = buffers[0]
@@ -64,19 +76,32 @@ class PagedPool:
                 f"pages of {page_size} slots do not divide {first.shape[0]} slots; "
                 "pass the page size of the pool's allocator"
             )
+        page_bytes = page_size * first.nbytes // max(1, first.shape[0])
+        band = Band(page_bytes, 0, page_bytes) if band is None else band
+        if not 0 <= band.low < band.high <= band.row_bytes or page_bytes % band.row_bytes:
+            raise ValueError(
+                f"bytes {band.low} to {band.high} of rows of {band.row_bytes} are no part of "
+                f"pages of {page_bytes} bytes; pass the bytes of a token and a range in them"
+            )
         self.page_size = page_size
         self.num_pages = first.shape[0] // page_size
-        self.page_bytes = page_size * first.nbytes // max(1, first.shape[0])
+        self.band = band
+        self.num_rows = page_bytes // band.row_bytes  # of a page
+        # Bytes that are copied of a page.
+        self.page_bytes = self.num_rows * (band.high - band.low)
         self.device = first.device
-        # [pages, page_bytes] uint8 views.
+        # [pages, rows, bytes] uint8 views.
         self.buffers = [
-            buffer.view(torch.uint8).view(self.num_pages, self.page_bytes) for buffer in buffers
+            buffer.view(torch.uint8).view(self.num_pages, self.num_rows, band.row_bytes)[
+                :, :, band.low : band.high
+            ]
+            for buffer in buffers
         ]
         # [buffers] int64, where each begins, for a kernel that reads them all.
-        addresses = [buffer.data_ptr() for buffer in buffers]
+        addresses = [buffer.data_ptr() + band.low for buffer in buffers]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-        # Bytes that divide every page's address, up to the widest load.
-        self.alignment = math.gcd(16, self.page_bytes, *addresses)
+        # Bytes that divide every row's address and length, up to the widest load.
+        self.alignment = math.gcd(16, band.row_bytes, band.high - band.low, *addresses)
 
     def slab_shape(
         self, num_pages: int, layout: SlabLayout = SlabLayout.PAGE_FIRST
@@ -135,6 +160,7 @@ def _copy(
         return
     if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         by_buffer = slab.transpose(0, 1) if layout is SlabLayout.PAGE_FIRST else slab
+        by_buffer = by_buffer.view(*by_buffer.shape[:2], pool.num_rows, -1)
         if to_slab:
             reference.gather_pages(pool.buffers, pages, by_buffer)
         else:
@@ -148,7 +174,9 @@ def _copy(
         pages,
         slab,
         alignment=pool.alignment,
-        page_bytes=pool.page_bytes,
+        num_rows=pool.num_rows,
+        row_bytes=pool.band.high - pool.band.low,
+        pitch_bytes=pool.band.row_bytes,
         page_first=layout is SlabLayout.PAGE_FIRST,
         to_slab=to_slab,
     )

@@ -13,7 +13,7 @@ __all__ = ["gather_pages", "scatter_pages"]
 
 
 def gather_pages(buffers: Sequence[torch.Tensor], pages: torch.Tensor, slab: torch.Tensor) -> None:
-    """buffers: [pool pages, page_bytes] each. pages: [n]. slab: [buffers, n, page_bytes], any
+    """buffers: [pool pages, rows, bytes] each. pages: [n]. slab: [buffers, n, rows, bytes], any
     strides. Raises IndexError for a page beyond the pool."""
     for buffer, target in zip(buffers, slab, strict=True):
         if target.is_contiguous():

@@ -22,7 +22,8 @@ _ELEMENTS = {
 
 
 @triton.jit(
-    do_not_specialize=["num_pages", "num_buffers"], do_not_specialize_on_alignment=["pages"]
+    do_not_specialize=["num_pages", "num_buffers", "num_rows"],
+    do_not_specialize_on_alignment=["pages"],
 )
 def page_copy_kernel(
     addresses,  # [buffers] int64
@@ -30,29 +31,32 @@ def page_copy_kernel(
     slab,  # of ELEMENT
     num_pages,
     num_buffers,
-    page_elements,
+    num_rows,  # of a page
+    row_elements,
+    pitch_elements,  # from a row of the pool to the next
     TO_SLAB: tl.constexpr,
     PAGE_FIRST: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,  # addresses are multiples of 16 bytes
     BLOCK: tl.constexpr,
 ):
-    """Grid [pages * blocks of a page, buffers]: neighbours read one page from end to end."""
-    blocks = tl.cdiv(page_elements, BLOCK)
-    place = (tl.program_id(0) // blocks).to(tl.int64)
+    """Grid [pages * rows * blocks of a row, buffers]: neighbours read one page from end to end."""
+    blocks = tl.cdiv(row_elements, BLOCK)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
     buffer = tl.program_id(1).to(tl.int64)
+    place = line // num_rows
     offsets = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    live = offsets < page_elements
-    page = tl.load(pages + place).to(tl.int64)
+    live = offsets < row_elements
+    row = tl.load(pages + place).to(tl.int64) * num_rows + line % num_rows
     pool = tl.load(addresses + buffer).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         pool = tl.multiple_of(pool, 16)
-    pool_at = pool + page * page_elements + offsets
+    pool_at = pool + row * pitch_elements + offsets
     if PAGE_FIRST:
-        row = place * num_buffers + buffer
+        line = (place * num_buffers + buffer) * num_rows + line % num_rows
     else:
-        row = buffer * num_pages + place
-    slab_at = slab + row * page_elements + offsets
+        line += buffer * num_pages * num_rows
+    slab_at = slab + line * row_elements + offsets
     if TO_SLAB:
         tl.store(slab_at, tl.load(pool_at, mask=live), mask=live)
     else:
@@ -65,26 +69,31 @@ def copy_pages(
     slab: torch.Tensor,
     *,
     alignment: int,
-    page_bytes: int,
+    num_rows: int,
+    row_bytes: int,
+    pitch_bytes: int,
     page_first: bool,
     to_slab: bool,
 ) -> None:
     """addresses: [buffers] int64 on the device. pages: [n], n above 0. slab: uint8, contiguous.
-    alignment: bytes, a power of two up to 16 that divides the addresses and ``page_bytes``."""
+    Of each page ``num_rows`` rows of ``row_bytes``, ``pitch_bytes`` apart. alignment: bytes, a
+    power of two up to 16 that divides the addresses, ``row_bytes`` and ``pitch_bytes``."""
     alignment = math.gcd(alignment, slab.data_ptr(), slab.storage_offset())
     width = min(alignment, 8)
     element, dtype = _ELEMENTS[width]
-    page_elements = page_bytes // width
-    # No larger than a page, so that small pages do not leave threads idle.
-    block = min(_BLOCK_BYTES // width, triton.next_power_of_2(page_elements))
-    grid = (len(pages) * triton.cdiv(page_elements, block), len(addresses))
+    row_elements = row_bytes // width
+    # No larger than a row, so that small rows do not leave threads idle.
+    block = min(_BLOCK_BYTES // width, triton.next_power_of_2(row_elements))
+    grid = (len(pages) * num_rows * triton.cdiv(row_elements, block), len(addresses))
     page_copy_kernel[grid](
         addresses,
         pages,
         slab.view(dtype),
         len(pages),
         len(addresses),
-        page_elements,
+        num_rows,
+        row_elements,
+        pitch_bytes // width,
         TO_SLAB=to_slab,
         PAGE_FIRST=page_first,
         ELEMENT=element,

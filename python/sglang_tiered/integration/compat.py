@@ -83,6 +83,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}.release_aborted_request": ("self", "request"),
     f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),
     f"{_TREE}.revoke_pending_prefetch": ("self", "request"),
+    f"{_TREE}.discard_storage_prefetch_accounting": ("self", "request"),
+    f"{_TREE}.has_ongoing_prefetch": ("self", "handle"),
     f"{_CACHE}.storage_prefetch:StoragePrefetchRetries.refetch": (
         "self",
         "req_id",
@@ -229,6 +231,11 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.detach_hicache_storage_wrapped": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler_components.flush_wrapper:SchedulerFlushWrapper.handle": (
+        "self",
+        "recv_req",
+    ),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
     "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (

@@ -14,11 +14,12 @@
 | Scheduler.__init__ | AFTER | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant |
 | Scheduler.__init__ | AROUND | a configuration refused once pools are sized ends the process with one sentence and code 2; SGLang prints a traceback |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
-| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner shows the host tier's size, which only the scheduler knows |
+| Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner shows what the tiers hold, which only the scheduler knows |
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
 | Scheduler.flush_cache | AFTER | a flush releases purged tenants |
+| SchedulerFlushWrapper.handle, Scheduler.detach_hicache_storage_wrapped | BEFORE | both need an idle scheduler; hints that load for no request would keep it busy |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
 | Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
 | Scheduler.on_idle | BEFORE | the last record of ``/tier/costs`` must not show work while the scheduler rests |
@@ -73,6 +74,7 @@ __all__ = ["RepeatFilter", "register"]
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FLUSHES = "sglang.srt.managers.scheduler_components.flush_wrapper"
 _WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc")
 _SESSION_UPDATES = (
     "update_weights_from_distributed",
@@ -81,8 +83,8 @@ _SESSION_UPDATES = (
 )
 REFUSED = 2
 """Exit code of a scheduler that has printed why it refuses to start."""
-HOST_INFO = "sglang_tiered_host"
-"""Key of the host tier's size in a scheduler's start message."""
+TIERS_INFO = "sglang_tiered_tiers"
+"""Key of what the tiers hold in a scheduler's start message."""
 
 LOOKUP_LOOK_S = 0.01
 
@@ -175,6 +177,8 @@ def _register_control() -> None:
         (f"{_SCHEDULER}.__init__", control.after_scheduler, HookType.AFTER),
         (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
         (f"{_SCHEDULER}.flush_cache", control.after_flush, HookType.AFTER),
+        (f"{_FLUSHES}.SchedulerFlushWrapper.handle", control.before_rest, HookType.BEFORE),
+        (f"{_SCHEDULER}.detach_hicache_storage_wrapped", control.before_rest, HookType.BEFORE),
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", control.around_clear, HookType.AROUND),
         (f"{_SCHEDULER}.on_idle", control.before_idle, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", control.after_idle, HookType.AFTER),
@@ -381,6 +385,7 @@ def _after_is_fully_idle(
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     from sglang_tiered.integration.attention.pod import PodAttention
     from sglang_tiered.integration.observe.exporter import samples
+    from sglang_tiered.integration.observe.holdings import holdings
     from sglang_tiered.integration.observe.transfer_stats import stats_of_scheduler
 
     transfer = stats_of_scheduler(scheduler)
@@ -391,7 +396,7 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     cache = _cache_of(scheduler)
     if cache is None:
         return result
-    state: dict[str, Any] = {"host_tokens": cache.cache_controller.mem_pool_host.logical_size}
+    state: dict[str, Any] = {"tiers": holdings(cache)}
     if cache.storage is not None:
         stats = cache.process_stats()
         for metric in METRICS:
@@ -434,21 +439,18 @@ def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    from sglang_tiered.integration.observe.holdings import holdings
+
     cache = _cache_of(scheduler)
     if cache is not None:
-        group = cache.cache_controller.mem_pool_host
-        pools = [entry.host_pool for entry in group.entries]
-        result[HOST_INFO] = {
-            "num_tokens": int(group.logical_size),
-            "num_bytes": sum(int(p.size * getattr(p, "size_per_token", 0)) for p in pools),
-        }
+        result[TIERS_INFO] = holdings(cache)
     return result
 
 
 def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str, Any]:
     for info in controller._scheduler_init_infos[:1]:  # noqa: SLF001
-        if HOST_INFO in info:
-            result[HOST_INFO] = info[HOST_INFO]
+        if TIERS_INFO in info:
+            result[TIERS_INFO] = info[TIERS_INFO]
     return result
 
 

@@ -18,6 +18,9 @@ PIN_SHARE = 1 / 6
 WARM_SHARE = 1 / 2
 """The share that is loaded after a restart before any request asks for it."""
 
+HINT_SHARE = 1 / 2
+"""The share that may be loaded because a conversation is about to be used, until it is."""
+
 MIN_OWN_SHARE = 1 / 4
 """The least that is shared out, of the whole host tier, where device memory leaves less."""
 
@@ -65,3 +68,8 @@ class HostBudget:
     def warm_tokens(self) -> int:
         """Return what may be loaded after a restart before any request asks for it."""
         return int(self.own_tokens * WARM_SHARE)
+
+    @property
+    def hinted_tokens(self) -> int:
+        """Return what hints may load, as long as nobody has used it."""
+        return int(self.own_tokens * HINT_SHARE)

@@ -25,11 +25,20 @@ from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.peer_loading import PeerLoader
-from sglang_tiered.storage.base import Health, LookupResult, RemoteTier, Stop, Tier, TierStats
+from sglang_tiered.storage.base import (
+    Health,
+    LookupResult,
+    RemoteTier,
+    Stop,
+    Tier,
+    TierStats,
+    unique_keys,
+)
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.formats import Serving
@@ -228,6 +237,15 @@ class PeerTier(RemoteTier):
 
     def hide(self, tenant: bytes | None) -> None:
         """Does nothing: the server that purged the tenant asked every other one."""
+
+    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
+        """Find these pages at no other server until it publishes them again. False: no other server
+        is asked to forget them."""
+        self.hide_pages(keys)
+        return ended(False)
+
+    def hide_pages(self, keys: Iterable[bytes]) -> None:
+        self._index.hide_pages(unique_keys(keys))
 
     def set_namespace(self, namespace: bytes) -> None:
         """As the contract says; pages of the old namespace are no longer served either."""

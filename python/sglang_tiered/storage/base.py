@@ -21,7 +21,7 @@ node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them 
 8. Every page belongs to the tenant its run names, if any. Keys of different tenants never
    coincide: that is the caller's promise. A tenant that was purged has no hit from the moment
    ``begin_purge`` returns, and no store of it submitted before lands behind it. One over its
-   share never costs others theirs.
+   share never costs others theirs. ``forget`` does for single pages what a purge does for a tenant.
 9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
    thread that ends it, perhaps under a lock of the tier: they must only note.
 """
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
     from typing import Any
 
@@ -59,11 +59,22 @@ __all__ = [
     "Tier",
     "TierStats",
     "WriteTier",
+    "unique_keys",
 ]
 
 KEY_BYTES = 32
 TENANT_BYTES = 16
 NO_TENANT = bytes(TENANT_BYTES)
+
+
+def unique_keys(keys: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Return each key once, in order. Raises ``ValueError`` for one of another length."""
+    unique = tuple(dict.fromkeys(keys))
+    for key in unique:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+    return unique
+
 
 Page = tuple[memoryview, ...]
 """The segments of one page, in order; its bytes are their concatenation. Format ``B``, 1-D,
@@ -311,6 +322,13 @@ class ReadTier(ABC):
         """
 
     @abstractmethod
+    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+        """Forget single pages: hidden on return, and what is on its way of them does not become
+        visible. Memory only. Pages stored again after the call are found again; no pin keeps them
+        any more. True and false as for ``begin_purge``. Raises ``ValueError`` for a key of another
+        length."""
+
+    @abstractmethod
     def set_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace, as when a running server's weights are replaced. Pages
         of the old one stop being visible at once; jobs submitted before finish under it. Memory
@@ -372,6 +390,16 @@ class RemoteTier(ReadTier):
     def hide(self, tenant: bytes | None) -> None:
         """Forget pages as ``begin_purge`` does, for this server alone: the server that purged them
         makes it durable."""
+
+    @abstractmethod
+    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
+        """Forget pages as every tier does, for every server that shares the tier; ``local`` is
+        what this server's own tier answered."""
+
+    @abstractmethod
+    def hide_pages(self, keys: Iterable[bytes]) -> None:
+        """Forget pages as ``forget`` does, for this server alone: the server that was asked to
+        forget them makes it durable."""
 
     @abstractmethod
     def refresh(self, timeout_s: float) -> bool:

@@ -22,12 +22,13 @@ from sglang_tiered.storage.base import (
     Stop,
     TenantUsage,
     WriteTier,
+    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Job, Page, Run
@@ -185,6 +186,14 @@ class MemoryEngine(WriteTier):
     def begin_purge(self, tenant: bytes | None) -> Future[bool]:
         with self._lock:
             self._num_purged += self._forget_all(tenant)
+            return ended(not self._closed)
+
+    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+        with self._lock:
+            held = [key for key in unique_keys(keys) if key in self._pages]
+            for key in held:
+                self._forget(key)
+            self._num_purged += len(held)
             return ended(not self._closed)
 
     def _forget_all(self, tenant: bytes | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from sglang_tiered.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "HostMemory",
     "Memories",
     "PagedMemory",
+    "Piece",
     "TokenSlice",
     "check_pages",
     "one_row",
@@ -54,6 +56,15 @@ class TokenSlice:
         return self.high - self.low
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a slab holds of one buffer: ``page_bytes`` of each page, all of it without a slice."""
+
+    buffer: int
+    page_bytes: int
+    part: TokenSlice | None = None
+
+
 class HasBuffers(Protocol):
     @property
     def buffers(self) -> Sequence[Buffer]: ...
@@ -70,12 +81,27 @@ class PagedMemory(HasBuffers, Protocol):
         """Whether another process of this machine could read the buffers."""
         ...
 
-    def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
-        """Copy pages of one buffer to ``out`` [num_pages * bytes], in order."""
+    def enter_thread(self) -> None:
+        """The endpoint's thread calls this before all else."""
         ...
 
-    def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
-        """Copy ``data`` into pages of one buffer: the inverse of ``gather``."""
+    def new_buffer(self, num_bytes: int) -> Bytes:
+        """Host memory that a slab is best gathered into; freed with its last reference."""
+        ...
+
+    def place(self, pages: Pages) -> Any:
+        """The numbers of a chunk's pages where ``begin_gather`` reads them: once for all slabs of
+        the chunk. Can be sliced as ``pages`` can."""
+        ...
+
+    def begin_gather(self, pieces: Sequence[Piece], placed: Any, out: Bytes) -> Callable[[], None]:
+        """Begin to copy pages to ``out``: one piece after the other, in each the pages in order.
+        Filled once the returned call has returned; until then ``out`` must not be used for
+        something else. The pages must have been computed."""
+        ...
+
+    def scatter_slab(self, pieces: Sequence[Piece], pages: Pages, data: Bytes) -> None:
+        """Copy ``data`` into pages, the inverse of a gather; ``data`` is free on return."""
         ...
 
     def flush(self) -> None:
@@ -96,7 +122,37 @@ class HostMemory:
             memory: Any = (ctypes.c_ubyte * (rows * buffer.page_bytes)).from_address(buffer.address)
             self._views.append(np.frombuffer(memory, np.uint8).reshape(rows, buffer.page_bytes))
 
+    def enter_thread(self) -> None:
+        """Does nothing: all threads see this memory alike."""
+
+    def new_buffer(self, num_bytes: int) -> Bytes:
+        return np.empty(num_bytes, np.uint8)
+
+    def place(self, pages: Pages) -> Pages:
+        return pages
+
+    def begin_gather(
+        self, pieces: Sequence[Piece], placed: Pages, out: Bytes
+    ) -> Callable[[], None]:
+        """Copies when it is waited for: nothing else would do it meanwhile."""
+        return partial(self._gather_slab, pieces, placed, out)
+
+    def _gather_slab(self, pieces: Sequence[Piece], pages: Pages, out: Bytes) -> None:
+        offset = 0
+        for piece in pieces:
+            size = piece.page_bytes * len(pages)
+            self.gather(piece.buffer, pages, piece.part, out[offset : offset + size])
+            offset += size
+
+    def scatter_slab(self, pieces: Sequence[Piece], pages: Pages, data: Bytes) -> None:
+        offset = 0
+        for piece in pieces:
+            size = piece.page_bytes * len(pages)
+            self.scatter(piece.buffer, pages, piece.part, data[offset : offset + size])
+            offset += size
+
     def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
+        """Copy pages of one buffer to ``out`` [num_pages * bytes], in order."""
         view = self._views[buffer]
         if part is None:
             # "clip", since numpy copies twice to be able to raise, and pages were checked.
@@ -107,6 +163,7 @@ class HostMemory:
             out.reshape(len(pages), -1, part.num_bytes)[:] = tokens[pages]
 
     def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
+        """Copy ``data`` into pages of one buffer: the inverse of ``gather``."""
         view = self._views[buffer]
         if part is None:
             view[pages] = data.reshape(len(pages), view.shape[1])
@@ -143,4 +200,9 @@ class Memories:
 
     kv: PagedMemory
     states: Sequence[PagedMemory]
-    aux: PagedMemory
+    aux: HostMemory
+
+    def enter_thread(self) -> None:
+        """The endpoint's thread calls this before all else."""
+        for memory in (self.kv, *self.states):
+            memory.enter_thread()

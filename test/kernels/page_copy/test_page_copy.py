@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from sglang_tiered_kernels.page_copy import PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter
 
 NUM_SLOTS = 48
 # For one page of 16 slots of ``buffers_of``'s default.
@@ -43,11 +43,12 @@ def check_copies(
     layout: SlabLayout,
     index_dtype: torch.dtype = torch.int64,
     shift: int = 0,
+    band: Band | None = None,
 ) -> None:
     """Out to a slab and into another pool, against plain indexing. shift: bytes by which the slab
     misses alignment."""
     buffers = buffers_of(dtype, row)
-    pool = PagedPool(buffers, page_size)
+    pool = PagedPool(buffers, page_size, band)
     pages = pages_of(pool, index_dtype)
     shape = pool.slab_shape(len(pages), layout)
     memory = torch.full((torch.Size(shape).numel() + shift + 5,), 0xA5, dtype=torch.uint8)
@@ -55,7 +56,11 @@ def check_copies(
     gather(pool, pages, slab, layout)
 
     raw = [b.view(torch.uint8).view(NUM_SLOTS // page_size, -1) for b in buffers]
-    expected = torch.stack([buffer[pages.long()] for buffer in raw])
+    of_page = torch.ones(raw[0].shape[1], dtype=torch.bool)
+    if band is not None:
+        of_page.view(-1, band.row_bytes)[:, : band.low] = False
+        of_page.view(-1, band.row_bytes)[:, band.high :] = False
+    expected = torch.stack([buffer[pages.long()][:, of_page] for buffer in raw])
     if layout is SlabLayout.PAGE_FIRST:
         expected = expected.transpose(0, 1)
     assert torch.equal(slab, expected)
@@ -63,12 +68,14 @@ def check_copies(
     assert (memory[-5:] == 0xA5).all(), "bytes after the slab were written"
 
     others = [torch.full_like(b.view(torch.uint8), 0x5A).view(dtype) for b in buffers]
-    scatter(slab, pages, PagedPool(others, page_size), layout)
+    scatter(slab, pages, PagedPool(others, page_size, band), layout)
     untouched = torch.ones(NUM_SLOTS // page_size, dtype=torch.bool)
     untouched[pages.long()] = False
     for source, other in zip(raw, others, strict=True):
         written = other.view(torch.uint8).view(len(untouched), -1)
-        assert torch.equal(written[pages.long()], source[pages.long()])
+        named = written[pages.long()]
+        assert torch.equal(named[:, of_page], source[pages.long()][:, of_page])
+        assert (named[:, ~of_page] == 0x5A).all(), "bytes beside the band were written"
         assert (written[untouched] == 0x5A).all(), "a page that was not named was written"
 
 
@@ -83,6 +90,18 @@ CASES: dict[str, dict[str, Any]] = {
         "row": (8,),
         "page_size": 4,
         "index_dtype": torch.int32,
+    },
+    "some heads of a token": {
+        "dtype": torch.bfloat16,
+        "row": (4, 8),
+        "page_size": 4,
+        "band": Band(64, 16, 48),
+    },
+    "some bytes of a token": {
+        "dtype": torch.uint8,
+        "row": (15,),
+        "page_size": 3,
+        "band": Band(15, 2, 9),
     },
     "a slab off by 4": {"dtype": torch.bfloat16, "row": (8,), "page_size": 4, "shift": 4},
     "a slab off by 1": {"dtype": torch.bfloat16, "row": (8,), "page_size": 4, "shift": 1},
@@ -144,6 +163,12 @@ def test_buffers_that_are_no_pool_are_refused(
         PagedPool(buffers, page_size)
 
 
+@pytest.mark.parametrize("band", [Band(24, 8, 8), Band(24, 8, 25), Band(20, 0, 4), Band(24, -1, 8)])
+def test_a_band_beyond_its_row_is_refused(band: Band) -> None:
+    with pytest.raises(ValueError, match="are no part of pages of 48 bytes"):
+        PagedPool([torch.zeros(4, 6)], 2, band)
+
+
 @pytest.mark.parametrize(
     ("pages", "slab", "message"),
     [
@@ -183,7 +208,9 @@ def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
         "slab": "*i64",
         "num_pages": "i32",
         "num_buffers": "i32",
-        "page_elements": "i32",
+        "num_rows": "i32",
+        "row_elements": "i32",
+        "pitch_elements": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }
     names = page_copy_kernel.arg_names
@@ -193,7 +220,7 @@ def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
         constexprs={(names.index(k),): v for k, v in constants.items()},
         attrs={
             (names.index(k),): [["tt.divisibility", 16]]
-            for k in ("addresses", "slab", "page_elements")
+            for k in ("addresses", "slab", "row_elements", "pitch_elements")
         },
     )
     made = triton.compile(

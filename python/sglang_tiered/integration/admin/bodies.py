@@ -13,6 +13,7 @@ __all__ = [
     "check_num_tokens",
     "parse_limit",
     "parse_pin",
+    "parse_prefetch",
     "parse_purge",
     "parse_selector",
     "parse_tenant",
@@ -25,6 +26,7 @@ _LIMIT, _MAX_LIMIT = 100, 1000
 _MAX_SHOWN = 40
 _MAX_NAME_BYTES = 512
 _MAX_TTL_S = 10 * 365 * 86_400
+_MAX_WAIT_S = 30
 _SOURCES = ("rid", "text", "input_ids")
 _TIERS = ("nvme", "object")
 
@@ -81,6 +83,18 @@ def parse_pin(body: Any) -> dict[str, Any]:
     if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:
         raise CallError(f"ttl {ttl!r:.40} must be seconds, more than 0, at most {_MAX_TTL_S}")
     return {**selector, **own}
+
+
+def parse_prefetch(body: Any) -> tuple[dict[str, Any], float]:
+    """Return which prefix to bring to host memory, and for how long to wait for it. Raises
+    ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    rest = {name: value for name, value in body.items() if name != "wait_s"}
+    selector, wait_s = parse_selector(rest, with_tier=False), body.get("wait_s", 0)
+    if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MAX_WAIT_S:
+        raise CallError(f"wait_s {wait_s!r:.40} must be seconds, at least 0, at most {_MAX_WAIT_S}")
+    return selector, float(wait_s)
 
 
 def parse_unpin(body: Any) -> dict[str, Any]:

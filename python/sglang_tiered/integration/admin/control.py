@@ -18,8 +18,10 @@ from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.hints import Prefetches
 from sglang_tiered.integration.admin.pins import Pins, list_pins, tenant_of_body
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
+from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -56,6 +58,7 @@ class Control:
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
         self._checkpoints = conversations.Checkpoints()
         self._pins = Pins(self._checkpoints)
+        self._prefetches = Prefetches()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
         self._methods: dict[str, Method] = {
@@ -66,6 +69,7 @@ class Control:
             "checkpoint": lambda _, *message: self._checkpoints.answer(*message),
             "pin": lambda _, *message: self._pins.pin(*message),
             "unpin": lambda _, *message: self._pins.unpin(*message),
+            "prefetch": lambda _, *message: self._prefetches.answer(*message),
         }
 
     def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
@@ -94,6 +98,12 @@ class Control:
         scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
         return None
 
+    def before_rest(self, *_: Any) -> None:
+        """Drop all hints: memory is to be emptied or the tiers to be detached, for which SGLang
+        waits until the scheduler is idle, and hints might load on and on."""
+        if self._cache is not None and self._cache.tiering is not None:
+            self._cache.tiering.hints.end_all(EMPTIED)
+
     def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""
         cache = scheduler.tree_cache
@@ -108,6 +118,7 @@ class Control:
             return original(scheduler, recv_req)
         from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
+        self.before_rest()
         return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
 
     def before_idle(self, scheduler: Any) -> None:
@@ -177,6 +188,8 @@ class Control:
         servers unless it came from one of them."""
         # Before the tree is reset, or it would be asked to store what is purged.
         cache.purged_tenants.quarantine(tenant)
+        if cache.tiering is not None:
+            cache.tiering.hints.end_all(PURGED, tenant)
         purges = _purge_warm_list(cache, tenant)
         if cache.storage is not None:
             purges += [
@@ -248,6 +261,8 @@ def hide_memory(scheduler: Any) -> None:
     """Hide what device and host memory hold until they are emptied, in the next idle moment; the
     tiers keep their pages. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
+    if cache.tiering is not None:
+        cache.tiering.hints.end_all(WEIGHTS)
     cache.purged_tenants.quarantine(None)
     _use_new_keys(scheduler, cache)
 

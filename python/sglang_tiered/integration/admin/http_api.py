@@ -19,6 +19,10 @@ keys are those of ``/flush_cache``.
 ``POST /tier/unpin``   ``{"name": ...}`` with the tenant's ``extra_key`` and ``cache_salt``, or a
                        prefix as for ``residency``. 404 if there is no such pin.
 ``GET /tier/pins``     ``?extra_key=...&cache_salt=...``: the pins of one tenant, by scheduler.
+``POST /tier/prefetch``  a prefix as for ``residency``, with ``wait_s`` (0 to 30): it is about to be
+                       used, so what pays of it comes to host memory. Answers 202 while that goes
+                       on, 200 once nothing is left to load, 503 with the reason where it was
+                       given up (ask again).
 ``GET /tier/costs``    what computing and loading cost here, and how busy the server is
                        (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
                        no scheduler is asked. 404 where none learns costs, 503 before the first did.
@@ -57,6 +61,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "pin": (("POST",), TierService.pin),
     "unpin": (("POST",), TierService.unpin),
     "pins": (("GET",), TierService.pins),
+    "prefetch": (("POST",), TierService.prefetch),
 }
 """The calls by the last part of their path: how they may be asked, and who answers."""
 

@@ -16,6 +16,7 @@ from sglang_tiered.integration.admin.bodies import (
     check_num_tokens,
     parse_limit,
     parse_pin,
+    parse_prefetch,
     parse_purge,
     parse_selector,
     parse_tenant,
@@ -42,7 +43,7 @@ Answer = dict[str, Any]
 
 
 class Report(NamedTuple):
-    """What a call answers: 200, or 503 where it is not done yet (ask again)."""
+    """What a call answers: 200, or where it is not done yet 503 (ask again) or 202 (it goes on)."""
 
     status: int
     body: Any
@@ -101,6 +102,17 @@ class TierService:
         _check_counted(answers, "pins")
         return Report(200, [_without_done(answer) for answer in answers])
 
+    async def prefetch(self, body: Any) -> Report:
+        """Bring a prefix that is about to be used to host memory."""
+        body, wait_s = parse_prefetch(body)
+        body = await self._with_tokens(body)
+        answers = await self._ask("prefetch", body, repeats_body=False, timeout_s=wait_s)
+        known = _known(answers, UNKNOWN_RID)
+        # With data parallelism every replica loads what it finds.
+        best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
+        is_done = all(answer["done"] for answer in known)
+        return Report(200 if is_done else 202, _without_done(best))
+
     async def _with_tokens(self, body: Answer) -> Answer:
         """Return the body with ``input_ids`` in place of ``text``. Raises ``CallError``."""
         text = body.pop("text", None)
@@ -114,13 +126,20 @@ class TierService:
         check_num_tokens(tokens, "text")
         return {**body, "input_ids": [int(token) for token in tokens]}
 
-    async def _ask(self, method: str, body: Answer, *, repeats_body: bool = True) -> list[Answer]:
+    async def _ask(
+        self,
+        method: str,
+        body: Answer,
+        *,
+        repeats_body: bool = True,
+        timeout_s: float | None = None,
+    ) -> list[Answer]:
         """Poll until all schedulers are done or the time is up; return one answer of each."""
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
         number = uuid.uuid4().hex
         message = {**body, "id": number}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
         pause_s = _POLL_S
         while True:
             replies = await self._manager.dumper_control(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
+    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["LoadPlanner"]
 
@@ -70,6 +71,7 @@ class _Load:
 
     plan: LoadPlan
     is_back: bool = False  # read from its end, while its request computes the front
+    is_ahead: bool = False  # no request waits for it
     queued_at: float | None = None
     begun_at: float | None = None  # when its reads were first seen under way
     left_to_begin_s: float = 0.0
@@ -417,6 +419,49 @@ class LoadPlanner(Generic[Request]):
                 self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
                 self._deadline_is_due = True
 
+    def plan_ahead(
+        self,
+        num_held: int,
+        *,
+        num_before: int,
+        spans: Sequence[Span] = (),
+        ends: Sequence[int] | None = None,
+    ) -> int:
+        """Plan a load for which no request waits, behind no other: of ``num_held`` tokens behind
+        ``num_before`` in memory, which lie in ``spans``. A load may end after any page, or where
+        ``ends`` says. Returns how many tokens are sooner loaded than computed."""
+        if self._always or self.follows:
+            return num_held
+        self.learn()
+        return self.costs.plan(
+            num_held=num_held,
+            num_new=num_held + 1,
+            num_before=num_before,
+            spans=self._tokens_of(spans),
+            ends=ends,
+        ).num_tokens
+
+    def begins_ahead(
+        self, request: Request, num_tokens: int, *, num_before: int, spans: Sequence[Span] = ()
+    ) -> None:
+        """Note that a load of so many tokens was queued for which no request waits, until
+        ``forget``."""
+        plan = self.costs.plan_of(
+            num_tokens,
+            num_new=num_tokens + 1,
+            num_before=num_before,
+            spans=self._tokens_of(spans),
+        )
+        self._loads[request] = load = _Load(plan, is_ahead=True, queued_at=self._clock())
+        self._count(load, 1)
+        if plan.num_remote and not self._always:
+            self.far_deadline_s = max(self.far_deadline_s, plan.useful_s)
+        self._deadline_is_due |= not self._always
+
+    def _tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        page_tokens = self.costs.page_tokens
+        return [(TIERS.index(span.tier), span.num_pages * page_tokens) for span in spans]
+
     def _set_deadline(self) -> None:
         """Bound reads of remote tiers: any of them is useless once no request would wait for it any
         more, not even the last one in the queue."""
@@ -445,7 +490,7 @@ class LoadPlanner(Generic[Request]):
         """Return the seconds until a load is expected to end; infinite if it is far too late, or if
         there is no load."""
         load = self._loads.get(request)
-        if load is None or load.queued_at is None:
+        if load is None or load.queued_at is None or load.is_ahead:
             return math.inf
         left_s = load.plan.load_s - (self._clock() - load.queued_at)
         return max(left_s, 0.0) if left_s > -load.plan.load_s else math.inf

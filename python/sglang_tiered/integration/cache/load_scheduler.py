@@ -32,7 +32,7 @@ from sglang_tiered.integration.cache.declined_loads import (
     told_end,
 )
 from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
-from sglang_tiered.integration.cache.planned_hits import Planned, PlannedHits
+from sglang_tiered.integration.cache.planned_hits import Planned, PlannedHits, allocate_now
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class LoadScheduler:
         self._window.withdraw_load(request.rid)
         self.declined.withdraw(request)
         hashes, spans = self._held_pages(call, storage)
-        ends = self._restorable_ends(call.last_host_node_id, hashes, storage)
+        ends = self.restorable_ends(call.last_host_node_id, hashes, storage)
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
         num_held = len(hashes) * cache.page_size
@@ -259,8 +259,7 @@ class LoadScheduler:
         )
         if is_new and self._cache.decides_alone:
             # Between two steps; a repeated attempt may be in the middle of one.
-            num_answered = self._cache.cache_controller.prefetch_hit_queue.qsize()
-            self._cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
+            allocate_now(self._cache)
 
     def ranks(self, request: CacheRequestHandle, rank: int) -> None:
         """Take note that a request, whose load is planned next, goes before those of larger ranks;
@@ -344,7 +343,7 @@ class LoadScheduler:
         spans = storage.lookup_spans(hashes)
         return hashes[: sum(span.num_pages for span in spans)], spans
 
-    def _restorable_ends(
+    def restorable_ends(
         self, node_id: int, hashes: list[str], storage: TieredStorage
     ) -> list[int] | None:
         """Return after how many of these pages below a node a load may end; None if after any. In a
@@ -563,6 +562,12 @@ class LoadScheduler:
         self.planner.forget(request)
         self._stop(request)
         self.unlock_loaded(request)
+
+    def has_room_ahead(self, num_tokens: int) -> bool:
+        """Whether a load for which no request waits may begin: it overtakes none that one does."""
+        num_taken = self.num_tokens()
+        idle = not self._cache.ongoing_prefetch
+        return idle and self._window.has_room_for_next(num_tokens, num_taken)
 
     def is_loading_or_waiting(self) -> bool:
         """Whether a load is under way or a request waits to be admitted."""

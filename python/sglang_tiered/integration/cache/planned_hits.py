@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["Planned", "PlannedHits", "Prefetch", "around_prefetch"]
+__all__ = ["Planned", "PlannedHits", "Prefetch", "allocate_now", "around_prefetch"]
 
 _HITS = "_sglang_tiered_hits"
 """The attribute of a controller whose queries are answered here."""
@@ -95,6 +95,13 @@ class PlannedHits:
         operation.storage_hit_count = num_tokens
         controller.prefetch_hit_queue.put(operation)
         self._request = None
+
+
+def allocate_now(cache: Any) -> None:
+    """Have SGLang allocate host memory for loads that were answered on the spot, so that they begin
+    now and not in the next step. On a lone rank, and not in the middle of a step."""
+    num_answered = cache.cache_controller.prefetch_hit_queue.qsize()
+    cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
 
 
 def around_prefetch(

@@ -36,6 +36,8 @@ from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
+from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
+from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.host_size import (
     SMALL_RATIO,
@@ -53,7 +55,6 @@ from sglang_tiered.integration.cache.quiescing import (
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
-from sglang_tiered.integration.cache.warm_restart import remove_list
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
@@ -573,6 +574,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         namespace.forget_files()
         if self.tiering is not None:
             self.tiering.returns.forget_all()
+            self.tiering.hints.end_all(WEIGHTS)
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
             self.storage.change_weights(tree_is_empty=tree_is_empty)

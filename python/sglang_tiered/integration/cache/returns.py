@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.load_planner import TIERS
+from sglang_tiered.integration.cache.planned_hits import allocate_now
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
     BackLeft,
@@ -201,8 +202,7 @@ class Returns:
         self._planner.begins(call.request)
         self._planner.num_both_ends += 1
         if planned.is_new and cache.decides_alone:  # between two steps
-            num_answered = cache.cache_controller.prefetch_hit_queue.qsize()
-            cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
+            allocate_now(cache)
 
     # ---- Segments arrive ----
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
+from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
+from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.cache.host_copies import CopyingCache, HostCopies
-from sglang_tiered.integration.cache.load_scheduler import LoadingCache, LoadScheduler
+from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
 from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
-from sglang_tiered.integration.cache.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
@@ -41,23 +43,12 @@ __all__ = ["PublishesCosts", "TierObserver", "TieredCache", "Tiering", "stats_of
 MIN_COST_S = 1e-6
 
 
-class TieredCache(LoadingCache, CopyingCache, SpillingCache, Protocol):
+class TieredCache(LoadAheadCache, CopyingCache, SpillingCache, Protocol):
     """The part of the cache that ``Tiering`` and its parts use."""
 
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
     apply_remote_purge: Callable[[bytes | None], object] | None
-
-    @property
-    def storage(self) -> TieredStorage | None:
-        """The attached tiers; None while an operator has detached them."""
-        ...
-
-    def root_node_handle(self, extra_key: str | None) -> int: ...
-    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
-    def begin_load(self, call: Prefetch) -> bool | None: ...
-    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
-    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
 
 
 class PublishesCosts(Protocol):
@@ -111,9 +102,20 @@ class Tiering:
             store_ended=self._store_ended,
             clock=clock,
         )
+
+        def loader(name: str) -> ChainLoader:
+            window = budget.loading_tokens
+            return ChainLoader(
+                cache, self.loads, planner, self.copies, name=name, window_tokens=window
+            )
+
+        hints = loader("sglang-tiered-hint-")
+        self.hints = Hints(cache, self.loads, hints, budget.hinted_tokens, clock)
         # One of them only: a cold start removes the list that the other one reads.
         self.warm: WarmHost | ColdStart = (
-            WarmHost(cache, self.loads, storage.notes, budget.warm_tokens)
+            WarmHost(
+                cache, self.loads, loader("sglang-tiered-warm-"), storage.notes, budget.warm_tokens
+            )
             if warms
             else ColdStart(storage.notes)
         )
@@ -143,6 +145,7 @@ class Tiering:
 
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has forgotten the stores under way."""
+        self.hints.end_all(DETACHED)
         self.loads.detached()
         self.returns.forget_all()
         self.stores.abandon()
@@ -213,7 +216,8 @@ class Tiering:
         """Let one thing that was kept be evicted; return False if nothing is kept. Residents go
         before what NVMe does not hold yet. What was loaded for waiting requests stays, since the
         window bounds it; but it may take all memory of other components' states, so there the last
-        load goes too."""
+        load goes too. A hint loads no more at that price."""
+        self.hints.note_memory_is_short()
         return (
             self.residents.dismiss_one()
             or self.stores.release_pin()
@@ -248,6 +252,7 @@ class Tiering:
         if params.req is not None and path and not self._cache.purged_tenants:
             hashes = [core.get_last_hash_value(node.node_id) for node in path]
             self.warm.note_loaded_back(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
+            self.hints.note_use(hashes)
         self.residents.note_use(node_id)
 
     def cost_to_bring_back(self, node_id: int, chain: str, num_tokens: int) -> float:
@@ -294,6 +299,7 @@ class Tiering:
         storage.settle_namespace()
         if storage.knows_namespace:
             self.warm.tick()
+        self.hints.step(storage)
         self._apply_remote_purges(storage)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
@@ -315,6 +321,7 @@ class Tiering:
         self.stores.clear()
         self.residents.clear()
         self.warm.tree_was_reset()
+        self.hints.tree_was_reset()
 
     def close(self) -> None:
         """Write the list of warm prefixes; no request may run. Waits for the disk."""
@@ -369,4 +376,4 @@ def stats_of(storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
     spill = SpillStats(
         queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
     )
-    return process_stats(storage, tiering.planner.stats(), spill)
+    return process_stats(storage, tiering.planner.stats(), spill, tiering.hints.stats())

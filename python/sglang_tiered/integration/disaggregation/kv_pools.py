@@ -1,32 +1,22 @@
-"""SGLang's KV pools, as ``transfer`` wants them: their layout, and access to their pages.
-
-Pools in device memory are gathered there and staged through pinned host memory, with plain torch
-operations on a stream of their own, one buffer at a time, each waited for. Written without a CUDA
-device; the tests run it on CPU tensors.
-"""
+"""SGLang's KV pools, as ``transfer`` wants them: their layout, and access to their pages."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 
 from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, PagedMemory
+from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from sglang_tiered.transfer.memory import PagedMemory
 
-    from sglang_tiered.transfer.memory import Bytes, Pages, TokenSlice
-
-__all__ = ["DeviceMemory", "at_rank", "host_memory_of", "layout_of", "memories_of"]
+__all__ = ["at_rank", "host_memory_of", "layout_of", "memories_of"]
 
 DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""
@@ -120,85 +110,3 @@ def _layer_ids(args: Any, *, is_mla: bool) -> list[int]:
         )
     layers = range(first, first + num_target // per_layer)
     return [*layers] * per_layer + [DRAFT_LAYERS + index for index in range(num_draft)]
-
-
-class _Pointer:
-    """Device memory by address, in the form that torch takes without a copy."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-class DeviceMemory:
-    """``PagedMemory`` over buffers of one device; ``cpu`` for tests. The caller keeps the pool
-    alive."""
-
-    is_host = False
-
-    def __init__(self, buffers: Sequence[Buffer], device: str) -> None:
-        self.buffers = tuple(buffers)
-        self._device = torch.device(device)
-        self._is_cuda = self._device.type == "cuda"
-        self._stream: Any = (
-            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            if self._is_cuda
-            else None
-        )
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._views = [self._view(buffer) for buffer in self.buffers]
-
-    def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
-        """Copy pages out of the pool. SGLang has computed them: it sends them only then."""
-        with self._on_stream():
-            rows = self._rows(buffer, part)[self._index(pages)].reshape(-1)
-            staged = self._staged(out.nbytes)
-            staged.copy_(rows, non_blocking=True)
-            self.flush()
-        out[:] = staged.numpy()
-
-    def scatter(self, buffer: int, pages: Pages, part: TokenSlice | None, data: Bytes) -> None:
-        """Copy pages into the pool. Waits until they are there, so ``data`` may be used again."""
-        with self._on_stream():
-            staged = self._staged(data.nbytes)
-            staged.numpy()[:] = data
-            rows = self._rows(buffer, part)
-            values = staged.to(self._device, non_blocking=True)
-            rows[self._index(pages)] = values.reshape(len(pages), *rows.shape[1:])
-            self.flush()
-
-    def flush(self) -> None:
-        """Returns when all that was scattered may be read, on any stream."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _view(self, buffer: Buffer) -> torch.Tensor:
-        num_rows = buffer.num_bytes // buffer.page_bytes
-        size = num_rows * buffer.page_bytes
-        if self._is_cuda:
-            flat = torch.as_tensor(_Pointer(buffer.address, size), device=self._device)
-        else:
-            memory: Any = (ctypes.c_ubyte * size).from_address(buffer.address)
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
-        return flat.reshape(num_rows, buffer.page_bytes)
-
-    def _rows(self, buffer: int, part: TokenSlice | None) -> torch.Tensor:
-        view = self._views[buffer]
-        if part is None:
-            return view
-        return view.reshape(len(view), -1, part.token_bytes)[:, :, part.low : part.high]
-
-    def _index(self, pages: Pages) -> torch.Tensor:
-        return torch.from_numpy(pages).to(self._device, torch.int64)
-
-    def _staged(self, num_bytes: int) -> torch.Tensor:
-        if self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        return self._staging[:num_bytes]

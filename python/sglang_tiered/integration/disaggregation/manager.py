@@ -39,6 +39,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     is_loopback,
     is_wildcard,
 )
+from sglang_tiered.integration.disaggregation.device_memory import are_done
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
@@ -135,7 +136,9 @@ class KVManagerRole:
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, server_args, is_mla_backend, self._transfer.codec)
-        self._memories = kv_pools.memories_of(args, _device_of(args))
+        device = _device_of(args)
+        self._memories = kv_pools.memories_of(args, device)
+        self.has_streams = device != "cpu"
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
         self._exporter: MetricsExporter | None = None
@@ -235,7 +238,9 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         indices_event: Any = None,
         trace_ctx: Any = None,
     ) -> None:
-        """Send pages that are computed, or will be when ``wait_event`` says so."""
+        """Send pages that are computed, or will be when ``wait_event`` says so. With
+        ``indices_event``, ``kv_indices`` is a host tensor of this call's own, filled when that says
+        so."""
         if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
             return
         if not isinstance(index_slice, slice):
@@ -247,12 +252,12 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.endpoint.send_chunk(
             bootstrap_room,
             Chunk(
-                _pages(kv_indices),
+                _pages(kv_indices) if indices_event is None else kv_indices.numpy(),
                 index_slice.start,
                 is_last_chunk,
                 [None if rows is None else _pages(rows) for rows in state_indices or ()],
                 aux_index if sends_metadata else None,
-                _is_computed(wait_event),
+                are_done(wait_event, indices_event),
             ),
         )
 
@@ -354,6 +359,12 @@ class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
     kv_mgr: PrefillKVManager
+
+    @property
+    def supports_host_tensor_indices(self) -> bool:
+        """Whether SGLang may hand over page numbers that a device is still writing, so that its
+        scheduler does not wait for them. It asks CUDA for the event."""
+        return self.kv_mgr.has_streams
 
     def __init__(self, mgr: PrefillKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
@@ -498,10 +509,6 @@ def _device_of(args: Any) -> str:
 def _pages(indices: Any) -> Any:
     """A copy as int32, since SGLang reuses its index buffers."""
     return np.array(indices, np.int32)
-
-
-def _is_computed(event: Any) -> Any:
-    return None if event is None else event.query
 
 
 CLASSES = {

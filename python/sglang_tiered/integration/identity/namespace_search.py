@@ -22,16 +22,16 @@ from sglang_tiered.config import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import contents_of, is_nameless, spell_out
-from sglang_tiered.storage.region.files import NAMESPACE_NAME
+from sglang_tiered.storage.region.files import NAMESPACE_NAME, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import NAMESPACE_BYTES
-from sglang_tiered.storage.region.notes import read_note
+from sglang_tiered.storage.region.notes import add_page_size, read_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from sglang_tiered.integration.identity.file_digests import SeenFile
-    from sglang_tiered.storage.region.notes import Notes
+    from sglang_tiered.storage.region.notes import Notes, PageSize
 
 __all__ = ["NamespaceSearch", "recall_namespace", "remember_namespace"]
 
@@ -136,17 +136,19 @@ def recall_namespace(shard: Path) -> bytes:
     return found
 
 
-def remember_namespace(notes: Notes, found: bytes) -> None:
-    """Save the namespace for the next start that must read its weights. Waits for the disk."""
+def remember_namespace(notes: Notes, found: bytes, size: PageSize) -> None:
+    """Save the namespace for the next start that must read its weights, and what its pages hold for
+    who looks into the shard. Waits for the disk."""
     data = seal(found)
-    if notes.read(NAMESPACE_NAME) == data:
-        return
     try:
-        notes.write(NAMESPACE_NAME, data)
+        if notes.read(NAMESPACE_NAME) != data:
+            notes.write(NAMESPACE_NAME, data)
+        add_page_size(notes, found, size)
     except OSError as error:
         logger.warning(
-            "%s cannot be written (%s); the next start may have to read weights before it finds "
-            "pages",
+            "%s or %s cannot be written (%s); the next start may have to read weights before it "
+            "finds pages, and `store stat` may not count tokens",
             NAMESPACE_NAME,
+            PAGE_SIZES_NAME,
             error.strerror,
         )

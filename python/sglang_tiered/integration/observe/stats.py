@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
+    from sglang_tiered.policy.hints import HintEnd
     from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import EngineStats
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = [
+    "HintStats",
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
@@ -101,6 +103,7 @@ class ProcessStats:
     write_budget_bytes: float | None
     object: ObjectTierStats | None  # None without an object tier
     peer: PeerTierStats | None  # None without an index of other servers
+    hints: HintStats | None = None  # None on a stage of a pipeline
 
     def health_reasons(self) -> dict[str, str]:
         """Return why tiers are not running: one clause each, by the tier's name."""
@@ -122,11 +125,23 @@ class SpillStats:
     num_backups_recovered: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HintStats:
+    """Counts the hints of conversations that are about to be used."""
+
+    num_begun: int
+    ended: dict[HintEnd, int]
+    num_tokens_loaded: int
+
+
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
 def process_stats(
-    storage: TieredStorage, planner: PlannerStats | None = None, spill: SpillStats | None = None
+    storage: TieredStorage,
+    planner: PlannerStats | None = None,
+    spill: SpillStats | None = None,
+    hints: HintStats | None = None,
 ) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
@@ -149,4 +164,5 @@ def process_stats(
         write_budget_bytes=storage.gate.budget_bytes,
         object=below,
         peer=beside,
+        hints=hints,
     )

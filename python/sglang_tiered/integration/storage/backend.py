@@ -309,11 +309,10 @@ class TieredStorage(ZeroCopyStorage):
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
 
     def _remember_namespace(self) -> None:
+        pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        arguments = (self.notes, self._namespace, host_pages.kv_page_size(pools))
         self._noting = threading.Thread(
-            target=remember_namespace,
-            args=(self.notes, self._namespace),
-            name="tier-namespace",
-            daemon=True,
+            target=remember_namespace, args=arguments, name="tier-namespace", daemon=True
         )
         self._noting.start()
 

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.region.notes import PageSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ __all__ = [
     "check",
     "derive_keys",
     "engine_keys",
+    "kv_page_size",
     "may_move",
     "page_bytes",
     "page_segments",
@@ -52,6 +54,14 @@ def page_bytes(pool: Any) -> int:
     page_size = getattr(pool, "logical_page_size", pool.page_size)
     page = page_segments(pool, torch.arange(page_size), 1)[0]
     return sum(segment.nbytes for segment in page)
+
+
+def kv_page_size(pools: Mapping[PoolName, Any]) -> PageSize:
+    """Return what tells the KV pool's pages in a tier, and how many tokens one holds."""
+    kv = pools[PoolName.KV]
+    nbytes = page_bytes(kv)
+    num_alike = sum(page_bytes(pool) == nbytes for pool in pools.values())
+    return PageSize(int(getattr(kv, "logical_page_size", kv.page_size)), nbytes, num_alike)
 
 
 def may_move(anchor: Any, others: Mapping[PoolName, Any]) -> bool:

@@ -153,6 +153,10 @@ class LocalityIndex:
         again."""
         self._state.mirror.lacks(peer.server, keys)
 
+    def hide_pages(self, keys: Sequence[bytes]) -> None:
+        """Note that no server holds pages, until one publishes them again."""
+        self._state.mirror.hide_pages(keys)
+
     def avoid(self, peer: Peer, seconds: float) -> None:
         """Find nothing at a server for a while, since it does not answer."""
         self._state.mirror.avoid(peer.server, seconds)

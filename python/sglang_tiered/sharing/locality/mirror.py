@@ -115,9 +115,21 @@ class Mirror:
         with self.lock:
             known = self._peers.get(server)
             if known is not None:
-                self._clear(known.slot, pages)
-                if self._lacking is not None:
-                    self._lacking.append((known.slot, pages))
+                self._hide(known.slot, pages)
+
+    def hide_pages(self, keys: Sequence[bytes]) -> None:
+        """Find these pages at no peer until it publishes them again."""
+        pages = distinct(fingerprints_of(keys))
+        with self.lock:
+            for known in self._peers.values():
+                self._hide(known.slot, pages)
+
+    def _hide(self, slot: int, pages: Fingerprints) -> None:
+        """Remove a holder of pages, in a copy under way too. The caller holds the lock."""
+        if slot < self._table.num_words * WORD_BITS:
+            self._clear(slot, pages)
+        if self._lacking is not None:
+            self._lacking.append((slot, pages))
 
     def avoid(self, server: str, seconds: float) -> None:
         with self.lock:

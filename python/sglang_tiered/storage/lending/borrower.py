@@ -21,6 +21,7 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     WriteTier,
+    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.lending.wire import (
@@ -34,7 +35,7 @@ from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -188,6 +189,11 @@ class BorrowedEngine(WriteTier):
         with self._lock:
             self._generation += 1
         return ended(not self._closed)
+
+    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+        """Fail what is on its way, as a purge does; the lender forgets the pages."""
+        unique_keys(keys)
+        return self.begin_purge(None)
 
     def flush(self, timeout_s: float) -> bool:
         return not self._closed

@@ -301,4 +301,5 @@ class _ManifestRead:
             state.skip(self.name)
         elif state.index.accepts(self.name):
             counts.num_manifests_seen += 1
-            state.index.put(manifest)
+            if not state.learn(manifest):
+                state.skip(self.name)

@@ -23,10 +23,12 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
+    unique_keys,
 )
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.discovery import Discovery
+from sglang_tiered.storage.object.forgetting import begin_forget, hide_pages
 from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
@@ -39,7 +41,7 @@ from sglang_tiered.storage.object.uploading import Uploader
 from sglang_tiered.storage.promises import all_true, is_true
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.codecs.base import PageCodec
@@ -244,6 +246,13 @@ class ObjectEngine(BucketTier):
 
     def hide(self, tenant: bytes | None) -> None:
         hide(self._state, tenant)
+
+    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
+        """Forget pages as the contract says, for every server."""
+        return begin_forget(self._state, unique_keys(keys))
+
+    def hide_pages(self, keys: Iterable[bytes]) -> None:
+        hide_pages(self._state, unique_keys(keys))
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:

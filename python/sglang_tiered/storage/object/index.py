@@ -158,8 +158,9 @@ class ObjectIndex:
             return False
         return not self._is_full or name > self._oldest()
 
-    def put(self, manifest: Manifest) -> None:
-        """Point to the pages of an object, and forget the oldest beyond the bounds."""
+    def put(self, manifest: Manifest, dead: npt.NDArray[np.bool_] | None = None) -> None:
+        """Point to the pages of an object, but for the dead ones, and forget the oldest objects
+        beyond the bounds."""
         name = str(manifest.object_id)
         if name in self._objects:
             return
@@ -174,6 +175,8 @@ class ObjectIndex:
         pages = manifest.pages
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
         fresh = self._not_in_younger(words, name)
+        if dead is not None:
+            fresh &= ~dead
         words, pages = words[fresh], pages[fresh]
         self._slots[slot] = self._objects[name] = held
         if len(pages):
@@ -207,6 +210,17 @@ class ObjectIndex:
         """Forget a page if it is still known to be there."""
         if self._slots[place.held.slot] is place.held:
             self._pages.drop(key, place.held.slot, place.offset)
+
+    def names_of(self, keys: Sequence[bytes]) -> set[str]:
+        """Return the objects that these pages would be read from."""
+        return {place.held.name for place in self.find(keys)}
+
+    def drop_pages(self, keys: Sequence[bytes], bound_ms: int) -> int:
+        """Forget pages, each key once, where they are in objects that were opened up to then;
+        returns how many went."""
+        behind = f"{bound_ms + 1:012x}"
+        gone = [keys[p.position] for p in self.find(keys) if p.held.name < behind]
+        return self._pages.discard(key_words(gone)) if gone else 0
 
     def drop_objects(self, names: Iterable[str]) -> int:
         """Forget objects; returns how many pages that could be hit went."""

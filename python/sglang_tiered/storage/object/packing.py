@@ -98,7 +98,7 @@ class Packer:
             return
         stored = sum(part.nbytes for part in parts)
         checksum = page_checksum(ticket.namespace, key, parts)
-        open_object = self._open_object(ticket, stored, length)
+        open_object = self._open_object(ticket, key, stored, length)
         if open_object is None:
             with state.lock:
                 state.refuse(ticket, [position], Reason.CANCELLED)
@@ -110,31 +110,41 @@ class Packer:
             if open_object.dropped:  # purged while it was copied: the copy goes with the object
                 state.refuse(ticket, [position], Reason.CANCELLED)
                 return
+            if key in ticket.forgotten:  # while it was copied
+                del open_object.buffer[offset:]
+                state.refuse(ticket, [position], Reason.CANCELLED)
+                return
             open_object.rows.append((key, offset, stored, length, checksum))
             open_object.entries.append((ticket, position, key))
             open_object.staged_bytes += length
 
-    def _open_object(self, ticket: StoreTicket, stored: int, length: int) -> OpenObject | None:
-        """Return an open object with room for that page; None for a ticket that was dropped."""
+    def _open_object(
+        self, ticket: StoreTicket, key: bytes, stored: int, length: int
+    ) -> OpenObject | None:
+        """Return an open object with room for that page, later than it was last forgotten; None
+        for a page or a ticket that was dropped."""
         state = self._state
         place = ticket.tenant, length if self._codec is not None else 0
         with state.lock:
-            if ticket.dropped:
+            if ticket.dropped or key in ticket.forgotten:
                 return None
+            bound = state.forgotten.of(key)
             open_object = state.open_objects.get(place)
             if open_object is not None and (
                 open_object.epoch != ticket.epoch
+                or open_object.object_id.unix_ms <= bound
                 or not open_object.has_room(stored, state.object_bytes_of(ticket.tenant))
             ):
                 self._close(open_object)
                 open_object = None
             if open_object is None:
                 open_object = OpenObject(
-                    state.next_id(ticket.tenant),
+                    state.next_id(ticket.tenant, bound + 1),
                     ticket.namespace,
                     ticket.epoch,
                     ticket.tenant,
                     state.clock(),
+                    state.now_ms(),
                 )
                 state.open_objects[place] = open_object
             return open_object

@@ -43,6 +43,7 @@ class StoreTicket:
     positions: list[int]  # of the pages within the run
     num_left: int  # pages that are not settled
     dropped: bool = False  # purged, or the engine was closed
+    forgotten: set[bytes] = field(default_factory=set)  # of its keys; not to be packed any more
 
     @property
     def tenant(self) -> bytes:
@@ -59,6 +60,7 @@ class OpenObject:
     epoch: int
     tenant: bytes
     opened_at: float
+    opened_ms: int  # by the clock of names; its own name may be later
     buffer: bytearray = field(default_factory=bytearray)
     rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
     entries: list[tuple[StoreTicket, int, bytes]] = field(default_factory=list)

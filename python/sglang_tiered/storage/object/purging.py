@@ -107,7 +107,7 @@ def drop_stores(
         for each in state.in_staging()
         if tenant in (None, each.tenant)
         and each not in but
-        and (bound_ms is None or each.object_id.unix_ms <= bound_ms)
+        and (bound_ms is None or min(each.object_id.unix_ms, each.opened_ms) <= bound_ms)
     ]
     for each in gone:
         each.dropped = True

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.object.budgets import DailyBudget
+from sglang_tiered.storage.object.forgotten import Forgotten
 from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
 from sglang_tiered.storage.object.pending import DiscoveryCounts
 from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
     from sglang_tiered.codecs.base import PageCodec
+    from sglang_tiered.storage.object.format import Manifest
     from sglang_tiered.storage.object.index import ObjectIndex
     from sglang_tiered.storage.object.pending import (
         LoadSpan,
@@ -60,9 +62,13 @@ class Bounds:
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > _MAX_PURGES:  # rather forget pages than a purge
             for _ in range(_MAX_PURGES // 2):
-                self._collapsed = max(self._collapsed, self._tenants.popitem(last=False)[1])
-            self.everyone = max(self.everyone, self._collapsed)
+                self.collapse(self._tenants.popitem(last=False)[1])
         return True
+
+    def collapse(self, bound_ms: int) -> None:
+        """Add a bound of everyone that stays whatever the namespace."""
+        self._collapsed = max(self._collapsed, bound_ms)
+        self.everyone = max(self.everyone, bound_ms)
 
     def change_namespace(self) -> None:
         """Drop the purge of everyone, which is of one namespace; that of a tenant is of all."""
@@ -122,6 +128,7 @@ class ObjectState:
         self.num_background_reads = 0
         # Purges and names
         self.bounds = Bounds()
+        self.forgotten = Forgotten()
         self.purge_orders: deque[PurgeOrder] = deque()
         self.refresh_orders: list[RefreshOrder] = []
         self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
@@ -149,12 +156,14 @@ class ObjectState:
         return self._last_ms
 
     def next_id(self, tenant: bytes, not_before: int = 0) -> ObjectId:
-        """Return a name for an object opened now: later than every purge that concerns it."""
-        opened = max(self.now_ms(), self.bounds.of(tenant) + 1, not_before)
+        """Return a name for an object opened now: later than every purge that concerns it. What is
+        stored again after it was forgotten has its own time, ``not_before``."""
+        opened = max(self.now_ms(), self.bounds.of(tenant) + 1)
         # A purge by a clock that is far ahead must not take the time of all our names with it.
         if opened <= self._last_ms + _MAX_SKEW_MS:
             self._last_ms = opened
         self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
+        opened = max(opened, not_before)
         return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
 
     def suspect(self, name: str) -> None:
@@ -186,12 +195,22 @@ class ObjectState:
         """Return every object that is being filled, waits or is uploaded."""
         return [*self.open_objects.values(), *self.uploads, *self.uploading]
 
+    def learn(self, manifest: Manifest) -> bool:
+        """Point to the pages of an object that were not forgotten; false where all were."""
+        dead = self.forgotten.dead(manifest)
+        if dead.all():
+            return False
+        self.index.put(manifest, dead)
+        return True
+
     # ---- Ends of stores ----
 
     def settle(self, open_object: OpenObject, reason: Reason) -> None:
         """Finish what is in an object, whatever became of it."""
+        opened = open_object.object_id.unix_ms
         for ticket, position, key in open_object.entries:
-            ticket.job.reasons[position] = reason
+            is_dead = reason is Reason.OK and self.forgotten.of(key) >= opened
+            ticket.job.reasons[position] = Reason.CANCELLED if is_dead else reason
             self.settle_pages(ticket, [key], freed_bytes=0)
         self.staged_bytes -= open_object.staged_bytes
         open_object.staged_bytes = 0

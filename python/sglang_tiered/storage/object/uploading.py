@@ -78,7 +78,7 @@ class Uploader:
                 state.num_pages_stored += len(open_object.entries)
                 state.bytes_stored += manifest.num_bytes
                 if open_object.epoch == state.epoch:
-                    state.index.put(manifest)
+                    state.learn(manifest)
             state.settle(open_object, reason)
 
     def _write(self, open_object: OpenObject, manifest: Manifest) -> Reason:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
-    KEY_BYTES,
     NO_TENANT,
     EngineStats,
     Health,
@@ -29,6 +28,7 @@ from sglang_tiered.storage.base import (
     Stop,
     TenantUsage,
     WriteTier,
+    unique_keys,
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
@@ -392,10 +392,7 @@ class RegionEngine(WriteTier):
     def forget(self, keys: Iterable[bytes]) -> Future[bool]:
         """Forget single pages as ``begin_purge`` does those of a tenant, under every namespace;
         pages stored again after the call are found. No pin keeps them any more. True as there."""
-        unique = tuple(dict.fromkeys(keys))
-        for key in unique:
-            if len(key) != KEY_BYTES:
-                raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        unique = unique_keys(keys)
         if not unique:
             return ended(True)
         state = self._state

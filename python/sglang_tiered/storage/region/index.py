@@ -19,13 +19,14 @@ import numpy as np
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 from sglang_tiered.storage.region.pinning.marks import PinMarks
+from sglang_tiered.storage.region.tenants import TenantTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "TenantTable", "hash_words", "key_words", "choose_reinsertion"]
+__all__ = ["PageIndex", "Places", "hash_words", "key_words", "choose_reinsertion"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly
@@ -140,26 +141,28 @@ class PageIndex:
     def put(
         self,
         words: npt.NDArray[np.uint64],
-        slot: int,
+        slots: npt.NDArray[np.int32] | int,
         offsets: npt.NDArray[np.int64],
         lengths: npt.NDArray[Any],
         checksums: npt.NDArray[Any],
         owners: npt.NDArray[np.int32] | int | None = None,
     ) -> None:
-        """Point keys at pages of one region, whatever they pointed at before. Where a key occurs
-        twice the later page counts. ``owners`` are what ``place_of`` said of their tenants."""
+        """Point keys at pages of a region, or of several one after the other, whatever they pointed
+        at before. Where a key occurs twice the later page counts. ``owners`` are what ``place_of``
+        said of their tenants."""
         if not len(words):
             return
         if owners is None:
             owners = self.place_of(NO_TENANT)
         named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
+        holders = np.broadcast_to(np.asarray(slots, np.int32), len(words))
         hashes = hash_words(words)
         if len(set(hashes.tolist())) != len(hashes):
             last = np.array(sorted({row.tobytes(): i for i, row in enumerate(words)}.values()))
             words, hashes = words[last], hashes[last]
             offsets, lengths, checksums = offsets[last], lengths[last], checksums[last]
-            placed = placed[last]
-        self._reserve(len(words), slot)
+            holders, placed = holders[last], placed[last]
+        self._reserve(len(words), int(holders.max()))
         rows = self._find(words, hashes)
         known = rows >= 0
         before = self._uncount(rows[known])
@@ -173,10 +176,12 @@ class PageIndex:
         self._checksums[rows] = checksums
         self._blocks[rows] = offsets // self._block_bytes
         self._lengths[rows] = lengths
-        self._slots[rows] = slot
+        self._slots[rows] = holders
         self._hits[rows] = 0
-        self._live[slot] += len(rows)
-        self._note_rows(slot, rows.astype(np.int32))
+        self._live += np.bincount(holders, minlength=len(self._live))
+        starts = np.flatnonzero(np.diff(holders, prepend=-1))
+        for slot, put in zip(holders[starts].tolist(), np.split(rows, starts[1:]), strict=True):
+            self._note_rows(slot, put.astype(np.int32))
         self._stored_bytes += int(lengths.sum(dtype=np.int64))
         self._owners[rows] = placed
         self._tenants.add(placed, lengths.astype(np.int64))
@@ -505,94 +510,3 @@ def choose_reinsertion(
     """Return the positions to save: the most loaded first as far as ``max_bytes`` reach."""
     order: npt.NDArray[np.int64] = np.argsort(hits, kind="stable")[::-1]
     return order[np.cumsum(sizes[order]) <= max_bytes]
-
-
-class TenantTable:
-    """Pages and payload bytes by tenant. A purged tenant's place is *dead* until its last page is
-    taken out; the same tenant may have another place meanwhile."""
-
-    def __init__(self) -> None:
-        self._places: dict[bytes, int] = {}
-        self._names: list[bytes] = []  # by place, as the two below
-        self._pages = np.zeros(64, np.int64)
-        self._bytes = np.zeros(64, np.int64)
-        self._free: list[int] = []
-        self._dead: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def any_dead(self) -> bool:
-        return bool(self._dead)
-
-    def dead_totals(self) -> tuple[int, int]:
-        """Return the pages and bytes that are counted and that no lookup may find."""
-        dead = list(self._dead)
-        return int(self._pages[dead].sum()), int(self._bytes[dead].sum())
-
-    def usage(self) -> dict[bytes, tuple[int, int]]:
-        """Return the pages and bytes of every tenant that has any."""
-        pages, sizes = self._pages.tolist(), self._bytes.tolist()
-        return {name: (pages[place], sizes[place]) for name, place in self._places.items()}
-
-    def names(self, places: npt.NDArray[np.int32]) -> list[bytes]:
-        return [self._names[place] for place in places.tolist()]
-
-    def place_of(self, tenant: bytes) -> int:
-        """Return the place of a tenant, of which a page must then be added."""
-        place = self._places.get(tenant)
-        if place is not None:
-            return place
-        if self._free:
-            place = self._free.pop()
-            self._names[place] = tenant
-        else:
-            place = len(self._names)
-            self._names.append(tenant)
-            if place == len(self._pages):
-                self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
-                self._bytes = np.concatenate([self._bytes, np.zeros_like(self._bytes)])
-        self._places[tenant] = place
-        return place
-
-    def add(self, places: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> None:
-        np.add.at(self._pages, places, 1)
-        np.add.at(self._bytes, places, lengths)
-
-    def remove(self, places: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> None:
-        """Take pages out; ``free_empty`` must follow, when what replaces them is added."""
-        np.subtract.at(self._pages, places, 1)
-        np.subtract.at(self._bytes, places, lengths)
-
-    def free_empty(self, places: npt.NDArray[np.int32]) -> None:
-        """Forget those of these tenants that have no pages left."""
-        for place in np.unique(places[self._pages[places] == 0]).tolist():
-            if place in self._dead:
-                self._dead.discard(place)
-            else:
-                del self._places[self._names[place]]
-            self._free.append(place)
-
-    def purge(self, tenant: bytes) -> int:
-        """Declare the tenant's place dead; returns the pages in it."""
-        place = self._places.pop(tenant, None)
-        if place is None:
-            return 0
-        self._dead.add(place)
-        return int(self._pages[place])
-
-    def is_dead(self, places: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        return np.isin(places, list(self._dead))
-
-    def check_integrity(self, owners: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Recount everything; ``owners`` and ``lengths`` are those of all rows in use."""
-        num_places = len(self._names)
-        pages = np.bincount(owners, minlength=num_places)
-        sizes = np.bincount(owners, lengths, minlength=num_places)
-        for place, name in enumerate(self._names):
-            counted = int(self._pages[place]), int(self._bytes[place])
-            assert (pages[place], sizes[place]) == counted, f"tenant {name.hex()}: {pages[place]}"
-            used = self._places.get(name) == place or place in self._dead
-            assert used == (counted[0] > 0), f"tenant {name.hex()} has {counted[0]} pages"
-            assert used != (place in self._free), f"the place of tenant {name.hex()}"

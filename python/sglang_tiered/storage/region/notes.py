@@ -6,17 +6,30 @@ Outside the byte cap, never read by the store itself, as private as the pages ar
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.region.device import read_small_file
-from sglang_tiered.storage.region.files import NOTE_NAMES, TEMPORARY_SUFFIX
+from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME, TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["Notes", "read_note"]
+__all__ = ["Notes", "PageSize", "add_page_size", "read_note", "read_page_sizes"]
+
+MAX_PAGE_SIZES = 64
+"""Of the last namespaces. Another update of the weights makes another namespace."""
+
+
+class PageSize(NamedTuple):
+    """What the pages of a namespace hold that have tokens in them: those of a model's KV pool.
+    ``num_pools``: so many pools have pages of that many bytes, each for the same tokens."""
+
+    num_tokens: int
+    nbytes: int
+    num_pools: int = 1
 
 
 def read_note(shard: Path, name: str) -> bytes:
@@ -57,3 +70,19 @@ class Notes:
                 is_gone = True
         if is_gone:
             self._device.sync_directory()
+
+
+def read_page_sizes(data: bytes) -> dict[bytes, PageSize]:
+    """Return what the note ``PAGE_SIZES_NAME`` says, by namespace; empty where it is damaged."""
+    return unseal(data, dict[bytes, PageSize]) or {}
+
+
+def add_page_size(notes: Notes, namespace: bytes, size: PageSize) -> None:
+    """Note the size of a namespace's pages, for who looks into the shard. Raises ``OSError``."""
+    before = read_page_sizes(notes.read(PAGE_SIZES_NAME))
+    if before.get(namespace) == size:
+        return
+    known = {name: one for name, one in before.items() if name != namespace}
+    known[namespace] = size
+    kept = list(known.items())[-MAX_PAGE_SIZES:]
+    notes.write(PAGE_SIZES_NAME, seal(dict(kept)))

@@ -4,13 +4,13 @@ The steps, as in ``README.md``:
 
 1. List the region files and order them by sequence number; read the checkpoint, the purges and
    the pins, if there are any.
-2. Open each region and read header, trailer and footer. A newer format refuses the store; nothing
-   was touched so far.
+2. Open each region and read its header. A newer format refuses the store; nothing was touched so
+   far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
    in their name; and pins that do not verify.
 4. Remove the oldest regions while the rest exceeds the cap.
-5. Where trailer or footer do not verify, walk the extents from block 1, up to the first that does
-   not verify: with their payloads, but for what the checkpoint says was synced.
+5. Read trailer and footer of each. Where they do not verify, walk the extents from block 1, up to
+   the first that does not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing.
 7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
    met again points to the later one. Remove a region that was purged altogether.
@@ -24,9 +24,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,8 +55,11 @@ from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
     from types import TracebackType
 
+    import numpy.typing as npt
     from rich.progress import Progress
 
     from sglang_tiered.storage.region.device import Device
@@ -66,6 +70,8 @@ if TYPE_CHECKING:
 __all__ = ["LateProgress", "RecoveryReport", "recover"]
 
 logger = logging.getLogger(__name__)
+
+_PAGES_AT_ONCE = 1 << 15
 
 
 @dataclass(slots=True)
@@ -88,10 +94,11 @@ class RecoveryReport:
 
 @dataclass(slots=True)
 class _Found:
-    """A region file as opened: ``contents`` is ``None`` where the footer does not verify."""
+    """A region file as opened, and while it is indexed what it holds: ``None`` for nothing."""
 
     region: Region
     contents: Contents | None = None
+    is_walked: bool = False  # its footer did not verify
 
 
 def recover(
@@ -121,6 +128,7 @@ class _Recovery:
     report: RecoveryReport = field(default_factory=RecoveryReport)
     found: list[_Found] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
+    has_durable_names: bool = False
 
     def run(
         self, namespace: bytes, capacity_bytes: int, regions: RegionTable, index: PageIndex
@@ -136,11 +144,13 @@ class _Recovery:
         found_pins = pins.read_all(device, names)
         report.pins = found_pins.pins
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
-        with LateProgress(2 * len(sequences)) as progress:
+        with (
+            LateProgress(2 * len(sequences)) as progress,
+            ThreadPoolExecutor(self.num_threads) as pool,
+        ):
             # 2
-            with ThreadPoolExecutor(self.num_threads) as pool:
-                for _ in pool.map(self._open, sequences):
-                    progress.advance()
+            for _ in pool.map(self._open, sequences):
+                progress.advance()
             self.found.sort(key=lambda found: found.region.sequence)
             for item in self.found:
                 entry = known.get((item.region.sequence, item.region.nonce))
@@ -157,12 +167,18 @@ class _Recovery:
                 _unlink(device, name)
             # 4
             self._shrink(capacity_bytes)
-            for item in list(self.found):
-                if item.contents is None and not self._walk(item):  # 5, 6
+            pages = _Pages(index)
+            for item in self._read_ahead(pool):  # 5
+                report.num_walked += item.is_walked
+                if item.contents is None:
                     self._remove(item)
-                else:
-                    self._index(item, namespace, regions, index)  # 7
+                    continue
+                if item.is_walked:
+                    self._seal(item, item.contents)  # 6
+                self._index(item, item.contents, namespace, regions, pages)  # 7
+                item.contents = None  # those of all together may take as much as the index
                 progress.advance()
+            pages.put()
         self._settle_purges()
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
@@ -193,7 +209,7 @@ class _Recovery:
         _unlink(self.device, item.region.name)
 
     def _open(self, sequence: int) -> None:
-        """Open a region file and read what it says of itself. Several threads at once."""
+        """Open a region file and read its header. Several threads at once."""
         device, name = self.device, region_name(sequence)
         try:
             fd = device.open(name)
@@ -221,7 +237,7 @@ class _Recovery:
                 self._discard(sequence, outdated=version is not None)
                 return
             region = Region(sequence, fd, header.nbytes, header.nonce, sealed=True)
-            item = _Found(region, _read_footer(device, region))
+            item = _Found(region)
             self.found.append(item)
         finally:
             if item is None:
@@ -244,32 +260,53 @@ class _Recovery:
             excess -= item.region.nbytes
             self.report.num_over_cap += 1
 
-    def _walk(self, item: _Found) -> bool:
-        """Find the extents of a region without a footer and seal it; false when it has none."""
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_Found]:
+        """Yield what was found, oldest first, with its contents, and read some of the next."""
+        reading: deque[tuple[_Found, Future[None]]] = deque()
+        for item in list(self.found):
+            reading.append((item, pool.submit(self._read, item)))
+            if len(reading) > 2 * self.num_threads:
+                yield _when_read(*reading.popleft())
+        while reading:
+            yield _when_read(*reading.popleft())
+
+    def _read(self, item: _Found) -> None:
+        """Read the footer of a region, or find its extents without one. Several threads at
+        once."""
         region = item.region
+        item.contents = _read_footer(self.device, region)
+        if item.contents is not None:
+            return
         # The checkpoint speaks of the file as we left it, not of one that was cut since.
         intact = self.device.is_intact(region.fd, region.nbytes)
         extents = walk(self.device, region, region.durable_tail if intact else 0)
-        self.report.num_walked += 1
-        if not extents:
-            return False
-        region.tail = extents[-1].end
-        item.contents = Contents.of(extents)
+        item.is_walked = True
+        if extents:
+            region.tail = extents[-1].end
+            item.contents = Contents.of(extents)
+
+    def _seal(self, item: _Found, contents: Contents) -> None:
+        region = item.region
         try:
-            self.report.bytes_written += write_footer(self.device, region, item.contents)
+            self.report.bytes_written += write_footer(self.device, region, contents)
             self.device.sync(region.fd)
-            self.device.sync_directory()
+            if not self.has_durable_names:  # none comes while we recover
+                self.device.sync_directory()
+                self.has_durable_names = True
             region.durable_tail = region.tail
         except OSError as error:
             # The pages are served all the same; the next recovery walks the region again.
             logger.warning("%s could not be sealed (%s); it stays unsealed", region.name, error)
-        return True
 
     def _index(
-        self, item: _Found, namespace: bytes, regions: RegionTable, index: PageIndex
+        self,
+        item: _Found,
+        contents: Contents,
+        namespace: bytes,
+        regions: RegionTable,
+        found_pages: _Pages,
     ) -> None:
-        region, contents = item.region, item.contents
-        assert contents is not None
+        region = item.region
         num_pages = contents.extents["num_pages"]
         purged = self.report.purges
         alive = ~purged.dead_pages(region.sequence, contents)
@@ -288,19 +325,63 @@ class _Recovery:
         region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign
         ours &= alive
-        names, inverse = np.unique(contents.extents["tenant"], return_inverse=True)
+        names, inverse = _distinct(contents.extents["tenant"])
         payload = np.bincount(inverse, contents.payload_bytes(), len(names))
         for name, nbytes in zip(names, payload.tolist(), strict=True):
             regions.charge(region, name.tobytes(), int(nbytes))
         places = np.full(len(names), -1, np.int32)
         by_page = np.repeat(inverse, num_pages)
         for number in np.flatnonzero(np.bincount(by_page[ours], minlength=len(names))):
-            places[number] = index.place_of(names[number].tobytes())
+            places[number] = found_pages.index.place_of(names[number].tobytes())
         owners = places[by_page]
         if not ours.all():
             pages, offsets, owners = pages[ours], offsets[ours], owners[ours]
+        found_pages.add(pages, region.slot, offsets, owners)
+
+
+class _Pages:
+    """Pages on their way into the index, many at once: that of a small region alone costs as much
+    as of thousands."""
+
+    def __init__(self, index: PageIndex) -> None:
+        self.index = index
+        self._parts: list[tuple[npt.NDArray[Any], ...]] = []  # pages, slots, offsets, owners
+        self._num_pages = 0
+
+    def add(
+        self,
+        pages: npt.NDArray[Any],
+        slot: int,
+        offsets: npt.NDArray[np.int64],
+        owners: npt.NDArray[np.int32],
+    ) -> None:
+        """Take pages of a region; ``owners`` are places in the index's table of tenants."""
+        self._parts.append((pages, np.full(len(pages), slot, np.int32), offsets, owners))
+        self._num_pages += len(pages)
+        if self._num_pages >= _PAGES_AT_ONCE:
+            self.put()
+
+    def put(self) -> None:
+        """Index what was taken."""
+        if not self._parts:
+            return
+        pages, slots, offsets, owners = map(np.concatenate, zip(*self._parts, strict=True))
+        self._parts, self._num_pages = [], 0
         words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
-        index.put(words, region.slot, offsets, pages["length"], pages["checksum"], owners)
+        self.index.put(words, slots, offsets, pages["length"], pages["checksum"], owners)
+
+
+def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Return the tenants of extents, each once, and the place of each extent's among them."""
+    if (tenants == tenants[:1]).all():  # most regions have one, and to sort takes its time
+        return tenants[:1], np.zeros(len(tenants), np.int64)
+    names, inverse = np.unique(tenants, return_inverse=True)
+    return names, inverse
+
+
+def _when_read(item: _Found, reading: Future[None]) -> _Found:
+    reading.result()
+    return item
 
 
 def _read_footer(device: Device, region: Region) -> Contents | None:

@@ -45,9 +45,10 @@ def walk(device: Device, region: Region, durable_tail: int) -> list[Extent]:
     page anyway."""
     extents: list[Extent] = []
     tail = BLOCK_BYTES
+    header = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
     window = aligned_buffer(_WINDOW_BYTES)
     while True:
-        extent = _read_extent_header(device, region, tail, len(extents))
+        extent = _read_extent_header(device, region, tail, len(extents), header)
         if extent is None or not (
             extent.end <= durable_tail or _payload_verifies(device, region, extent, window)
         ):
@@ -56,8 +57,9 @@ def walk(device: Device, region: Region, durable_tail: int) -> list[Extent]:
         tail = extent.end
 
 
-def _read_extent_header(device: Device, region: Region, tail: int, ordinal: int) -> Extent | None:
-    buffer = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
+def _read_extent_header(
+    device: Device, region: Region, tail: int, ordinal: int, buffer: memoryview
+) -> Extent | None:
     block = buffer[:BLOCK_BYTES]
     if not read_run(device, region.fd, block, tail):
         return None
@@ -73,10 +75,11 @@ def _read_extent_header(device: Device, region: Region, tail: int, ordinal: int)
 
 def _payload_verifies(device: Device, region: Region, extent: Extent, window: memoryview) -> bool:
     loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
-    for page, start in zip(extent.pages, extent.page_offsets().tolist(), strict=True):
-        state = xxhash.xxh3_64(extent.namespace)
-        state.update(page["key"].tobytes())
-        position, stop = start, start + int(page["length"])
+    starts, lengths = extent.page_offsets().tolist(), extent.pages["length"].tolist()
+    keys, checksums = extent.pages["key"].tolist(), extent.pages["checksum"].tolist()
+    for start, length, key, checksum in zip(starts, lengths, keys, checksums, strict=True):
+        state = xxhash.xxh3_64(extent.namespace + key)
+        position, stop = start, start + length
         while position < stop:
             if position >= loaded_at + loaded:
                 loaded_at = position
@@ -86,6 +89,6 @@ def _payload_verifies(device: Device, region: Region, extent: Extent, window: me
             piece = window[position - loaded_at : min(stop - loaded_at, loaded)]
             state.update(piece)
             position = min(stop, loaded_at + loaded)
-        if state.intdigest() != int(page["checksum"]):
+        if state.intdigest() != checksum:
             return False
     return True

@@ -185,7 +185,6 @@ class Demoter:
         return self._known_change == self._num_changes
 
     def _demote(self, chain: Chain) -> None:
-        generation = self._generation()
         batches = self._batches(chain)
         for number, batch in enumerate(batches):
             may_go = self._has_room(batch) and (
@@ -195,7 +194,7 @@ class Demoter:
                 if chain.submitted is None and not self._closed:
                     self._put_back(chain, batches[number:])
                 break
-            self._copy(batch, generation)
+            self._copy(batch)
         if chain.submitted is not None:
             chain.submitted.set()
 
@@ -241,9 +240,11 @@ class Demoter:
             if not self._serves():  # not under our lock: batches land under the bucket's
                 return False
 
-    def _copy(self, batch: _Batch, generation: int) -> None:
-        """Read a batch and hand it to the bucket."""
+    def _copy(self, batch: _Batch) -> None:
+        """Read a batch and hand it to the bucket. Where a purge came between, it is read again: the
+        chain of a waiting caller by that caller, any other when its turn comes."""
         num_pages = len(batch.pages)
+        generation = self._generation()
         with self._wake:
             self._staged_bytes += batch.num_bytes
             self._num_in_flight += num_pages
@@ -254,6 +255,11 @@ class Demoter:
                 with self._gate:
                     if self._generation() == generation:
                         job = self._bucket.submit_store(run)
+                if job is None:
+                    if batch.chain.submitted is None and not (self._closed or self._suspended):
+                        self._put_back(batch.chain, [batch])
+                    self._completed(batch, num_pages)
+                    return
             unread = num_pages - (0 if run is None else run.num_pages)
         except BaseException:
             self._completed(batch, num_pages)

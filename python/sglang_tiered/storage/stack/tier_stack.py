@@ -31,6 +31,7 @@ from sglang_tiered.storage.base import (
     Stop,
     Tier,
     WriteTier,
+    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true
@@ -46,7 +47,7 @@ from sglang_tiered.storage.stack.tiers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import ReadTier, RemoteTier, Run, TenantUsage
@@ -294,6 +295,20 @@ class TierStack(WriteTier):
                     begun.append(remote.begin_purge(tenant, local=begun[0]))
             # Last: a reader under the new generation must find no purged page.
             self._generation += 1
+        return all_true(begun)
+
+    def forget(self, keys: Iterable[bytes], *, is_remote: bool = False) -> Future[bool]:
+        """Forget pages as the contract says. What another server was asked to forget
+        (``is_remote``) is only hidden in the tiers that both share."""
+        unique = unique_keys(keys)
+        with self._gate:
+            begun = [self.nvme.forget(unique)]
+            for remote in self.remote.values():
+                if is_remote:
+                    remote.hide_pages(unique)
+                else:
+                    begun.append(remote.forget(unique, local=begun[0]))
+            self._generation += 1  # last, as for a purge
         return all_true(begun)
 
     def set_namespace(

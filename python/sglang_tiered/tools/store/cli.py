@@ -48,7 +48,8 @@ What every shard holds: regions, pages and bytes by namespace and by tenant, how
 of the disk space is payload, how old the oldest and the newest region are, and who
 holds the lock. "superseded" pages were stored again later, "purged" ones, with those
 forgotten one by one, are never served; "used" is payload over disk space. A tenant is
-a digest of its names.
+a digest of its names. "tokens" are those that a lookup can hit, where the server that
+stored them noted how many a page holds; the ranks of one server hold the same ones.
 
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.config import format_bytes
+from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
@@ -24,7 +26,11 @@ from sglang_tiered.tools.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from sglang_tiered.storage.region.notes import PageSize
+    from sglang_tiered.storage.region.purging.purges import Purges
+    from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
 __all__ = ["run"]
@@ -49,6 +55,7 @@ def _collect(target: Target, jobs: int) -> dict[str, Any]:
         "regions": {key: sum(s["regions"][key] for s in shards) for key in ("all", *_STATES)},
         **{key: sum(shard[key] for shard in shards) for key in _COUNTED},
     }
+    total["tokens"] = _total_tokens(shards)
     total["utilisation"] = _share(total["payload_bytes"], total["physical_bytes"])
     ages = [s[key] for s in shards for key in ("oldest_region_age_s", "newest_region_age_s")]
     known = [age for age in ages if age is not None]
@@ -62,6 +69,8 @@ def _collect(target: Target, jobs: int) -> dict[str, Any]:
                 sum_ = sums.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
                 sum_["pages"] += entry["pages"]
                 sum_["payload_bytes"] += entry["payload_bytes"]
+                if field == "namespace":
+                    sum_["tokens"] = _total_tokens(shards, name)
         total[field + "s"] = sorted(sums.values(), key=lambda e: -e["payload_bytes"])
     return {
         "directory": str(target.path),
@@ -80,6 +89,8 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         views = list(reader.views(full=False, jobs=jobs))
         holder, checkpoint = reader.holder, reader.checkpoint
         num_gone, purges, pins = reader.num_gone, reader.purges, reader.pins
+    sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
+    tokens = _count_tokens(views, purges, sizes)
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -100,6 +111,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "purged_pages": sum(int(purges.dead_pages(v.sequence, v.contents).sum()) for v in views),
         "payload_bytes": payload,
         "physical_bytes": physical,
+        "tokens": sum(tokens.values()) if tokens else None,
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
@@ -113,6 +125,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         **{
             field + "s": [
                 {field: value.hex(), "pages": number, "payload_bytes": nbytes}
+                | ({"tokens": tokens.get(value)} if field == "namespace" else {})
                 for value, (number, nbytes) in sorted(
                     totals(views, field).items(), key=lambda item: -item[1][1]
                 )
@@ -126,6 +139,45 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         ],
         "problems": [problem_json(shard.name, view, p) for view in views for p in view.problems],
     }
+
+
+def _count_tokens(
+    views: Sequence[RegionView], purges: Purges, sizes: Mapping[bytes, PageSize]
+) -> dict[bytes, int]:
+    """Return the tokens that a lookup can hit, of the namespaces whose page size is noted."""
+    found: dict[bytes, list[Any]] = {namespace: [] for namespace in sizes}
+    for view in views:
+        alive = ~purges.dead_pages(view.sequence, view.contents)
+        for namespace, size in sizes.items():
+            ours = np.repeat(
+                view.contents.of_namespace(namespace), view.contents.extents["num_pages"]
+            )
+            wanted = ours & alive & (view.contents.pages["length"] == size.nbytes)
+            found[namespace].append(view.contents.pages["key"][wanted])
+    counted = {}
+    for namespace, keys in found.items():
+        num_pages = len(np.unique(np.concatenate(keys))) if keys else 0
+        if num_pages:
+            size = sizes[namespace]
+            counted[namespace] = num_pages * size.num_tokens // size.num_pools
+    return counted
+
+
+def _total_tokens(shards: Iterable[dict[str, Any]], namespace: str | None = None) -> int | None:
+    """Add up the tokens of shards, of one namespace or all; None where no shard knows. Ranks of one
+    replica hold parts of the same tokens, which count once."""
+    by_replica: dict[str, int] = {}
+    for shard in shards:
+        entries = [e for e in shard["namespaces"] if namespace in (None, e["namespace"])]
+        known = [entry["tokens"] for entry in entries if entry["tokens"] is not None]
+        if known:
+            replica = shard["name"].partition("-dp")[2]
+            by_replica[replica] = max(by_replica.get(replica, 0), sum(known))
+    return sum(by_replica.values()) if by_replica else None
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -151,11 +203,12 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     )
     print_lines([""])
     print_table(
-        ["shard", "pages", "superseded", "purged", "payload", "on disk", "used"],
+        ["shard", "pages", "tokens", "superseded", "purged", "payload", "on disk", "used"],
         [
             [
                 entry["name"],
                 f"{entry['pages']:,}",
+                _number(entry["tokens"]),
                 f"{entry['superseded_pages']:,}",
                 f"{entry['purged_pages']:,}",
                 format_bytes(entry["payload_bytes"]),
@@ -171,12 +224,14 @@ def _show(target: Target, report: dict[str, Any]) -> None:
             continue  # tenants have no names here
         if entries:
             print_lines([""])
+            counts_tokens = field == "namespace"
             print_table(
-                [field, "pages", "payload"],
+                [field, "pages", *(["tokens"] if counts_tokens else []), "payload"],
                 [
                     [
                         entry[field][:16] if int(entry[field], 16) else "none",
                         f"{entry['pages']:,}",
+                        *([_number(entry["tokens"])] if counts_tokens else []),
                         format_bytes(entry["payload_bytes"]),
                     ]
                     for entry in entries[:MAX_LISTED]

@@ -115,6 +115,7 @@ class DecodeEndpoint:
             loop=self._loop,
             events=LinkEvents(self._on_failed, self._on_data, self._on_lost),
         )
+        self._loop.call(memories.enter_thread)
         self._loop.start()
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.transfer.layout import Pair
-    from sglang_tiered.transfer.memory import PagedMemory, Pages
+    from sglang_tiered.transfer.memory import HostMemory, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Last, Pull, Slab
     from sglang_tiered.transfer.same_host import PeerMemory
     from sglang_tiered.transfer.wire_codec import WireCodec
@@ -83,7 +83,7 @@ class ReceiveRoom:
     memory: PagedMemory
     pages: Pages
     states: Sequence[tuple[PagedMemory, Pages | None]]
-    aux: PagedMemory
+    aux: HostMemory
     aux_row: int | None
     progress: dict[Any, Progress] = field(default_factory=dict)
     num_expected: int = 0  # prefill ranks that send something
@@ -122,12 +122,7 @@ class ReceiveRoom:
         with self._lock:
             if self.is_closed or self.is_concluded:
                 return False
-            offset = 0
-            for pair in used:
-                length = pair.page_bytes * slab.num_pages
-                part = data[offset : offset + length]
-                memory.scatter(pair.destination, pages, pair.destination_slice, part)
-                offset += length
+            memory.scatter_slab([pair.destination_piece for pair in used], pages, data)
         self.kv_bytes += size if slab.component == KV_COMPONENT else 0
         return True
 

@@ -113,6 +113,7 @@ class PrefillEndpoint:
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
+        self._loop.call(memories.enter_thread)
         self._watch_door()  # before data, whose pulls need the guests
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
@@ -243,7 +244,8 @@ class PrefillEndpoint:
         if room is None or not room.is_ready:
             return
         try:
-            check_pages(self._memories.kv, chunk.pages, "the scheduler")
+            if chunk.is_computed is None:  # else ``pages`` may not be known yet
+                check_pages(self._memories.kv, chunk.pages, "the scheduler")
             check_pages(self._memories.aux, one_row(chunk.aux_row), "the scheduler")
             for peer in room.unfinished:
                 self._check_states(room.opens[peer], chunk)

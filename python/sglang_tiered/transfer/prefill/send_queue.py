@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.transfer.layout import whole_pairs
+from sglang_tiered.transfer.memory import check_pages
 from sglang_tiered.transfer.messages import KV_COMPONENT, VERSION_FRAME, Last, Pull, Slab
 from sglang_tiered.transfer.same_host import MAX_PULL_BYTES
 from sglang_tiered.transfer.wire_codec import PLAIN
@@ -64,8 +65,10 @@ class Chunk:
     """Pages of a request that prefill has computed: positions [start, start + len(pages)) of the
     pages decode asked for. The last chunk brings the states and the metadata row.
 
-    ``is_computed`` says whether the pages may be read yet. The pages must stay allocated until
-    the endpoint reports the room as sent or failed, or is told to fail or forget it.
+    ``is_computed`` says whether the pages may be read yet; before, ``pages`` has the right length
+    and perhaps not the right numbers, which a device may still be writing. The pages must stay
+    allocated until the endpoint reports the room as sent or failed, or is told to fail or forget
+    it.
     """
 
     pages: Pages
@@ -101,6 +104,17 @@ class Delivery:
     parcels: Iterator[Parcel] | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Gathering:
+    """A slab whose pages are on their way into its buffer; ``wait`` returns once they are there."""
+
+    key: tuple[int, int, int]
+    spec: SlabSpec
+    used: Sequence[Pair]
+    buffer: Bytes
+    wait: Callable[[], None]
+
+
 @dataclass(frozen=True, slots=True)
 class SlabSpec:
     """One message of a chunk: pages [start, start + num_pages) of ``num_pairs`` pairs from
@@ -114,16 +128,18 @@ class SlabSpec:
 
 
 class SlabBuffers:
-    """Keeps slab-sized buffers for reuse: a fresh one costs a page fault per 4 KiB."""
+    """Keeps slab-sized buffers for reuse: a fresh one costs a page fault per 4 KiB, and beside a
+    device a call of its driver. ``allocate`` makes one."""
 
-    def __init__(self, max_free: int = 64) -> None:
+    def __init__(self, allocate: Callable[[int], Bytes], max_free: int = 64) -> None:
+        self._allocate = allocate
         self._free: list[Bytes] = []
         self._max_free = max_free
 
     def borrow_buffer(self, num_bytes: int) -> Bytes:
         if num_bytes <= TARGET_SLAB_BYTES:
-            return self._free.pop() if self._free else np.empty(TARGET_SLAB_BYTES, np.uint8)
-        return np.empty(num_bytes, np.uint8)
+            return self._free.pop() if self._free else self._allocate(TARGET_SLAB_BYTES)
+        return self._allocate(num_bytes)
 
     def return_buffer(self, buffer: Bytes) -> None:
         if buffer.nbytes == TARGET_SLAB_BYTES and len(self._free) < self._max_free:
@@ -235,7 +251,9 @@ class SendQueue:
     def _parcels(self, delivery: Delivery) -> Iterator[Parcel]:
         opened, chunk = delivery.opened, delivery.chunk
         num_pages = max(0, min(len(chunk.pages), opened.num_pages - chunk.start))
-        pages = chunk.pages[:num_pages]
+        pages = np.asarray(chunk.pages[:num_pages], np.int32)
+        if chunk.is_computed is not None:
+            check_pages(self.memories.kv, pages, "the scheduler")
         tagger = self.pull_tagger
         if tagger is not None and self.memories.kv.is_host and _are_whole(self.pairs):
             parcels = self._pulls(opened, chunk.start, pages, delivery.fence, tagger)
@@ -266,37 +284,46 @@ class SendQueue:
     ) -> Iterator[Parcel]:
         sizes = [pair.page_bytes for pair in pairs]
         page_size = self.page_size if component == KV_COMPONENT else 1
+        placed = memory.place(pages)
+        begun = None
         for spec in cut_slabs(len(pages), sizes, page_size):
-            buffer = self.buffers.borrow_buffer(spec.num_bytes)
-            key = self._next_key(opened)
-            part = pages[spec.start : spec.start + spec.num_pages]
-            frames = self._slab(key, component, memory, pairs, spec, start, part, buffer)
-            payload: Bytes = frames[-1]
-            if payload.base is not buffer:  # encoded: the pages' bytes are no longer needed
-                self.buffers.return_buffer(buffer)
-                buffer = payload
-            yield Parcel(key, frames, payload.nbytes, buffer)
+            key, buffer = self._next_key(opened), self.buffers.borrow_buffer(spec.num_bytes)
+            following = self._begin(key, memory, pairs, spec, placed, buffer)
+            if begun is not None:  # a device copies the next slab while this one is sent
+                yield self._slab_parcel(begun, component, start)
+            begun = following
+        if begun is not None:
+            yield self._slab_parcel(begun, component, start)
 
-    def _slab(
+    def _begin(
         self,
         key: tuple[int, int, int],
-        component: int,
         memory: PagedMemory,
         pairs: Sequence[Pair],
         spec: SlabSpec,
-        start: int,
-        pages: Pages,
+        placed: Any,
         buffer: Bytes,
-    ) -> list[Any]:
-        """The frames of one slab, gathered into ``buffer``."""
-        payload = buffer[: spec.num_bytes]
+    ) -> Gathering:
+        """Begin to gather a slab of the chunk whose pages are ``placed`` into ``buffer``."""
         used = pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
-        offset = 0
-        for pair in used:
-            size = pair.page_bytes * spec.num_pages
-            out = payload[offset : offset + size]
-            memory.gather(pair.source, pages, pair.source_slice, out)
-            offset += size
+        pieces = [pair.source_piece for pair in used]
+        part = placed[spec.start : spec.start + spec.num_pages]
+        wait = memory.begin_gather(pieces, part, buffer[: spec.num_bytes])
+        return Gathering(key, spec, used, buffer, wait)
+
+    def _slab_parcel(self, begun: Gathering, component: int, start: int) -> Parcel:
+        frames, buffer = self._slab(begun, component, start), begun.buffer
+        payload: Bytes = frames[-1]
+        if payload.base is not buffer:  # encoded: the pages' bytes are no longer needed
+            self.buffers.return_buffer(buffer)
+            buffer = payload
+        return Parcel(begun.key, frames, payload.nbytes, buffer)
+
+    def _slab(self, begun: Gathering, component: int, start: int) -> list[Any]:
+        """The frames of a slab, once its pages are in its buffer."""
+        spec, used = begun.spec, begun.used
+        begun.wait()
+        payload = begun.buffer[: spec.num_bytes]
         number = PLAIN
         if self.codec is not None and component == KV_COMPONENT:
             encoded = self.codec.encode(payload, used, spec.num_pages)
@@ -304,7 +331,7 @@ class SendQueue:
                 payload, number = encoded, self.codec.number
         header = encode(
             Slab(
-                *key,
+                *begun.key,
                 component,
                 spec.first_pair,
                 spec.num_pairs,
@@ -345,17 +372,12 @@ class SendQueue:
         self, parcel: Parcel, spec: SlabSpec, start: int, pages: Pages, fence: Fence
     ) -> list[Any] | None:
         """The pages that the receiver could not read, as a slab; None once their room is closed."""
-        parcel.buffer = np.empty(spec.num_bytes, np.uint8)
-        frames = self._slab(
-            parcel.key,
-            KV_COMPONENT,
-            self.memories.kv,
-            self.pairs,
-            spec,
-            start,
-            pages,
-            parcel.buffer,
-        )
+        memory = self.memories.kv
+        parcel.buffer = memory.new_buffer(spec.num_bytes)
+        whole = SlabSpec(spec.first_pair, spec.num_pairs, 0, spec.num_pages, spec.num_bytes)
+        placed = memory.place(pages)
+        begun = self._begin(parcel.key, memory, self.pairs, whole, placed, parcel.buffer)
+        frames = self._slab(begun, KV_COMPONENT, start + spec.start)
         return frames if fence.is_open else None
 
     def _last(self, opened: Open, chunk: Chunk) -> Parcel:

@@ -92,7 +92,7 @@ class DecodePeers:
         self._instance = secrets.token_bytes(16)
         self.door: Door | None = None
         self._guests: set[Guest] = set()  # that have not sent their session's token yet
-        self._buffers = SlabBuffers()
+        self._buffers = SlabBuffers(memories.kv.new_buffer)
         self._by_identity: dict[bytes, DecodePeer] = {}
         self._by_token: dict[bytes, DecodePeer] = {}
         self._by_link: dict[bytes, DecodePeer] = {}

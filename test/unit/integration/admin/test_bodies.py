@@ -11,6 +11,7 @@ from sglang_tiered.integration.admin.bodies import (
     CallError,
     parse_limit,
     parse_pin,
+    parse_prefetch,
     parse_purge,
     parse_selector,
     parse_unpin,
@@ -140,3 +141,18 @@ def test_a_list_has_a_bound(body: dict[str, Any], limit: int) -> None:
 def test_a_wrong_limit_is_one_sentence(body: Any) -> None:
     with pytest.raises(CallError, match="pass limit, a number"):
         parse_limit(body)
+
+
+def test_a_hint_says_how_long_to_wait() -> None:
+    assert parse_prefetch({"rid": "r"}) == ({"rid": "r"}, 0.0)
+    assert parse_prefetch({"input_ids": [1], "wait_s": 30}) == ({"input_ids": [1]}, 30.0)
+    with pytest.raises(CallError, match="JSON object"):
+        parse_prefetch([])
+    with pytest.raises(CallError, match="exactly one of"):
+        parse_prefetch({"wait_s": 1})
+
+
+@pytest.mark.parametrize("wait_s", [-1, 30.1, "1", None, True, float("nan"), float("inf")])
+def test_a_wait_beyond_its_bounds_is_refused(wait_s: Any) -> None:
+    with pytest.raises(CallError, match="wait_s .* at most 30"):
+        parse_prefetch({"rid": "r", "wait_s": wait_s})

@@ -118,3 +118,24 @@ def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Manager, "tokenizer", None)
     with pytest.raises(CallError, match="has no tokenizer; pass input_ids"):
         call(TierService.residency, {"text": "a"}, [DONE])
+
+
+def test_a_hint_lasts_as_its_caller_waits() -> None:
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
+    loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
+    body = {"input_ids": [1, 2]}
+    report, manager = call(TierService.prefetch, body, [loading])
+    assert report.status == 202 and len(manager.asked) == 1
+    report, manager = call(TierService.prefetch, {**body, "wait_s": 30}, [loading], [loaded])
+    assert report == Report(200, {key: loaded[key] for key in loaded if key != "done"})
+    assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
+
+
+def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
+    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
+    report, _ = call(TierService.prefetch, {"rid": "r"}, [nothing, loading, {"unknown": True}])
+    assert report.status == 202 and report.body["num_in_memory"] == 64
+    with pytest.raises(CallError, match="no request") as caught:
+        call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
+    assert caught.value.status == 404

@@ -487,6 +487,7 @@ def detach(tier: Tier) -> None:
     tiering: Any = Tiering.__new__(Tiering)
     tiering.loads, tiering.stores = SimpleNamespace(detached=lambda: None), tier.spiller
     tiering.returns = SimpleNamespace(forget_all=lambda: None)
+    tiering.hints = SimpleNamespace(end_all=lambda why: None)
     tiering.detached()
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration.cache import warm_restart
-from sglang_tiered.integration.cache.warm_restart import WarmHost, remove_list
+from sglang_tiered.integration.cache.ahead import warm_restart
+from sglang_tiered.integration.cache.ahead.chain_loader import Outcome
+from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.promises import is_true
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from sglang_tiered.integration.cache.ahead.chain_loader import Chain
+
 
 TIMEOUT_S = 20.0
 ACME, OTHER = tenant_digest("acme", "s3cret"), tenant_digest("other", None)
@@ -37,22 +40,27 @@ class Tier:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.notes = Notes(FileDevice(directory))
+        self.is_slow = False
         self.asked: list[tuple[str | None, str | None]] = []
         cache: Any = SimpleNamespace(
             purged_tenants=PurgedTenants(),
-            root_node_handle=lambda extra_key: 0,
-            prefetch_from_storage=self._prefetch,
-            has_ongoing_prefetch=lambda handle: False,
-            pop_prefetch_loaded_span=lambda handle: (64, 0),
-            storage_prefetch_retries=SimpleNamespace(cancel=lambda rid: None),
+            page_size=16,
+            tree_core=SimpleNamespace(is_eagle=False),
+            storage=object(),
         )
-        loads: Any = SimpleNamespace(
-            is_loading_or_waiting=lambda: False, forget=lambda handle: None
+        loads: Any = SimpleNamespace(is_loading_or_waiting=lambda: False)
+        self.loader: Any = SimpleNamespace(
+            is_loading=False, take_piece=lambda: (0, None), begin=self._begin, stop=lambda: None
         )
-        self.host = WarmHost(cache, loads, self.notes, 10_000)
+        self.host = WarmHost(cache, loads, self.loader, self.notes, 10_000)
 
-    def _prefetch(self, *_: Any, extra_key: str | None, cache_salt: str | None) -> None:
-        self.asked.append((extra_key, cache_salt))
+    def _begin(self, chain: Chain, end: int, storage: Any) -> Outcome:
+        assert end == len(chain.tokens) == 64
+        if self.is_slow:
+            self.loader.is_loading = True
+            return Outcome.BEGUN
+        self.asked.append((chain.extra_key, chain.cache_salt))
+        return Outcome.NOTHING
 
     def use(self, chain: str, extra_key: str | None, cache_salt: str | None) -> None:
         tokens = array("q", range(64))
@@ -151,6 +159,21 @@ def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
     again.host.purge_tenant(OTHER)
     again.host.name_keys("other", None)
     assert len(again.load_all()) == 2, "purged before it was named"
+    again.host.close()
+
+
+def test_purge_stops_the_load_of_its_tenant(tier: Tier) -> None:
+    """Else its later pieces would come to memory after it."""
+    again = Tier(tier.directory)
+    again.load_all()
+    again.is_slow = True
+    again.host.name_keys("acme", "s3cret")
+    again.host.tick()
+    assert again.loader.is_loading
+    again.host.purge_tenant(OTHER)
+    assert again.host._chain is not None
+    again.host.purge_tenant(ACME)
+    assert again.host._chain is None
     again.host.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.runtime_context import get_parallel
@@ -54,6 +55,13 @@ def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     manager.endpoint, manager.bootstrap_client = Mock(), Mock()
     manager.bootstrap_client.lookup_failure = lambda _: None
     return manager
+
+
+class Event:
+    happened = False
+
+    def query(self) -> bool:
+        return self.happened
 
 
 def reason_of(end: Any) -> KVTransferError:
@@ -119,3 +127,32 @@ def test_request_without_a_replica_fails_with_reason() -> None:
     receiver.init(-1)
     assert receiver.poll() == KVPoll.Failed
     assert "does not say which replica" in reason_of(receiver).failure_reason
+
+
+def test_late_page_numbers_are_read_once_written() -> None:
+    """SGLang hands over a tensor that the device has yet to write; a copy at the call sends pages
+    of somebody else."""
+    manager = manager_of(ZmqKVSender)
+    manager.request_status = {ROOM: KVPoll.WaitingForInput}
+    manager.pp_group = SimpleNamespace(is_last_rank=True)
+    numbers, written, computed = torch.zeros(3, dtype=torch.int64), Event(), Event()
+    manager.add_transfer_request(
+        ROOM, numbers, slice(0, 3), False, wait_event=computed, indices_event=written
+    )
+    (_, chunk), _ = manager.endpoint.send_chunk.call_args
+    numbers.copy_(torch.tensor([5, 1, 4]))
+    for event in (computed, written):
+        assert not chunk.is_computed()
+        event.happened = True
+    assert chunk.is_computed()
+    assert list(chunk.pages) == [5, 1, 4]
+
+
+def test_only_a_device_may_hand_over_late_numbers() -> None:
+    """SGLang pins memory and records an event of CUDA for them."""
+    for has_streams in (False, True):
+        manager = manager_of(ZmqKVSender)
+        manager.has_streams = has_streams
+        with get_parallel().override(num_dp_ranks=1):
+            sender = ZmqKVSender(manager, SERVER, ROOM)
+        assert sender.supports_host_tensor_indices is has_streams

@@ -11,6 +11,7 @@ import prometheus_client
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.observe.exporter import MetricsExporter, samples
 from sglang_tiered.integration.observe.stats import (
+    HintStats,
     ObjectTierStats,
     PeerTierStats,
     PlannerStats,
@@ -21,6 +22,7 @@ from sglang_tiered.integration.observe.stats import (
 from sglang_tiered.metrics import METRICS
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision
+from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
@@ -65,6 +67,7 @@ STATS = ProcessStats(
     write_budget_bytes=None,
     object=None,
     peer=None,
+    hints=HintStats(3, {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0}, 640),
 )
 BELOW = ObjectTierStats(
     engine=dataclasses.replace(

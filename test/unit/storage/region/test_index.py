@@ -141,3 +141,22 @@ def test_wrong_live_count_is_found() -> None:
     index._live[0] = 2
     with pytest.raises(AssertionError, match="1 rows, counted 2"):
         index.check_integrity(SLOTS)
+
+
+def test_pages_of_several_regions_come_together() -> None:
+    index = PageIndex()
+    put(index, KEYS[:2], 5)
+    keys, slots = [*KEYS[:4], KEYS[1], KEYS[4]], np.array([0, 0, 3, 3, 70, 70], np.int32)
+    index.put(
+        key_words(keys),
+        slots,
+        8192 + 4096 * np.arange(6),
+        np.full(6, 10, np.uint32),
+        np.arange(6, dtype=np.uint64),
+    )
+    assert [index.num_live(slot) for slot in (0, 3, 5, 70)] == [1, 2, 0, 2]
+    assert index.places(index.find(key_words(KEYS[:2]))).slots == [0, 70]
+    index.check_integrity({**SLOTS, 70: 1 << 30})
+    assert index.drop_region(70) == 2
+    assert held(index) == [True, False, True, True, False, False]
+    index.check_integrity(SLOTS)

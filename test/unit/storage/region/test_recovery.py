@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region import RegionEngine, recovery
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.index import PageIndex
+from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
 from sglang_tiered.storage.region.regions import RegionTable
 
@@ -96,6 +97,54 @@ def test_unreadable_header_is_damage(directory: Path) -> None:
     assert (report.num_damaged, report.num_pages) == (1, 6)
     for region in regions:
         device.close(region.fd)
+
+
+@pytest.mark.parametrize("pages_at_once", [1, 4, 1 << 15])
+def test_the_later_region_wins_however_indexed(
+    directory: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pages_at_once: int
+) -> None:
+    again = replace(make_run(0, [12_288] * 3), tenant=b"t" * 16)
+    file = directory / "region-0000000000000000.kv"
+    aside = file.rename(directory.parent / file.name)  # an engine that knows it stores nothing
+    engine = RegionEngine(
+        directory, namespace=NAMESPACE, capacity_bytes=CAPACITY, region_bytes=REGION
+    )
+    assert engine.submit_store(again).wait(20.0)
+    engine.close()
+    aside.rename(file)
+    monkeypatch.setattr(recovery, "_PAGES_AT_ONCE", pages_at_once)
+    device, regions, index = FileDevice(directory), RegionTable(), PageIndex()
+    recover(device, NAMESPACE, CAPACITY, regions, index, num_threads=2)
+    index.check_integrity({region.slot: region.nbytes for region in regions})
+    slots = index.places(index.find(key_words(again.keys))).slots
+    newest = max(regions, key=lambda region: region.sequence)
+    assert set(slots) == {newest.slot}
+    assert len(index) == 9
+    assert index.usage()[b"t" * 16][0] == 3
+    for region in regions:
+        device.close(region.fd)
+
+
+def test_contents_of_regions_do_not_pile_up(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RegionEngine(
+        tmp_path, namespace=NAMESPACE, capacity_bytes=CAPACITY, region_bytes=REGION
+    )
+    for seed in range(7):
+        assert engine.submit_store(make_run(seed, [12_288] * 3)).wait(20.0)
+    engine.close()
+    held = []
+    index_one = recovery._Recovery._index
+
+    def count(self: recovery._Recovery, *arguments: Any) -> None:
+        held.append(sum(item.contents is not None for item in self.found))
+        index_one(self, *arguments)
+
+    monkeypatch.setattr(recovery._Recovery, "_index", count)
+    assert run_recovery(tmp_path).num_regions == 7
+    assert len(held) == 7
+    assert max(held) <= 3  # the one in hand, and two that its only thread has read ahead
 
 
 def test_the_bar_shows_only_when_recovery_takes_long(

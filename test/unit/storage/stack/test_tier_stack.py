@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from shared_tier import SharedTier
@@ -13,21 +13,18 @@ from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import Health, JobKind, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import Span, StackSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from kit.runs import Blank, MakeRun, PageData
+    from sglang_tiered.storage.stack import TierStack
 
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
-SETTINGS = StackSettings(
-    staging_bytes=1 << 20, batch_bytes=1 << 16, promotion_bytes=1 << 20, retry_s=0.01
-)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -35,43 +32,6 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
-
-
-class Tiers:
-    """An engine over a directory and a shared tier, which can be opened again."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.bucket = SharedTier()
-        self.made: list[TierStack] = []
-
-    def open(self, settings: StackSettings = SETTINGS, *, may_promote: bool = True) -> TierStack:
-        nvme = RegionEngine(
-            self.directory,
-            namespace=b"\x11" * 32,
-            capacity_bytes=1 << 22,
-            region_bytes=1 << 18,
-            num_readers=2,
-        )
-        engine = TierStack(nvme, [self.bucket], settings, may_promote=lambda: may_promote)
-        self.made.append(engine)
-        return engine
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    made = Tiers(tmp_path / "store")
-    yield made
-    made.bucket.release()
-    for engine in made.made:
-        drained(engine, TIMEOUT_S)
-        engine.check_integrity()
-        engine.close()
-
-
-@pytest.fixture
-def engine(tiers: Tiers) -> TierStack:
-    return tiers.open()
 
 
 def select(run: Run, positions: list[int], tenant: bytes = TENANT) -> Run:
@@ -84,7 +44,7 @@ def of(tenant: bytes, run: Run) -> Run:
 
 
 def test_a_prefix_over_both_tiers_is_one_hit(
-    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.known = False  # nothing is demoted
     engine = tiers.open()
@@ -103,9 +63,7 @@ def test_a_prefix_over_both_tiers_is_one_hit(
     assert page_data(target)[6:] == [b"\xa5" * 8192] * 2
 
 
-def test_a_load_ends_only_when_both_tiers_have(
-    tiers: Tiers, make_run: MakeRun, blank: Blank
-) -> None:
+def test_a_load_ends_only_when_both_tiers_have(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -121,7 +79,7 @@ def test_a_load_ends_only_when_both_tiers_have(
 
 
 def test_a_page_the_disk_lost_comes_from_below(
-    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
@@ -149,7 +107,7 @@ def damage(directory: Path, data: bytes) -> None:
 
 
 def test_a_late_bucket_load_is_no_hit(
-    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -167,7 +125,7 @@ def test_a_late_bucket_load_is_no_hit(
 
 
 def test_promoted_pages_are_kept_under_their_tenant(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
@@ -183,7 +141,7 @@ def test_promoted_pages_are_kept_under_their_tenant(
 
 
 def test_pages_of_an_unknown_tenant_are_not_promoted(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank
+    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
@@ -192,7 +150,7 @@ def test_pages_of_an_unknown_tenant_are_not_promoted(
 
 
 def test_leading_pages_within_the_promotion_bound_are_kept(
-    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
@@ -207,7 +165,7 @@ def test_leading_pages_within_the_promotion_bound_are_kept(
     until(lambda: small.stack_stats().num_promoted == 4, "the next load brings the next")
 
 
-def test_promotion_is_bounded_and_asks_first(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
+def test_promotion_is_bounded_and_asks_first(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
     small = tiers.open(StackSettings(promotion_bytes=8191))
@@ -223,7 +181,7 @@ def test_promotion_is_bounded_and_asks_first(tiers: Tiers, make_run: MakeRun, bl
 
 
 def test_a_purge_between_load_and_promotion_wins(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank
+    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
@@ -240,7 +198,7 @@ def test_a_purge_between_load_and_promotion_wins(
 
 def test_pages_read_while_a_purge_begins_stay_down(
     engine: TierStack,
-    tiers: Tiers,
+    tiers: Any,
     make_run: MakeRun,
     blank: Blank,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +223,7 @@ def test_pages_read_while_a_purge_begins_stay_down(
 
 
 def test_stores_go_down_in_order_under_their_tenant(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
     for run in runs:
@@ -294,7 +252,7 @@ def test_a_copy_to_the_bucket_is_no_use(engine: TierStack, make_run: MakeRun, bl
     assert {page.key for page in behind[1] if page.is_used} == set(wanted.keys)
 
 
-def test_a_restart_finds_what_was_never_copied(tiers: Tiers, make_run: MakeRun) -> None:
+def test_a_restart_finds_what_was_never_copied(tiers: Any, make_run: MakeRun) -> None:
     tiers.bucket.known = False
     first = tiers.open()
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(6)]
@@ -311,7 +269,7 @@ def test_a_restart_finds_what_was_never_copied(tiers: Tiers, make_run: MakeRun) 
     assert order.index(runs[1].keys[0]) == 1, "the oldest is the next to be reclaimed"
 
 
-def test_nothing_is_copied_while_a_load_runs(tiers: Tiers, make_run: MakeRun, blank: Blank) -> None:
+def test_nothing_is_copied_while_a_load_runs(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
     wanted = make_run(1, PAGES)
@@ -330,7 +288,7 @@ def test_nothing_is_copied_while_a_load_runs(tiers: Tiers, make_run: MakeRun, bl
 
 
 def test_an_unreachable_bucket_is_filled_when_it_returns(
-    tiers: Tiers, make_run: MakeRun, blank: Blank, page_data: PageData
+    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.sick = True
     engine = tiers.open()
@@ -346,7 +304,7 @@ def test_an_unreachable_bucket_is_filled_when_it_returns(
 
 
 def test_failed_copies_are_retried_then_dropped(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Any, make_run: MakeRun
 ) -> None:
     tiers.bucket.refuse = Reason.IO_ERROR
     run = make_run(1, PAGES)
@@ -360,7 +318,7 @@ def test_failed_copies_are_retried_then_dropped(
     assert engine.stack_stats().demote_backlog == 0
 
 
-def test_a_scan_finds_what_a_full_queue_refused(tiers: Tiers, make_run: MakeRun) -> None:
+def test_a_scan_finds_what_a_full_queue_refused(tiers: Any, make_run: MakeRun) -> None:
     tiers.bucket.sick = True
     engine = tiers.open(StackSettings(max_queued_keys=8, retry_s=0.01))
     runs = [make_run(seed, PAGES) for seed in range(10)]
@@ -372,7 +330,7 @@ def test_a_scan_finds_what_a_full_queue_refused(tiers: Tiers, make_run: MakeRun)
 
 
 def test_a_purge_during_a_copy_leaves_no_pages(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Any, make_run: MakeRun
 ) -> None:
     for turn in range(8):
         runs = [of(TENANT, make_run(100 * turn + i, PAGES)) for i in range(4)]
@@ -388,7 +346,7 @@ def test_a_purge_during_a_copy_leaves_no_pages(
 
 
 def test_no_copy_of_pages_read_before_a_purge(
-    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.bucket.known = False  # nothing is copied yet
     engine = tiers.open()
@@ -409,7 +367,7 @@ def test_no_copy_of_pages_read_before_a_purge(
 
 
 def test_a_new_namespace_is_not_copied_down(
-    engine: TierStack, tiers: Tiers, make_run: MakeRun
+    engine: TierStack, tiers: Any, make_run: MakeRun
 ) -> None:
     engine.set_namespace(b"\x22" * 32)
     run = make_run(1, PAGES)
@@ -419,7 +377,7 @@ def test_a_new_namespace_is_not_copied_down(
 
 
 def test_a_namespace_change_makes_the_bucket_relisted(
-    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer was of the old namespace: all of the new one would be copied again."""
     looked = [threading.Event(), threading.Event(), threading.Event()]
@@ -446,7 +404,7 @@ def test_a_namespace_change_makes_the_bucket_relisted(
 
 
 def test_no_copy_into_a_namespace_changed_while_reading(
-    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.bucket.known = False  # nothing is copied but by ``flush``
     engine = tiers.open()
@@ -469,7 +427,7 @@ def test_no_copy_into_a_namespace_changed_while_reading(
 
 
 def test_staging_is_bounded_and_awaited_without_a_lock(
-    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches land under the lock of the bucket, so it must not be called under the demoter's."""
     tiers.bucket.holding = {JobKind.STORE}
@@ -499,7 +457,7 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
 
 
 def test_flush_goes_first_and_says_what_is_durable(
-    tiers: Tiers, make_run: MakeRun, blank: Blank
+    tiers: Any, make_run: MakeRun, blank: Blank
 ) -> None:
     tiers.bucket.known = False  # nothing is copied unless asked for
     engine = tiers.open()
@@ -510,7 +468,7 @@ def test_flush_goes_first_and_says_what_is_durable(
     assert tiers.bucket.contains(other.keys) == [False] * 4
 
 
-def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Tiers, make_run: MakeRun) -> None:
+def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Any, make_run: MakeRun) -> None:
     tiers.bucket.sick = True
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -522,7 +480,7 @@ def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Tiers, make_run: MakeR
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
-def test_flush_outlasts_a_pause_of_nvme(tiers: Tiers, make_run: MakeRun) -> None:
+def test_flush_outlasts_a_pause_of_nvme(tiers: Any, make_run: MakeRun) -> None:
     tiers.bucket.known = False  # nothing is copied unless asked for
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -534,7 +492,7 @@ def test_flush_outlasts_a_pause_of_nvme(tiers: Tiers, make_run: MakeRun) -> None
 
 
 def test_nvme_is_closed_whatever_its_bucket_does(
-    tiers: Tiers, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiers.open()
     run = make_run(1, PAGES)
@@ -550,9 +508,7 @@ def test_nvme_is_closed_whatever_its_bucket_does(
     assert tiers.open().lookup(run.keys).num_hits == 4
 
 
-def test_jobs_end_when_their_engine_is_closed(
-    tiers: Tiers, make_run: MakeRun, blank: Blank
-) -> None:
+def test_jobs_end_when_their_engine_is_closed(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
     engine = tiers.open()
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(run))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kit.runs import OTHER_NAMESPACE, MakeRun
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
@@ -22,6 +22,7 @@ from sglang_tiered.storage.region.format import (
     pack_region_header,
     region_name,
 )
+from sglang_tiered.storage.region.notes import PageSize, add_page_size
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
 REGION = 64 * 1024
@@ -59,8 +60,8 @@ def test_the_figures_are_those_of_the_store(
     assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
     assert total["utilisation"] == pytest.approx((3 * PAYLOAD + 10_000) / (4 * REGION))
     assert total["namespaces"] == [
-        {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD},
-        {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000},
+        {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD, "tokens": None},
+        {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000, "tokens": None},
     ]
     assert total["oldest_region_age_s"] >= total["newest_region_age_s"] >= 0
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
@@ -99,6 +100,39 @@ def test_pages_stored_again_are_superseded(
     engine.close()
     _, report = stat(cli, tier)
     assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (12, 3)
+
+
+def test_ranks_of_a_replica_hold_the_same_tokens(
+    cli: Cli, tier: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    for name, seed in (
+        ("tp0of2-pp0of1-dp0-0", 0),
+        ("tp1of2-pp0of1-dp0-0", 0),
+        ("tp0of2-pp0of1-dp0-1", 4),
+    ):
+        engine = open_engine(shard_path(tier, name))
+        store(engine, make_run(seed, [12_288, 12_288, 9_000]))
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288))
+        engine.close()
+    _, report = stat(cli, tier)
+    assert [shard["tokens"] for shard in report["shards"]] == [None, 128, 128, 128]
+    assert report["total"]["tokens"] == 256
+    assert report["total"]["namespaces"][0]["tokens"] == 256
+    assert "256" in cli("stat", tier).out
+
+
+def test_only_tokens_that_can_be_hit_count(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
+) -> None:
+    engine = open_engine(shard)
+    add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, num_pools=1))
+    assert stat(cli, tier)[1]["total"]["tokens"] == 3 * 64
+    engine.set_namespace(OTHER_NAMESPACE)
+    engine.set_namespace(NAMESPACE)
+    store(engine, make_run(0, [12_288, 12_000, 9_000]))
+    assert engine.forget(make_run(1, [12_288]).keys).result(20.0)
+    engine.close()
+    assert stat(cli, tier)[1]["total"]["tokens"] == 2 * 64
 
 
 def test_several_shards_are_added_up(

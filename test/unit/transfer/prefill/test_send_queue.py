@@ -29,7 +29,14 @@ PAGE_BYTES = 4 * 512
 def queue() -> SendQueue:
     pool = Pool(Shape(), 1)
     pairs = pair_buffers(pool.layout, pool.layout)
-    return SendQueue(pool.memories, pairs, 4, Tagger(b""), SlabBuffers(), 10 * PAGE_BYTES)
+    return SendQueue(
+        pool.memories,
+        pairs,
+        4,
+        Tagger(b""),
+        SlabBuffers(pool.memories.kv.new_buffer),
+        10 * PAGE_BYTES,
+    )
 
 
 def opened(room: int = 1, num_pages: int = 4) -> Open:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES
+from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES, unique_keys
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
 
@@ -57,14 +57,11 @@ class Pin:
         cls, name: str, keys: Iterable[bytes], tenant: bytes, until_s: float | None, data: bytes
     ) -> Pin:
         """Make a pin. Raises ``ValueError`` for what no pin can be."""
-        unique = tuple(dict.fromkeys(keys))
+        unique = unique_keys(keys)
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise ValueError(f"the name of a pin has 1 to {MAX_NAME_BYTES} bytes, not {name!r:.40}")
         if not unique:
             raise ValueError(f"the pin {name!r} names no page; unpin it instead")
-        for key in unique:
-            if len(key) != KEY_BYTES:
-                raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
         if len(tenant) != TENANT_BYTES:
             raise ValueError(f"a tenant has {len(tenant)} bytes, expected {TENANT_BYTES}")
         if until_s is not None and not math.isfinite(until_s):

@@ -2,8 +2,7 @@
 
 While the server runs, prompts that were loaded back are noted on the scheduler thread, and written
 every half minute, and at an ordinary stop, by a thread of their own. At the next start they are
-loaded from NVMe one after the other, through the same verified prefetch as any request's, in steps
-in which nothing waits: a request that comes finds at most one such load ahead of it.
+loaded one after the other, a piece at a time (``chain_loader``), in steps in which nothing waits.
 
 The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
 keys. A purge is durable once the file no longer names the tenant.
@@ -18,9 +17,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
 from sglang_tiered.errors import StoreError
+from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
 from sglang_tiered.storage.promises import keep, promise
@@ -30,13 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.integration.identity.tenants import PurgedTenants
+    from sglang_tiered.integration.cache.ahead.chain_loader import (
+        Chain,
+        ChainLoader,
+        LoadAheadCache,
+    )
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["ColdStart", "WarmHost", "remove_list"]
 
 SAVE_INTERVAL_S = 30.0
-RID_PREFIX = "sglang-tiered-warm-"
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +61,10 @@ class _Named(NamedTuple):
     cache_salt: str | None
 
 
-class WarmingCache(Protocol):
-    """The part of the cache that this uses. All but the first are SGLang's."""
-
-    purged_tenants: PurgedTenants
-    storage_prefetch_retries: Any
-
-    def root_node_handle(self, extra_key: str | None) -> int: ...
-    def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None: ...
-    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
-    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
-
-
 class Loads(Protocol):
     """The part of ``LoadScheduler`` that this uses."""
 
     def is_loading_or_waiting(self) -> bool: ...
-    def forget(self, request: CacheRequestHandle) -> None: ...
 
 
 class ColdStart:
@@ -100,9 +88,17 @@ class ColdStart:
 class WarmHost:
     """Keeps the list of one scheduler. Scheduler thread; a thread of its own writes the file."""
 
-    def __init__(self, cache: WarmingCache, loads: Loads, notes: Notes, capacity: int) -> None:
+    def __init__(
+        self,
+        cache: LoadAheadCache,
+        loads: Loads,
+        loader: ChainLoader,
+        notes: Notes,
+        capacity: int,
+    ) -> None:
         self._cache = cache
         self._loads = loads
+        self._loader = loader
         self._list = WarmList(capacity)
         self._capacity = capacity
         self._waiting: deque[_Named] = deque()
@@ -113,8 +109,7 @@ class WarmHost:
         for chain in chains:
             self._unnamed.setdefault(chain.keys, []).append(chain)
         self.name_keys(None, None)
-        self._loading: CacheRequestHandle | None = None
-        self._num_begun = 0
+        self._chain: Chain | None = None  # that is loaded now
         self.num_tokens_loaded = 0
         self._saver = _Saver(notes)
         self._num_offered = self._list.num_changes
@@ -146,6 +141,9 @@ class WarmHost:
         self._unnamed = {
             keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
         }
+        if self._chain is not None and tenant in (None, self._chain.tenant_in(self._cache)):
+            self._loader.stop()
+            self._chain = None
         is_rewritten = promise()
         self._offer(is_rewritten)
         return is_rewritten
@@ -162,37 +160,36 @@ class WarmHost:
         """Begin or end a load, once per scheduling step; costs next to nothing otherwise."""
         if self._list.num_changes != self._num_offered and self._saver.is_due():
             self._offer()
-        if self._loading is None and not self._waiting:
+        loader, storage = self._loader, self._cache.storage
+        if (self._chain is None and not self._waiting) or storage is None or loader.is_loading:
             return
-        cache = self._cache
-        if self._loading is not None:
-            if cache.has_ongoing_prefetch(self._loading):
-                return
-            num_loaded, _ = cache.pop_prefetch_loaded_span(self._loading)
-            cache.storage_prefetch_retries.cancel(self._loading.rid)
-            self.num_tokens_loaded += num_loaded
-            self._loading = None
-            if not self._waiting:
-                logger.info("host tier: loaded %d tokens of the last run", self.num_tokens_loaded)
-        if self._waiting and not self._loads.is_loading_or_waiting():
-            self._begin(self._waiting.popleft())
+        num_loaded, stop = loader.take_piece()
+        self.num_tokens_loaded += num_loaded
+        if stop is not None:
+            self._ended()
+        if self._loads.is_loading_or_waiting():
+            return
+        if self._chain is None and self._waiting:
+            self._chain = self._take(self._waiting.popleft())
+        if self._chain is None:
+            return
+        end = len(self._chain.hashes) * self._cache.page_size
+        outcome = loader.begin(self._chain, end, storage)
+        if outcome in (Outcome.NOTHING, Outcome.NO_MEMORY):
+            self._ended()
 
-    def _begin(self, named: _Named) -> None:
+    def _take(self, named: _Named) -> Chain | None:
         if self.num_tokens_loaded + named.chain.num_tokens > self._capacity:
             self._waiting.clear()
             self._unnamed.clear()
-            return
-        handle = CacheRequestHandle(f"{RID_PREFIX}{self._num_begun}", 0)
-        self._num_begun += 1
-        self._cache.prefetch_from_storage(
-            handle,
-            self._cache.root_node_handle(named.extra_key),
-            named.chain.token_ids(),
-            extra_key=named.extra_key,
-            cache_salt=named.cache_salt,
-        )
-        self._loads.forget(handle)  # for which no request waits
-        self._loading = handle
+            return None
+        tokens = named.chain.token_ids()
+        return chain_of(self._cache, tokens, named.extra_key, named.cache_salt)
+
+    def _ended(self) -> None:
+        self._chain = None
+        if not self._waiting:
+            logger.info("host tier: loaded %d tokens of the last run", self.num_tokens_loaded)
 
     # ---- Writing ----
 
@@ -207,7 +204,8 @@ class WarmHost:
 
     def tree_was_reset(self) -> None:
         """Forget the load under way; what waits to be loaded still does."""
-        self._loading = None
+        self._loader.clear()
+        self._chain = None
 
 
 class _Saver:

@@ -1,0 +1,255 @@
+"""``Hints``: conversations that are about to be used come up to host memory (``/tier/prefetch``).
+
+A hint is served by the same policy as loads, one hint and one piece at a time, and only while no
+request's load is under way or waits for room. It is dropped, and says so, when host memory is
+needed: what is kept there had to give way, the piece got no pages, or what it had loaded is gone
+again. At the end of its life it is dropped, too, on however busy a server.
+
+Scheduler thread only. Hints come to every rank in the same step. Whether one is over, which is a
+matter of clocks, ranks ask each other, as they do how much to load.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome
+from sglang_tiered.integration.observe.stats import HintStats
+from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+__all__ = ["DETACHED", "PURGED", "WEIGHTS", "Hinted", "Hints"]
+
+PAUSE_STEPS = 8
+"""Steps between two looks at a chain that cannot be loaded yet: each matches it in the tree."""
+
+NO_MEMORY = "host memory was needed for other requests; ask again when the server is less busy"
+NOT_READ = "a tier did not give what it should hold, or it did not verify; the rest is computed"
+OVER = f"the hint was not served within {LIFE_S:.0f} s, as loads of requests go first; ask again"
+EMPTIED = "memory was to be emptied meanwhile; ask again"
+DETACHED = "the tiers were detached meanwhile; attach them and ask again"
+PURGED = "the pages of its tenant were purged meanwhile"
+WEIGHTS = "the weights of the model were replaced meanwhile, so nothing fits them any more"
+
+
+class Hinted:
+    """One conversation that is, or was, on its way to host memory. ``num_in_memory`` and ``end``:
+    its leading tokens in memory when it was looked at last, and once nothing is left to load."""
+
+    def __init__(self, chain: Chain, num_in_memory: int, end: int) -> None:
+        self.chain = chain
+        self.num_in_memory = num_in_memory
+        self.end = end
+        self.num_loaded = 0
+        self.pause_steps = 0
+        self.hint: Hint[str] | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.hint is not None and self.hint.is_active
+
+    @property
+    def why_dropped(self) -> str:
+        """Return why it was dropped; empty if it was not."""
+        return "" if self.hint is None else self.hint.why_dropped
+
+    @property
+    def num_loading(self) -> int:
+        """Return the tokens that are still to come."""
+        return max(0, self.end - self.num_in_memory) if self.is_active else 0
+
+
+class Hints:
+    """The hints of one scheduler: at most ``capacity`` tokens that nobody has used yet."""
+
+    def __init__(
+        self,
+        cache: LoadAheadCache,
+        loads: LoadScheduler,
+        loader: ChainLoader,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._loads = loads
+        self._loader = loader
+        self._clock = clock
+        self._queue: HintQueue[str] = HintQueue(capacity)  # by the hash of the last page
+        self._hinted: dict[str, Hinted] = {}
+        self._served: Hinted | None = None
+        self._memory_is_short = False
+        self._num_begun = self._num_tokens_loaded = 0
+        self._ended = dict.fromkeys(HintEnd, 0)
+
+    def stats(self) -> HintStats:
+        """Take a snapshot."""
+        return HintStats(self._num_begun, dict(self._ended), self._num_tokens_loaded)
+
+    # ---- A hint comes ----
+
+    def get(self, chain: Chain) -> Hinted | None:
+        """Return what became of a hint for this chain whose life has not ended."""
+        return self._hinted.get(chain.hashes[-1])
+
+    def told(self, hinted: Hinted) -> None:
+        """Forget why a hint was dropped: its asker knows, and may ask again."""
+        if hinted.why_dropped and self._hinted.get(hinted.chain.hashes[-1]) is hinted:
+            self._forget(hinted.chain.hashes[-1])
+
+    def begin(self, chain: Chain, num_in_memory: int, end: int) -> Hinted | None:
+        """Begin to load what follows in memory of a chain's first ``end`` tokens, or as many as
+        hints may load. Returns None where hints before it take the room. Every rank makes this call
+        in the same step, with the same arguments."""
+        last = chain.hashes[-1]
+        earlier = self._hinted.get(last)
+        if earlier is not None:
+            self._forget(last)
+        room = self._queue.room_for(end - num_in_memory)
+        room = room // self._cache.page_size * self._cache.page_size
+        if room < self._cache.prefetch_threshold:
+            return None
+        hinted = Hinted(chain, num_in_memory, num_in_memory + room)
+        hinted.hint = self._queue.add(last, room, self._clock())
+        self._hinted[last] = hinted
+        self._num_begun += 1
+        return hinted
+
+    def why_no_room(self) -> str:
+        """Say why a hint does not begin now."""
+        return (
+            f"{len(self._queue)} hints for {self._queue.num_tokens} tokens are under way or not "
+            f"used yet, of at most {self._queue.capacity} tokens; ask again"
+        )
+
+    # ---- It is served ----
+
+    def step(self, storage: TieredStorage) -> None:
+        """Begin or end a piece, once per scheduling step; costs next to nothing without hints."""
+        if not self._hinted:
+            return
+        self._end_oldest()
+        if self._memory_is_short:
+            self._memory_is_short = False
+            if self._served is not None:
+                self._drop(self._served, NO_MEMORY)
+        loader = self._loader
+        if loader.is_loading:
+            return
+        self._take_piece()
+        hint = self._queue.next()
+        # Until memory is emptied after a purge, what is loaded now would go with it.
+        if hint is None or not loader.has_room() or self._cache.purged_tenants:
+            return
+        hinted = self._hinted[hint.chain]
+        if hinted.pause_steps > 0:
+            hinted.pause_steps -= 1
+            return
+        self._served = hinted
+        self._begin_piece(hinted, storage)
+
+    def _take_piece(self) -> None:
+        """Note what a piece brought that has ended."""
+        num_loaded, stop = self._loader.take_piece()
+        hinted = self._served
+        if hinted is None:
+            return
+        hinted.num_loaded += num_loaded
+        hinted.num_in_memory += num_loaded
+        self._num_tokens_loaded += num_loaded
+        if stop is not None:
+            self._drop(hinted, NO_MEMORY if stop is Outcome.NO_MEMORY else NOT_READ)
+
+    def _begin_piece(self, hinted: Hinted, storage: TieredStorage) -> None:
+        outcome = self._loader.begin(hinted.chain, hinted.end, storage)
+        was_in_memory, hinted.num_in_memory = hinted.num_in_memory, self._loader.num_in_memory
+        if hinted.num_in_memory < was_in_memory and hinted.num_loaded > 0:
+            self._drop(hinted, NO_MEMORY)  # what was loaded is evicted already
+        elif outcome is Outcome.NO_MEMORY:
+            self._drop(hinted, NO_MEMORY)
+        elif outcome is Outcome.NOTHING:
+            assert hinted.hint is not None
+            self._queue.served(hinted.hint, hinted.num_loaded)
+            self._ended[HintEnd.LOADED] += 1
+            self._served = None
+        elif outcome is Outcome.LATER:
+            hinted.pause_steps = PAUSE_STEPS
+
+    def _end_oldest(self) -> None:
+        """End the hint whose life ends next, once it has ended on any rank."""
+        oldest = self._queue.oldest()
+        if oldest is None:
+            return
+        agreement, question = self._loads.agreement, _is_alive(oldest)
+        answer = agreement.ask_ranks(question, int(self._clock() < oldest.until))
+        if answer is not None:
+            agreement.forget_question(question)
+        if answer != 0:
+            return
+        hinted = self._hinted[oldest.chain]
+        if oldest.is_active:
+            self._drop(hinted, OVER, HintEnd.EXPIRED)
+        else:
+            self._forget(oldest.chain)
+
+    # ---- It ends ----
+
+    def note_memory_is_short(self) -> None:
+        """Withdraw the hint that is served, in the next step: what is kept in host memory has to
+        give way."""
+        self._memory_is_short = self._served is not None
+
+    def note_use(self, hashes: list[str]) -> None:
+        """Note that a request uses the nodes that end in these pages: hints for them have come
+        true."""
+        if self._hinted:
+            for last in hashes:
+                hinted = self._hinted.get(last)
+                if hinted is not None and not hinted.is_active:
+                    self._forget(last)
+
+    def end_all(self, why: str, tenant: bytes | None = None) -> None:
+        """Drop the hints of a tenant, or all. Every rank makes this call in the same step."""
+        for last, hinted in list(self._hinted.items()):
+            if tenant is not None and hinted.chain.tenant_in(self._cache) != tenant:
+                continue
+            if hinted.is_active:
+                self._drop(hinted, why)
+            elif not hinted.why_dropped:
+                self._forget(last)
+
+    def tree_was_reset(self) -> None:
+        """Drop all hints; SGLang has forgotten the load under way."""
+        self._loader.clear()
+        self.end_all(EMPTIED)
+        self._memory_is_short = False
+
+    def _drop(self, hinted: Hinted, why: str, how: HintEnd = HintEnd.WITHDRAWN) -> None:
+        """Serve a hint no longer."""
+        assert hinted.hint is not None
+        self._loads.agreement.forget_question(_is_alive(hinted.hint))
+        if self._served is hinted:
+            self._loader.stop()
+            self._served = None
+        self._queue.drop(hinted.hint, why, self._clock())
+        self._ended[how] += 1
+
+    def _forget(self, last: str) -> None:
+        hinted = self._hinted.pop(last)
+        assert hinted.hint is not None
+        self._loads.agreement.forget_question(_is_alive(hinted.hint))
+        if self._served is hinted:
+            self._loader.stop()
+            self._served = None
+        self._queue.forget(last)
+
+
+def _is_alive(hint: Hint[str]) -> tuple[str, int]:
+    """Name the question that ranks ask about the end of a hint's life."""
+    return "hint lives", hint.number

@@ -1,0 +1,145 @@
+"""``HintQueue``: which conversations are loaded to host memory before a request asks for them.
+
+A hint says that a conversation is about to be used. Hints are served in the order in which they
+came, a piece at a time, so that a request finds at most one short piece ahead of its own load. All
+hints together may have so many tokens in host memory that nobody has used yet: what they load takes
+the place of what was used least recently, and nobody has paid for it with a request. A hint's share
+is free again once its conversation is used, or at the end of its life.
+
+A hint that is dropped before it was loaded says why for one more life, to whoever asks again.
+
+Pure bookkeeping, the same on every rank that is told the same. Not thread-safe. Sizes are tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LIFE_S", "MAX_HINTS", "PIECE_TOKENS", "Hint", "HintEnd", "HintQueue", "piece_length"]
+
+Chain = TypeVar("Chain")
+
+PIECE_TOKENS = 2048
+
+LIFE_S = 60.0
+"""A user who is about to come back has come back by then."""
+
+MAX_HINTS = 256
+"""Hints that are served, were served or dropped, and whose life has not ended."""
+
+
+class HintEnd(enum.Enum):
+    """Says how a hint ended."""
+
+    LOADED = "loaded"  # all that pays is in host memory
+    WITHDRAWN = "withdrawn"  # memory was needed, a read failed, or its pages are no more
+    EXPIRED = "expired"
+
+
+def piece_length(
+    num_held: int,
+    *,
+    page_tokens: int,
+    piece_tokens: int = PIECE_TOKENS,
+    ends: Sequence[int] | None = None,
+) -> int:
+    """Return how much of ``num_held`` tokens to load at once: whole pages, and more than a piece
+    only where a load may end (``ends``, ascending) at no place before. 0: nothing can be loaded."""
+    size = max(page_tokens, piece_tokens // page_tokens * page_tokens)
+    if ends is None:
+        return min(num_held, size)
+    if not ends:
+        return 0
+    return ends[min(bisect_left(ends, size), len(ends) - 1)]
+
+
+@dataclass(slots=True, eq=False)
+class Hint(Generic[Chain]):
+    """One hint. ``until``: when its life ends, by the clock of this rank."""
+
+    chain: Chain
+    number: int
+    num_tokens: int  # of the bound: what is to be loaded, or was and has not been used
+    until: float
+    is_active: bool = True
+    why_dropped: str = ""  # empty while it is served, and once all that pays was loaded
+
+
+class HintQueue(Generic[Chain]):
+    """The hints of one scheduler, at most ``capacity`` tokens of them. See the module docstring."""
+
+    def __init__(
+        self, capacity: int, *, life_s: float = LIFE_S, max_hints: int = MAX_HINTS
+    ) -> None:
+        self.capacity = capacity
+        self._life_s = life_s
+        self._max_hints = max_hints
+        self._hints: OrderedDict[Chain, Hint[Chain]] = OrderedDict()  # as their lives end
+        self._num_begun = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def get(self, chain: Chain) -> Hint[Chain] | None:
+        """Return the hint of a chain whose life has not ended, or what became of it."""
+        return self._hints.get(chain)
+
+    def room_for(self, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` a hint may load now: all of them, or as many as all
+        hints together may have; 0 if it must wait for others."""
+        wanted = min(num_tokens, self.capacity)
+        has_room = len(self._hints) < self._max_hints and self.num_tokens + wanted <= self.capacity
+        return wanted if has_room else 0
+
+    def add(self, chain: Chain, num_tokens: int, now: float) -> Hint[Chain]:
+        """Begin a hint in place of an earlier one of that chain. The caller has asked
+        ``room_for``."""
+        self.forget(chain)
+        self._num_begun += 1
+        hint = Hint(chain, self._num_begun, num_tokens, now + self._life_s)
+        self._hints[chain] = hint
+        self.num_tokens += num_tokens
+        return hint
+
+    def next(self) -> Hint[Chain] | None:
+        """Return the hint that is served now: the first that is active."""
+        return next((hint for hint in self._hints.values() if hint.is_active), None)
+
+    def served(self, hint: Hint[Chain], num_tokens: int) -> None:
+        """Note that nothing is left to load for a hint, which brought so many tokens."""
+        num_tokens = min(num_tokens, hint.num_tokens)
+        self.num_tokens += num_tokens - hint.num_tokens
+        hint.is_active, hint.num_tokens = False, num_tokens
+
+    def drop(self, hint: Hint[Chain], why: str, now: float) -> None:
+        """Serve a hint no longer. What it loaded so far is as anybody's from now on."""
+        self.forget(hint.chain)
+        hint.is_active, hint.why_dropped, hint.num_tokens = False, why, 0
+        hint.until = now + self._life_s
+        self._hints[hint.chain] = hint
+
+    def oldest(self) -> Hint[Chain] | None:
+        """Return the hint whose life ends next."""
+        return next(iter(self._hints.values()), None)
+
+    def forget(self, chain: Chain) -> None:
+        """Forget a chain: it was used, or its life has ended. Unknown ones are ignored."""
+        hint = self._hints.pop(chain, None)
+        if hint is not None:
+            self.num_tokens -= hint.num_tokens
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books do not balance."""
+        hints = list(self._hints.values())
+        assert self.num_tokens == sum(hint.num_tokens for hint in hints), self.num_tokens
+        assert self.num_tokens <= self.capacity
+        assert len(hints) <= self._max_hints
+        assert all(not hint.is_active or not hint.why_dropped for hint in hints)

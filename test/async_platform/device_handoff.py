@@ -1,0 +1,183 @@
+"""Pages out of and into a device's pool, where no copy is done before it is waited for.
+
+A process of its own, since the platform takes the place of torch's streams: its last line is JSON,
+whether all bytes were right as the code is, and with each of its waits taken away.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FAULTS"]
+
+PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 19, 4
+"""So that five pages are more slabs than have memory on the device."""
+
+CHOSEN = [7, 0, 3, 5, 2]
+
+
+class World:
+    """A prefill rank's pool of random bytes on a lazy device, and the queue to one decode rank."""
+
+    def __init__(self) -> None:
+        import device as streams
+        import numpy as np
+        import torch
+
+        from sglang_tiered.integration.disaggregation import device_memory
+        from sglang_tiered.transfer.memory import Buffer
+
+        self.np, self.torch, self.streams = np, torch, streams
+        size = (BUFFERS, PAGES, PAGE_BYTES)
+        self.pool = np.random.default_rng(1).integers(1, 256, size, dtype=np.uint8)
+        buffers = [Buffer(part.ctypes.data, part.nbytes, PAGE_BYTES) for part in self.pool]
+        self.memory = device_memory.DeviceMemory(buffers, "cpu")
+        self.memory._computing.called("computing", lazy=True)
+        self.memory._copying.called("copying", lazy=True)
+
+        def later(operation: Callable[..., None]) -> Callable[..., None]:
+            return lambda *given: streams.current_stream().copy(partial(operation, *given))
+
+        self.module = SimpleNamespace(gather=device_memory.gather, scatter=device_memory.scatter)
+        device_memory.gather = later(self.module.gather)  # type: ignore[assignment]
+        device_memory.scatter = later(self.module.scatter)  # type: ignore[assignment]
+        self.memory._copy_out = later(self.memory._copy_out)  # type: ignore[method-assign]
+
+    def is_sent_right(self, done: Callable[..., Any] | None = None) -> bool:
+        """Send pages whose numbers are still being written; compare what would go out. ``done``
+        stands for what asks the events."""
+        from sglang_tiered.integration.disaggregation.device_memory import are_done
+        from sglang_tiered.transfer.layout import Pair
+        from sglang_tiered.transfer.memory import HostMemory, Memories
+        from sglang_tiered.transfer.messages import Open
+        from sglang_tiered.transfer.prefill.send_queue import (
+            Chunk,
+            SendQueue,
+            SlabBuffers,
+            cut_slabs,
+        )
+        from sglang_tiered.transfer.same_host import Fence
+        from sglang_tiered.wire.keys import Tagger
+
+        np = self.np
+        numbers = self.torch.zeros(len(CHOSEN), dtype=self.torch.int64)
+        chosen = self.torch.tensor(CHOSEN)
+        scheduling = self.torch.cpu.Stream()
+        scheduling.called("scheduling", lazy=True)
+        scheduling.copy(lambda: numbers.copy_(chosen) and None)
+        event = self.torch.cpu.Event()
+        event.record(scheduling)
+
+        memories = Memories(self.memory, [], HostMemory([]))
+        pairs = [Pair(index, index, PAGE_BYTES) for index in range(BUFFERS)]
+        buffers = SlabBuffers(self.memory.new_buffer)
+        queue = SendQueue(memories, pairs, 64, Tagger(b""), buffers, 1 << 30)
+        is_computed = (done or are_done)(None, event)
+        chunk = Chunk(numbers.numpy(), 0, is_last=True, is_computed=is_computed)
+        queue.add_chunk(Open(1, 1, len(CHOSEN), [], 0, 1, False), chunk, Fence())
+
+        payloads = []
+        parcel = queue.next_parcel()
+        if parcel is None and queue.awaits_compute:
+            event.synchronize()  # time goes by
+            parcel = queue.next_parcel()
+        while parcel is not None and not parcel.is_last:
+            payloads.append(np.array(parcel.frames[-1]))
+            parcel = queue.next_parcel()
+        expected = []
+        for spec in cut_slabs(len(CHOSEN), [PAGE_BYTES] * BUFFERS, 64):
+            part = slice(spec.first_pair, spec.first_pair + spec.num_pairs)
+            pages = CHOSEN[spec.start : spec.start + spec.num_pages]
+            expected.append(self.pool[part][:, pages].reshape(-1))
+        assert len(expected) > 4, "too few slabs for their memory to be used again"
+        same = map(np.array_equal, payloads, expected)
+        return len(payloads) == len(expected) and all(same)
+
+    def is_sent_to_many_right(self) -> bool:
+        """Slabs for four decode ranks begun at once, the last awaited first."""
+        from sglang_tiered.transfer.memory import Piece
+
+        np = self.np
+        placed, begun = self.memory.place(np.array(CHOSEN, np.int32)), []
+        for index in range(BUFFERS):
+            out = np.zeros(PAGE_BYTES, np.uint8)
+            wait = self.memory.begin_gather([Piece(index, PAGE_BYTES)], placed[:1], out)
+            begun.append((wait, out, self.pool[index, CHOSEN[0]]))
+        for wait, *_ in reversed(begun):
+            wait()
+        return all(np.array_equal(out, expected) for _, out, expected in begun)
+
+    def is_received_right(self) -> bool:
+        from sglang_tiered.transfer.memory import Piece
+
+        np = self.np
+        size = 2 * len(CHOSEN) * PAGE_BYTES
+        data = np.random.default_rng(2).integers(1, 256, size, dtype=np.uint8)
+        pages, pieces = np.array(CHOSEN, np.int32), [Piece(1, PAGE_BYTES), Piece(3, PAGE_BYTES)]
+        sent = data.copy()
+        self.memory.scatter_slab(pieces, pages, sent)
+        sent[:] = 0  # the frame is the socket's again
+        return np.array_equal(self.pool[[1, 3]][:, CHOSEN].reshape(-1), data)
+
+
+def nothing(*_: Any) -> None:
+    """In place of a wait."""
+
+
+def as_it_is(world: World) -> bool:
+    return world.is_sent_right() and world.is_sent_to_many_right() and world.is_received_right()
+
+
+def numbers_are_not_awaited(world: World) -> bool:
+    return world.is_sent_right(lambda wait_event, indices_event: lambda: True)
+
+
+def copy_is_not_awaited(world: World) -> bool:
+    begin = world.memory.begin_gather
+    world.memory.begin_gather = lambda *given: (begin(*given), nothing)[1]  # type: ignore[method-assign]
+    return world.is_sent_right()
+
+
+def copy_goes_before_its_gather(world: World) -> bool:
+    world.memory._copying.wait_event = nothing
+    return world.is_sent_right()
+
+
+def gather_goes_before_the_last_copy(world: World) -> bool:
+    world.memory._computing.wait_event = nothing
+    return world.is_sent_to_many_right()
+
+
+def scatter_is_not_awaited(world: World) -> bool:
+    world.memory.flush = nothing  # type: ignore[method-assign]
+    return world.is_received_right()
+
+
+FAULTS = [
+    numbers_are_not_awaited,
+    copy_is_not_awaited,
+    copy_goes_before_its_gather,
+    gather_goes_before_the_last_copy,
+    scatter_is_not_awaited,
+]
+
+
+def main() -> None:
+    from sglang_tiered.integration.disaggregation import device_memory
+
+    said = {}
+    for case in (as_it_is, *FAULTS):
+        gather, scatter = device_memory.gather, device_memory.scatter
+        said[case.__name__] = case(World())
+        device_memory.gather, device_memory.scatter = gather, scatter
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""``/tier/prefetch``: a conversation comes up to host memory before its next request, or says why
+it does not."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conftest import ALWAYS, ROOT, Launch, aligned, ask, make_prompts
+from kit.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LENGTH = 960  # within what hints may load of this host tier, and more than a piece
+PROMPT, OTHER = make_prompts(21, 2, LENGTH)
+CHURN = make_prompts(22, 4, 1500)
+FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "26MiB", *ALWAYS)
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def slowness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What every read takes, in seconds."""
+    path = tmp_path_factory.mktemp("disk") / "slowness"
+    path.write_text("0")
+    with pytest.MonkeyPatch.context() as patch:
+        folders = [
+            os.environ.get("PYTHONPATH", ""),
+            str(ROOT / "test" / "integration" / "slow_disk"),
+        ]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        patch.setenv("SLOW_DISK_FILE", str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch, slowness: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return launch(*FLAGS, "--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv"))
+
+
+def make_cold(server: Server, prompt: list[int], **tenant: str) -> list[int]:
+    """Have a prompt on NVMe alone; return what follows it."""
+    expected = server.generate(prompt, **tenant).output_ids
+    body = {"input_ids": prompt, "tier": "nvme", **tenant}
+    eventually(lambda: ask(server, "/tier/checkpoint", body)[0] == 200, timeout_s=WAIT_S)
+    server.flush()
+    return list(expected)
+
+
+def prefetch(server: Server, prompt: list[int], **more: Any) -> tuple[int, Any]:
+    return ask(server, "/tier/prefetch", {"input_ids": prompt, **more})
+
+
+def test_hinted_conversation_is_hit_in_host_memory(server: Server) -> None:
+    tenant = {"extra_key": "acme", "cache_salt": "s"}
+    expected = make_cold(server, PROMPT, **tenant)
+    assert prefetch(server, PROMPT)[1]["num_loading"] == 0, "another tenant's"
+    whole = {"num_tokens": LENGTH, "num_in_memory": LENGTH, "num_loading": 0}
+    assert prefetch(server, PROMPT, wait_s=30, **tenant) == (200, whole)
+    assert ask(server, "/tier/residency", {"input_ids": PROMPT, **tenant})[1]["host"] == LENGTH
+    answer = server.generate(PROMPT, **tenant)
+    assert answer.output_ids == expected
+    assert (answer.cached["host"], answer.cached["storage"]) == (aligned(LENGTH), 0)
+    assert server.tier_state()["hints_ended:loaded"] == 1
+
+
+def test_what_is_no_hint_is_refused(server: Server) -> None:
+    assert ask(server, "/tier/prefetch", {"rid": "nobody"})[0] == 404
+    for body in ({}, {"rid": "r", "text": "t"}, {"rid": "r", "wait_s": 31}):
+        status, answer = ask(server, "/tier/prefetch", body)
+        assert status == 400 and answer["error"]

@@ -1,0 +1,88 @@
+"""Whatever happens to them, hints keep their bound, their order and their end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_tiered.policy.hints import LIFE_S, Hint, HintQueue
+
+CAPACITY, MAX_HINTS = 100, 6
+CHAINS = st.integers(0, 9)
+
+
+class HintMachine(RuleBasedStateMachine):
+    """A scheduler that does with its hints what the rules say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = HintQueue[int](CAPACITY, max_hints=MAX_HINTS)
+        self.now = 0.0
+        self.active: list[int] = []  # in the order of their turns
+        self.told: dict[int, str] = {}
+
+    @rule(chain=CHAINS, wanted=st.integers(1, 150))
+    def hint(self, chain: int, wanted: int) -> None:
+        if chain in self.active:
+            return  # the caller has looked it up
+        self.queue.forget(chain)
+        room = self.queue.room_for(wanted)
+        assert room in (0, min(wanted, CAPACITY))
+        self.told.pop(chain, None)
+        if room:
+            self.queue.add(chain, room, self.now)
+            self.active.append(chain)
+
+    @rule(num_tokens=st.integers(0, 200))
+    def end_of_turn(self, num_tokens: int) -> None:
+        hint = self.queue.next()
+        if hint is not None:
+            self.queue.served(hint, num_tokens)
+            self.active.remove(hint.chain)
+
+    @rule(chain=CHAINS)
+    def withdraw(self, chain: int) -> None:
+        hint = self.queue.get(chain)
+        if hint is not None and hint.is_active:
+            self.drop(hint, "memory")
+
+    @rule(chain=CHAINS)
+    def use(self, chain: int) -> None:
+        hint = self.queue.get(chain)
+        if hint is not None and not hint.is_active:
+            self.queue.forget(chain)
+            self.told.pop(chain, None)
+
+    @rule(seconds=st.floats(0.0, LIFE_S))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for _ in range(2 * MAX_HINTS):
+            oldest = self.queue.oldest()
+            if oldest is None or self.now < oldest.until:
+                return
+            if oldest.is_active:
+                self.drop(oldest, "over")
+            else:
+                self.queue.forget(oldest.chain)
+                self.told.pop(oldest.chain, None)
+        raise AssertionError("lives do not end")
+
+    def drop(self, hint: Hint[int], why: str) -> None:
+        self.queue.drop(hint, why, self.now)
+        self.active.remove(hint.chain)
+        self.told[hint.chain] = why
+
+    @invariant()
+    def order_and_bounds(self) -> None:
+        self.queue.check_integrity()
+        hint = self.queue.next()
+        assert (None if hint is None else hint.chain) == (self.active[0] if self.active else None)
+        for chain, why in self.told.items():
+            dropped = self.queue.get(chain)
+            assert dropped is not None and dropped.why_dropped == why
+            assert dropped.num_tokens == 0
+
+
+TestHintMachine = HintMachine.TestCase
+TestHintMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,417 @@
+"""Hints over SGLang's own tree and a real store: what they bring, and what ends them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kit.clock import Clock
+from sglang_tiered.integration.admin.hints import Prefetches
+from sglang_tiered.integration.cache.ahead import hints as module
+from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
+from sglang_tiered.integration.ranks.rank_consensus import SILENT
+from sglang_tiered.policy.hints import LIFE_S, HintEnd
+from sglang_tiered.policy.prefetch import PrefetchWindow
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from sglang_tiered.integration.cache.ahead.hints import Hints
+
+LONG, SHORT = prompt(1, 60), prompt(2, 4)
+DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}
+
+
+class HintWorld:
+    """A cache whose store holds two prompts, and what ``/tier/prefetch`` asks of its scheduler."""
+
+    def __init__(self, world: CacheWorld) -> None:
+        self.world, self.cache = world, world.cache
+        self.prefetches = Prefetches()
+        self.clock = Clock()
+        tiering = self.cache.tiering
+        tiering.hints._clock = self.clock
+        self.hints: Hints = tiering.hints
+        self._num_asked = 0
+        self.piece_tokens = self.hints._loader._piece_tokens // PAGE * PAGE
+
+    def hint(self, tokens: array[int], **keys: str) -> dict[str, Any]:
+        """A new call, as an HTTP client makes one."""
+        self._num_asked += 1
+        body = {"input_ids": list(tokens), **keys}
+        return self.prefetches.answer(self.cache, str(self._num_asked), body)
+
+    def poll(self, number: int = 0) -> dict[str, Any]:
+        """The same call asks again, by default the last one."""
+        return self.prefetches.answer(self.cache, str(number or self._num_asked), {"id": "x"})
+
+    def wait(self) -> dict[str, Any]:
+        """The call's last answer."""
+        self.world.until(lambda: self.poll().get("done", True))
+        return self.poll()
+
+    def num_in_host(self, tokens: array[int]) -> int:
+        key = RadixKey(tokens[:], None)
+        return int(self.cache.match_prefix(MatchPrefixParams(key=key)).host_hit_length)
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing of a hint is left anywhere but in its own books."""
+        cache, planner = self.cache, self.cache.tiering.planner
+        return not (
+            cache.ongoing_prefetch
+            or cache.prefetch_loaded_tokens_by_reqid
+            or cache.cache_controller.prefetch_tokens_occupied
+            or cache.storage_prefetch_retries._pending
+            or cache._storage_prefetch_hit_remaining_by_reqid
+            or planner._loads
+            or any(planner._loading)
+            or planner.num_waiting
+            or any(
+                not (isinstance(question, tuple) and question[0] == "hint lives")
+                for question in cache.tiering.loads.agreement._questions
+            )
+        )
+
+
+@pytest.fixture
+def hinting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HintWorld]:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        world.store(LONG, SHORT)
+        yield HintWorld(world)
+
+
+@pytest.fixture
+def hold(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Reads that begin now wait until this is called."""
+    import threading
+
+    gate = threading.Event()
+    engine = hinting.cache.storage.stack.nvme
+    submit = engine.submit_load
+
+    def late(run: Any, *args: Any, **kwargs: Any) -> Any:
+        gate.wait(60.0)
+        return submit(run, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "submit_load", late)
+    yield gate.set
+    gate.set()
+
+
+def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
+    begun = hinting.hint(LONG)
+    assert begun == {**DONE, "done": False, "num_in_memory": 0, "num_loading": len(LONG)}
+    assert hinting.wait() == DONE
+    assert hinting.num_in_host(LONG) == len(LONG)
+    assert hinting.is_at_rest()
+    assert hinting.hint(LONG) == DONE, "and again there is nothing to do"
+    stats = hinting.hints.stats()
+    assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
+    assert stats.ended[HintEnd.LOADED] == 1
+
+
+def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    cache = hinting.cache
+    assert cache.cache_controller.prefetch_tokens_occupied == hinting.piece_tokens
+    request = hinting.world.asks("r", SHORT)
+    assert request in cache.ongoing_prefetch, "it waits for no more than that piece"
+    hold()
+    hinting.world.until(lambda: cache.load_has_ended(request))
+    assert hinting.num_in_host(SHORT) == len(SHORT)
+    assert hinting.num_in_host(LONG) <= hinting.piece_tokens, "no second piece before it"
+    cache.tiering.loads.leaves(request)
+    cache.pop_prefetch_loaded_span(request)
+    assert hinting.wait() == DONE
+
+
+def test_request_starts_without_waiting_for_a_hint(
+    hinting: HintWorld, hold: Callable[[], None]
+) -> None:
+    """``yields`` lets loads of others arrive first that are nearly there."""
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    assert hinting.cache.ongoing_prefetch
+    cold = hinting.world.asks("cold", prompt(9, 8))
+    assert hinting.cache.check_prefetch_progress(cold)
+    hold()
+
+
+def test_same_conversation_twice_is_one_hint(hinting: HintWorld) -> None:
+    hinting.hint(LONG)
+    assert hinting.hint(LONG)["num_loading"] == len(LONG)
+    assert hinting.hints.stats().num_begun == 1
+    assert hinting.wait() == DONE
+    assert hinting.poll(1) == DONE
+
+
+def test_hint_without_room_matches_no_chain(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = hinting.cache.tiering.loads
+    monkeypatch.setattr(loads._window, "has_room_for_next", lambda *_: False)
+    hinting.hint(LONG)
+    monkeypatch.setattr(hinting.cache, "match_prefix", None)
+    for _ in range(20):
+        hinting.cache.check_hicache_events()
+    assert not hinting.poll()["done"]
+
+
+def test_busy_server_drops_a_hint_at_its_end(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.hint(LONG)
+        hinting.cache.check_hicache_events()
+        hinting.clock.now += LIFE_S - 1
+        hinting.cache.check_hicache_events()
+        assert not hinting.poll()["done"]
+        hinting.clock.now += 2
+        hinting.cache.check_hicache_events()
+    assert hinting.poll()["status"] == 503 and "60 s" in hinting.poll()["error"]
+    assert hinting.hints.stats().ended[HintEnd.EXPIRED] == 1
+    assert not hinting.hint(LONG)["done"], "its asker was told, and asks anew"
+    assert hinting.wait() == DONE
+
+
+def test_one_who_asks_later_is_told_once(hinting: HintWorld) -> None:
+    hinting.hint(LONG)
+    hinting.hints.end_all("gone")
+    assert hinting.hint(LONG) == {"error": "gone", "status": 503}
+    assert not hinting.hint(LONG)["done"]
+    hinting.hints.end_all("gone again")
+    hinting.clock.now += LIFE_S + 1
+    hinting.cache.check_hicache_events()
+    assert not hinting.hint(LONG)["done"], "what became of it long ago is nobody's concern"
+
+
+def test_memory_that_others_need_withdraws_a_hint(
+    hinting: HintWorld, hold: Callable[[], None]
+) -> None:
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    assert hinting.cache.ongoing_prefetch
+    hinting.cache.evict_host(hinting.world.num_host_tokens)
+    hinting.cache.check_hicache_events()
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    hold()
+    hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
+    assert hinting.is_at_rest()
+    assert hinting.num_in_host(LONG) == 0
+
+
+def test_pages_evicted_before_the_end_withdraw_a_hint(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hinting.hint(LONG)
+    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded == hinting.piece_tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.world.until(lambda: not hinting.cache.ongoing_prefetch)
+        monkeypatch.setattr(hinting.hints, "note_memory_is_short", lambda: None)
+        hinting.cache.evict_host(hinting.world.num_host_tokens)
+    hinting.world.until(lambda: hinting.poll().get("done", True))
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+
+
+def test_host_memory_without_pages_withdraws_a_hint(hinting: HintWorld) -> None:
+    pool = hinting.cache.cache_controller.mem_pool_host
+    taken = pool.alloc(pool.available_size())
+    hinting.hint(LONG)
+    for _ in range(4):
+        hinting.cache.check_hicache_events()
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    pool.free(taken)
+    assert hinting.is_at_rest()
+
+
+def test_hints_together_are_bounded(hinting: HintWorld) -> None:
+    hinting.hints._queue.capacity = len(LONG)
+    assert not hinting.hint(LONG)["done"]
+    refusal = hinting.hint(SHORT)
+    assert refusal["status"] == 503 and str(len(LONG)) in refusal["error"]
+    hinting._num_asked = 1
+    assert hinting.wait() == DONE
+    assert hinting.hint(SHORT)["status"] == 503, "nobody has used the first yet"
+    last = hinting.hints.get(hinting.prefetches._asked["1"].chain)
+    assert last is not None
+    hinting.hints.note_use(last.chain.hashes[-1:])
+    hinting.hint(SHORT)
+    assert hinting.wait()["num_in_memory"] == len(SHORT)
+
+
+def test_prompt_beyond_the_bound_comes_in_part(hinting: HintWorld) -> None:
+    hinting.hints._queue.capacity = 30 * PAGE
+    assert hinting.hint(LONG)["num_loading"] == 30 * PAGE
+    assert hinting.wait()["num_in_memory"] == 30 * PAGE
+
+
+def test_what_does_not_pay_is_not_loaded(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hinting.cache.tiering.planner, "plan_ahead", lambda *_, **__: 0)
+    hinting.hint(LONG)
+    assert hinting.wait() == {**DONE, "num_in_memory": 0}
+    assert hinting.num_in_host(LONG) == 0
+
+
+def test_damaged_page_ends_a_hint(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvme = hinting.cache.storage.stack.nvme
+    for path in nvme.directory.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 20:
+            data = bytearray(path.read_bytes())
+            for at in range(8192, len(data), 4096):
+                data[at] ^= 0xFF
+            path.write_bytes(data)
+    hinting.hint(LONG)
+    hinting.world.until(lambda: hinting.poll().get("done", True))
+    assert hinting.num_in_host(LONG) == 0
+    assert hinting.is_at_rest()
+
+
+@pytest.mark.parametrize("how", ["flush", "purge", "detach", "weights"])
+def test_what_takes_its_pages_ends_a_hint(
+    hinting: HintWorld, hold: Callable[[], None], how: str
+) -> None:
+    cache = hinting.cache
+    hinting.hint(LONG)
+    cache.check_hicache_events()
+    assert cache.ongoing_prefetch
+    if how == "flush":
+        hold()
+        cache.reset()
+    elif how == "purge":
+        hinting.hints.end_all(module.PURGED, cache.purged_tenants.tenant_of(None, None))
+    elif how == "weights":
+        cache.change_weights(tree_is_empty=False)
+    else:
+        hold()
+        hinting.hints.end_all(module.EMPTIED)
+        hinting.world.until(lambda: not cache.has_loads_under_way)
+        assert cache.detach_storage_backend()[0]
+    why = {
+        "flush": module.EMPTIED,
+        "purge": module.PURGED,
+        "detach": module.EMPTIED,
+        "weights": module.WEIGHTS,
+    }[how]
+    found = hinting.hints.get(hinting.prefetches._asked["1"].chain)
+    assert found is not None and found.why_dropped == why
+    hold()
+    if how != "detach":
+        hinting.world.until(lambda: not cache.has_loads_under_way)
+        assert hinting.poll() == {"error": why, "status": 503}
+    else:
+        assert hinting.poll()["status"] == 400
+    assert hinting.is_at_rest()
+    assert hinting.num_in_host(LONG) == 0
+
+
+def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:
+    hinting.hint(LONG)
+    hinting.hints.end_all(module.PURGED, hinting.cache.purged_tenants.tenant_of("other", None))
+    assert hinting.wait() == DONE
+
+
+def test_quarantine_holds_hints_back(hinting: HintWorld) -> None:
+    """The tree is emptied as soon as nothing is under way: a hint must not keep it from that."""
+    hinting.hint(LONG)
+    hinting.cache.purged_tenants.quarantine(b"other")
+    for _ in range(5):
+        hinting.cache.check_hicache_events()
+    assert not hinting.cache.ongoing_prefetch
+    hinting.cache.purged_tenants.release_all()
+    assert hinting.wait() == DONE
+
+
+def test_tenants_hint_touches_no_other(hinting: HintWorld) -> None:
+    hinting.hint(LONG, extra_key="acme")
+    assert hinting.wait() == {**DONE, "num_in_memory": 0}
+    assert hinting.num_in_host(LONG) == 0
+    assert hinting.prefetches.answer(hinting.cache, "n", {"rid": "nobody"}) == {
+        "done": True,
+        "unknown": True,
+    }
+
+
+def test_unknown_namespace_is_no_miss(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(hinting.cache.storage), "knows_namespace", False)
+    assert hinting.hint(LONG)["status"] == 503
+
+
+def test_pipelines_load_nothing_ahead(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hinting.cache, "tiering", None)
+    assert "pipeline parallelism" in hinting.hint(LONG)["error"]
+
+
+class OtherRank:
+    """What another rank answers to the questions of this one."""
+
+    def __init__(self) -> None:
+        self.end = SILENT  # of a piece
+        self.lives = SILENT
+
+    def __call__(self, question: Any) -> int:
+        return (
+            self.lives if isinstance(question, tuple) and question[0] == "hint lives" else self.end
+        )
+
+
+@pytest.fixture
+def other(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> OtherRank:
+    rank = OtherRank()
+    hinting.world.has_ranks(monkeypatch, rank)
+    return rank
+
+
+def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> None:
+    other.end = told_end(3 * PAGE)
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    assert not hinting.cache.ongoing_prefetch, "the other rank has not answered"
+    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+    assert hinting.num_in_host(LONG) == 3 * PAGE
+    other.end = DECLINED
+    hinting.world.until(lambda: hinting.poll()["done"])
+    assert hinting.poll()["num_in_memory"] == 3 * PAGE
+    assert hinting.is_at_rest()
+
+
+def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -> None:
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    other.lives = 0
+    hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
+    assert hinting.poll()["status"] == 503
+
+
+def test_another_ranks_store_bounds_a_hint(
+    hinting: HintWorld, other: OtherRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_tiered.integration.admin import hints
+
+    monkeypatch.setattr(
+        hints, "least_on_every_rank", lambda _, values: [values[0], min(values[1], 5 * PAGE)]
+    )
+    assert hinting.hint(LONG)["num_loading"] == 5 * PAGE
+
+
+def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
+    """A request whose load waits for room is not overtaken."""
+    loads = hinting.cache.tiering.loads
+    loads._window = PrefetchWindow(4 * PAGE)
+    loads._window.put_off_load("someone", 4 * PAGE)
+    hinting.hint(LONG)
+    for _ in range(3):
+        hinting.cache.check_hicache_events()
+    assert not hinting.cache.ongoing_prefetch
+    loads._window.withdraw_load("someone")
+    assert hinting.wait() == DONE

@@ -1,0 +1,66 @@
+"""Hints in their order, within their bound, until the end of their lives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, HintQueue, piece_length
+
+PAGE = 64
+
+
+def test_hints_are_served_as_they_came() -> None:
+    queue = HintQueue[str](1000)
+    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
+    assert queue.next() is first
+    queue.served(first, 60)
+    assert queue.next() is second and queue.num_tokens == 260
+    queue.drop(second, "why", now=2.0)
+    assert queue.next() is None and queue.num_tokens == 60
+    assert queue.get("b") is second and second.why_dropped == "why"
+
+
+def test_lives_end_in_order_dropped_ones_later() -> None:
+    queue = HintQueue[str](1000)
+    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
+    assert queue.oldest() is first and first.until == LIFE_S
+    queue.drop(first, "over", now=LIFE_S)
+    assert queue.oldest() is second and first.until == 2 * LIFE_S
+    queue.forget("b")
+    assert queue.oldest() is first
+    queue.forget("a")
+    assert queue.oldest() is None and len(queue) == 0
+
+
+def test_one_hint_never_takes_more_than_all_may() -> None:
+    queue = HintQueue[str](1000, max_hints=2)
+    assert queue.room_for(5000) == 1000
+    queue.add("a", 400, now=0.0)
+    assert queue.room_for(600) == 600 and queue.room_for(601) == 0
+    assert queue.room_for(5000) == 0, "it waits for the others, as it would take all"
+    queue.add("b", 1, now=0.0)
+    assert queue.room_for(1) == 0, "there are too many"
+
+
+@pytest.mark.parametrize(
+    ("num_held", "ends", "length"),
+    [
+        (0, None, 0),
+        (PAGE, None, PAGE),
+        (10 * PIECE_TOKENS, None, PIECE_TOKENS),
+        (10 * PIECE_TOKENS, [], 0),
+        (10 * PIECE_TOKENS, [PAGE, 2 * PAGE], 2 * PAGE),
+        (10 * PIECE_TOKENS, [PAGE, PIECE_TOKENS + PAGE, 4 * PIECE_TOKENS], PIECE_TOKENS + PAGE),
+    ],
+)
+def test_pieces_end_where_a_load_may(num_held: int, ends: list[int] | None, length: int) -> None:
+    assert piece_length(num_held, page_tokens=PAGE, ends=ends) == length
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 4096), st.integers(1, 4096))
+def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int) -> None:
+    length = piece_length(num_pages * page, page_tokens=page, piece_tokens=piece)
+    assert length % page == 0 and length <= max(page, piece)
+    assert (length > 0) == (num_pages > 0)

@@ -1,0 +1,92 @@
+"""Pages forgotten in all tiers at once: nothing on its way between them brings one back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
+from sglang_tiered.storage.base import JobKind, Reason, Run
+from sglang_tiered.storage.promises import is_true
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pytest
+
+    from kit.runs import Blank, MakeRun
+    from sglang_tiered.storage.stack import TierStack
+
+PAGES = [8192] * 4
+TENANT = b"a" * 16
+
+
+def theirs(make_run: MakeRun) -> Run:
+    run = make_run(1, PAGES)
+    return Run(run.keys, run.pages, TENANT)
+
+
+def test_a_forgotten_page_leaves_both_tiers(
+    engine: TierStack, tiers: Any, make_run: MakeRun
+) -> None:
+    run = theirs(make_run)
+    finished(engine.submit_store(run))
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
+    assert is_true(engine.forget(run.keys[1:2]), TIMEOUT_S)
+    expected = [True, False, True, True]
+    assert engine.contains(run.keys) == expected
+    assert engine.nvme.contains(run.keys) == expected
+    assert tiers.bucket.contains(run.keys) == expected
+    finished(engine.submit_store(Run(run.keys[1:2], run.pages[1:2], TENANT)))
+    eventually(lambda: all(tiers.bucket.contains(run.keys)), "what was stored again is not copied")
+    assert engine.nvme.contains(run.keys) == [True] * 4
+
+
+def test_what_a_peer_forgot_is_only_hidden_below(
+    engine: TierStack, tiers: Any, make_run: MakeRun
+) -> None:
+    run = theirs(make_run)
+    finished(engine.submit_store(run))
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
+    assert is_true(engine.forget(run.keys[2:], is_remote=True), TIMEOUT_S)
+    assert engine.contains(run.keys) == [True, True, False, False]
+    assert tiers.bucket.stats().num_pages == 4
+
+
+def test_a_page_forgotten_while_loading_is_not_promoted(
+    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
+) -> None:
+    run = make_run(1, PAGES)
+    finished(tiers.bucket.submit_store(Run(run.keys, run.pages, TENANT)))
+    tiers.bucket.holding = {JobKind.LOAD}
+    job = engine.submit_load(blank(run), tenant=TENANT)
+    tiers.bucket.holding = set()
+    forgotten = engine.forget(run.keys[:1], is_remote=True)
+    tiers.bucket.hidden.clear()  # it was read before
+    tiers.bucket.release()
+    assert finished(job) == [Reason.OK] * 4
+    assert is_true(forgotten, TIMEOUT_S)
+    assert drained(engine.nvme, TIMEOUT_S)
+    assert engine.nvme.contains(run.keys) == [False] * 4
+
+
+def test_a_forget_during_a_copy_costs_others_nothing(
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.bucket.known = False  # nothing is copied yet
+    engine = tiers.open()
+    run = theirs(make_run)
+    finished(engine.submit_store(run))
+    forget = engine.nvme.forget
+
+    def forget_behind_a_read(keys: Iterable[bytes]) -> object:
+        tiers.bucket.known = True
+        eventually(
+            lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied"
+        )
+        return forget(keys)
+
+    monkeypatch.setattr(engine.nvme, "forget", forget_behind_a_read)
+    assert is_true(engine.forget(run.keys[1:2]), TIMEOUT_S)
+    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
+    assert tiers.bucket.contains(run.keys) == [True, False, True, True]
+    assert engine.stack_stats().num_demotions_gone == 1
